@@ -61,10 +61,10 @@ def test_the_remedy_for_a_used_batch_works(seed: int | None):
     batches = plan.batches(make_data())
     batch = next(batches)
     private_grad(batch)
-    with pytest.raises(pg.SamplingError, match=r"take the next batch .* start=private_grad\.ledger\.releases"):
+    with pytest.raises(pg.SamplingError, match=r"take the next batch .* start=private_grad\.ledger\.next_step"):
         private_grad(batch)
     private_grad(next(batches))
-    for batch in plan.batches(make_data(), start=private_grad.ledger.releases):
+    for batch in plan.batches(make_data(), start=private_grad.ledger.next_step):
         private_grad(batch)
     assert private_grad.ledger.releases == 4
 

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
-from privgrad.noise import _release_on_device, add_noise
+from privgrad.noise import _add_on_device, _release_on_device, add_noise
 from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 from privgrad.types import ClippedSum
 
@@ -122,7 +123,7 @@ def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
     """torch's generator, tried on the CPU: keyed by stream, step and device."""
     stream, cpu = RandomSource(seed_of(1)).stream("noise"), torch.device("cpu")
     value = torch.full((COUNT,), 6.0)
-    _release_on_device([value], 1.5, 3, stream, 4)
+    _release_on_device([value], partial(_add_on_device, std=1.5, divisor=3), stream, 4, None)
     assert has_std(value.double() - 2, 0.5)
     assert not has_std(value.double() - 2, 0.51)
     seeds = [stream.generator(step, cpu).initial_seed() for step in (4, 4, 5)]

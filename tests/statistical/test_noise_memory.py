@@ -1,6 +1,7 @@
 """Noise with memory: its covariance, the draws that it needs, and what optimizers and filters see of it."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import privgrad as pg
 from conftest import make_data, seed_of
 from privgrad import filters
 from privgrad.correlation import square_root
-from privgrad.noise import Banded, Recursion, add_noise
+from privgrad.noise import Banded, Recursion, _add_on_device, _release_on_device, add_noise
 from privgrad.rng import RandomSource
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -80,6 +81,17 @@ def test_the_covariance_is_that_of_the_factor(changed: dict[str, Any]):
     stds = np.sqrt(np.diag(expected_covariance(BANDED, STEPS))) * unit
     stated = [gradient.noise_std for gradient in gradients]
     assert stated == pytest.approx(stds.tolist(), rel=0.003 if plan.noise_on_grid else 1e-5)
+
+
+def test_other_devices_have_the_same_covariance():
+    """torch's generator, tried on the CPU."""
+    stream, recursion, found = RandomSource(seed_of(4)).stream("noise"), Recursion(BANDED, 0), list[torch.Tensor]()
+    for step in range(STEPS):
+        value = torch.zeros(COORDINATES)
+        recursion.steps_to(step, [value])
+        _release_on_device([value], partial(_add_on_device, std=1.0, divisor=1), stream, step, recursion)
+        found.append(value)
+    require_covariance(torch.stack(found).double().numpy(), expected_covariance(BANDED, STEPS))
 
 
 def test_a_resumed_run_draws_the_noise_of_an_uninterrupted_one():

@@ -132,6 +132,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "options": made.method.options,
         "precondition": None if made.method.precondition is None else made.method.precondition.model_dump(),
         "adaptive_clip": None if made.method.adaptive_clip is None else made.method.adaptive_clip.model_dump(),
+        "bands": plan.bands,
         "filter": None if made.method.filter is None else made.method.filter.model_dump(),
         **run.candidate._asdict(),
         "noise_step": _noise_step(run, made.optimizer),

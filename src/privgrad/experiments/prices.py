@@ -208,7 +208,7 @@ def _require_private_tables(spec: Spec) -> None:
             remedy = "leave one of the two out: total_epsilon covers tuning and training together"
             raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", value, remedy)
     if privacy.sampling != "poisson" or privacy.simulate > 1:
-        got = "sampling = 'fixed'" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
+        got = f"sampling = {privacy.sampling!r}" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
         raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, "leave this key out")
     places = [("run", spec.run), *([] if tuning is None else [("tuning", tuning)])]
     if seeded := [name for name, table in places if "seeds" in table.model_fields_set]:
@@ -244,6 +244,9 @@ def _require_private_method(method: MethodTable) -> None:
         if is_unbounded:
             place, remedy = f"methods.{method.name}.{name}", "leave the method out: its epsilon is infinite"
             raise expected("load_spec", place, "to have a finite epsilon with total_epsilon", name, remedy)
+    if method.bands is not None:
+        place, remedy = f"methods.{method.name}.bands", "leave it out, or give target_epsilon of each training"
+        raise expected("load_spec", place, "to be absent with total_epsilon", method.bands, remedy)
 
 
 def _require_trials(spec: Spec) -> None:

@@ -35,6 +35,7 @@ from privgrad.experiments.tables import (
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.noise import Banded
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.schedule import Schedule
@@ -63,7 +64,8 @@ class MethodTable(Table):
     values for options of the method: of the optimizer, or, after "precondition.", "adaptive_clip." or "filter.", of
     that table.
     `max_grad_norm` is a number or a grid; the default is the value of [privacy]. `group_size` examples are averaged
-    before they are clipped; above 1 the sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the
+    before they are clipped; above 1 the sensitivity is 2C. `bands` is the number of bands of noise with memory, or
+    "auto"; see noise.Banded. `assumed_noise_std` replaces the noise scale that the
     optimizer is given, for ablations; it may be wrong. `non_private` neither clips nor adds noise. `local` is given if
     the privacy unit is a user; the optimizer is then the server's. `schedule` replaces that of [run]. `model` and
     `features` replace those tables; features = false trains on the inputs as loaded. `norm_bins`, `adaptive_clip` and
@@ -79,6 +81,7 @@ class MethodTable(Table):
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
     assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)
+    bands: Annotated[int, Field(ge=2)] | Literal["auto"] | None = None
     perturb: PerturbTable | None = None
     norm_bins: Any = None  # `check_methods` calls the check of PrivateGradient, whose message says more than pydantic's
     adaptive_clip: AdaptiveClipTable | None = None
@@ -264,12 +267,13 @@ class Spec(Table):
 
         Args:
             seed: a research seed, or None for noise from the operating system's entropy.
-            method: the method that trains; None leaves the plan without a method's group size.
+            method: the method that trains; None leaves the plan without a method's group size and bands.
             max_grad_norm: the method's own clipping norm; None takes that of [privacy].
         Raises:
             PrivacyError: [privacy] gives neither or both of target_epsilon and noise_multiplier, or a number is wrong.
         """
-        plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm)
+        bands = None if method is None or method.non_private else method.bands
+        plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm, bands)
         if method is not None and method.non_private:
             no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
             plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
@@ -277,8 +281,8 @@ class Spec(Table):
             plan = replace(plan, group_size=method.group_size)
         return plan.scaled(1 / self.privacy.simulate)
 
-    def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
-        """Return the plan of [privacy] with one clipping norm, without regard to a method."""
+    def _plan(self, seed: int | None, max_grad_norm: float, bands: int | Literal["auto"] | None) -> PrivacyPlan:
+        """Return the plan of [privacy] with one clipping norm and a number of bands."""
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate", "budget"})
         numbers["max_grad_norm"] = max_grad_norm
         if self.privacy.total_epsilon is not None:
@@ -289,10 +293,14 @@ class Spec(Table):
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
             remedy = "give one of the two, or total_epsilon for a private comparison"
             raise expected("load_spec", name, "to be given", got, remedy)
+        correlation = Banded(bands) if isinstance(bands, int) else bands
         if self.privacy.noise_multiplier is None:
-            return PrivacyPlan.for_budget(**numbers, seed=seed)
+            return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation)
+        if correlation == "auto":
+            remedy = "give target_epsilon in its place, or a number of bands"
+            raise expected("load_spec", "privacy.noise_multiplier", 'to be absent for bands = "auto"', "both", remedy)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
-        return PrivacyPlan(**numbers, sample_rate=rate, seed=seed)
+        return PrivacyPlan(**numbers, sample_rate=rate, seed=seed, correlation=correlation)
 
 
 def plain(value: Any) -> Any:

@@ -156,6 +156,7 @@ class PrivacyTable(Table):
     expected_batch_size: int
     steps: int
     sampling: SamplingScheme = "poisson"
+    max_batch_size: int | None = None
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
     simulate: int = Field(default=1, ge=1)

@@ -21,6 +21,7 @@ from privgrad.experiments.tables import AdaptiveClipTable, FilterTable
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
 from privgrad.schedule import Schedule
+from privgrad.types import COVERED
 
 
 def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
@@ -46,11 +47,12 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
         "command": command,
         "data": records[0]["data"],
         "model": _model(spec, records[0], out) if len(records) == 1 else None,
-        "plan": asdict(plan)
+        "plan": {name: value for name, value in asdict(plan).items() if name != "correlation"}
         | {
             "seed": ", ".join(map(str, seeds)) or None,
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
+            "bands": _by_method({m.name: str(m.bands or 1) for m in spec.methods}),
             "filter": _by_method(averages) or "none",
             "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
             "noise_generator": "; ".join(sorted(drawn_by)) or None,
@@ -131,7 +133,7 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
         if not {run.name, tuned.name} & ledgers.keys():
             return None
     releases = [release for ledger in ledgers.values() for release in ledger.charged]
-    covered = spec.privacy.sampling == "poisson"
+    covered = spec.privacy.sampling in COVERED
     return {
         "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),
         "runs": len(ledgers),

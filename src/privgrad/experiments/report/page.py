@@ -53,6 +53,7 @@ from privgrad.experiments.report.texts import (
     trainings_text,
 )
 from privgrad.optim.adaptive import Debiased
+from privgrad.types import COVERED
 
 _TUNED_BY = {
     "raw_train_loss": "Training loss (NOT PRIVATE)",
@@ -299,7 +300,7 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         # Runs of one plan differ in epsilon at most by rounding.
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
         "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
-        "all_poisson": all(row["sampling"] == "poisson" for row in rows),
+        "all_poisson": all(row["sampling"] in COVERED for row in rows),
         "runs": sum(row["trainings"] for row in rows),
         "nonfinite": sum(int(record.get("raw_nonfinite_examples") or 0) for record in records),
     }
