@@ -21,7 +21,7 @@ def marked(index: int) -> Any:
     return pytest.param(row, id=name, marks=() if index in FAST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("row", map(marked, range(len(ROWS))))
+@pytest.mark.parametrize("row", [marked(index) for index in range(len(ROWS))])
 def test_epsilon_is_that_of_jax_privacy(row: dict[str, Any]):
     sigma, steps, examples, size = row["numbers"]
     kind: dict[str, Any] = {"sampling": "truncated", "max_batch_size": row.get("max_batch_size")}
