@@ -21,7 +21,7 @@ NAMES = {
     "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger "
     "NoisyGradient PrivacyError "
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
-    "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head freeze_unused optim "
+    "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head freeze_unused noise optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
     "side_information suggest save load",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
@@ -29,11 +29,11 @@ NAMES = {
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling seed group_size noise_on_grid privacy_unit simulates",
+    "target_epsilon sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
-    "sampling seed group_size noise_on_grid privacy_unit besides",
+    "sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation besides",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid besides",
+    "noise_multiplier sampling seed noise_on_grid correlation besides",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory",
     pg.PrivacyPlan.sampler: "self dataset start collate processes",
     pg.Batch.to: "self device non_blocking",
@@ -43,7 +43,8 @@ SIGNATURES = {
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "norm_bins adaptive_clip filter processes side_information",
-    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain",
+    pg.noise.Banded: "bands coefficients relative_error",
+    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory",
     pg.filters.LinearFilter: "b a",
     pg.filters.EMA: "weight",
     pg.filters.Innovation: "weight",
@@ -188,6 +189,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "is_public": "= True",
         "privacy_unit": "= 'example'",
         "applies_scales": "= False",
+        "keeps_order": "= True",
         "described": "self steps",
         "begun": "self",
         "losses": "self loss_fn",

@@ -1,6 +1,6 @@
 """Differentially private training for PyTorch that corrects the bias in private gradients."""
 
-from privgrad import audit, clip, federated, filters, optim, perturb, precondition, side_information
+from privgrad import audit, clip, federated, filters, noise, optim, perturb, precondition, side_information
 from privgrad.budget import Budget
 from privgrad.class_rates import ClassRates
 from privgrad.comparison import compare
@@ -51,6 +51,7 @@ __all__ = [
     "fit_head",
     "freeze_unused",
     "load",
+    "noise",
     "optim",
     "perturb",
     "precondition",

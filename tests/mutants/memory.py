@@ -1,12 +1,15 @@
-"""Faults of noise with memory: its recursion, its groups, and its price."""
+"""Faults of noise with memory (its recursion, its groups, and its price), and of truncated batches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+import privgrad as pg
 from mutants.mutant import Mutant, Patch
-from privgrad import correlation, noise, plan_base, sampling
+from privgrad import correlation, mechanisms, noise, plan_base, sampling
+from privgrad.gradient.clipping import ClippingAccumulator
 from privgrad.noise import Recursion
 from privgrad.participations import Participations
 from privgrad.private_gradient import PrivateGradient
@@ -82,6 +85,36 @@ def old_noise_with_new_groups(patch: Patch) -> None:
     patch.setattr(PrivateGradient, "_begin_noise", wrong)
 
 
+def padding_counted(patch: Patch) -> None:
+    real = ClippingAccumulator.add
+    patch.setattr(ClippingAccumulator, "add", lambda self, chunk, padded=None: real(self, chunk))
+
+
+def first_ones_kept(patch: Patch) -> None:
+    """Of a sample that is too large, the first examples of the data set are kept."""
+    patch.setattr(sampling.np, "argsort", lambda values, **_: np.arange(len(values)))
+
+
+def truncation_free(patch: Patch) -> None:
+    """Truncated batches cost what Poisson samples do."""
+    real = mechanisms._sums
+
+    def wrong(function: str, releases: Any, assume_poisson: bool) -> Any:
+        return real(function, [replace(one, scheme="poisson") for one in releases], assume_poisson)
+
+    patch.setattr(mechanisms, "_sums", wrong)
+
+
+PADDED = {"engine": "factored", "clip": pg.clip.Flat(), "microbatch_size": None}
+TRUNCATION = [
+    Mutant("padding that counts", padding_counted, "test_truncated.test_padding_counts_for_nothing", PADDED),
+    Mutant(
+        "truncation to the first examples of the data",
+        first_ones_kept,
+        "test_truncated.test_draws_are_poisson_samples_of_which_random_ones_are_kept",
+    ),
+    Mutant("truncation for free", truncation_free, "test_truncated.test_plan_ledger_and_file_have_one_price"),
+]
 MEMORY = [
     Mutant("z that two steps share", z_reused, COVARIANCE, {"changed": {}}),
     Mutant("noise whose past is forgotten", past_forgotten, COVARIANCE, {"changed": {}}),

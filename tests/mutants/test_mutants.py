@@ -14,7 +14,7 @@ from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.input_maps import INPUT_MAPS
-from mutants.memory import MEMORY
+from mutants.memory import MEMORY, TRUNCATION
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.norms import NORMS
@@ -26,6 +26,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Noise": NOISE,
     "Noise with memory": MEMORY,
     "Sampling": SAMPLING,
+    "Truncated batches": TRUNCATION,
     "Clipping": CLIPPING,
     "Statistics of norms, and rules for C": NORMS,
     "Per-example gradients, model and loss": GRADIENTS,
