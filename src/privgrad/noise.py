@@ -83,7 +83,8 @@ class Recursion:
         if self._layout and layout != self._layout:
             remedy = "freeze parameters before the first step"
             condition = "to stay the same while noise has memory"
-            raise expected("add_noise", "the parameters", condition, "other parameters or shapes", remedy)
+            got = f"{len(layout)} after {len(self._layout)} parameters"
+            raise expected("add_noise", "the parameters and their shapes", condition, got, remedy)
         if step < self._next:
             remedy = "release each step once, in ascending order"
             raise expected("add_noise", "step", f"to be at least {self._next}", step, remedy)

@@ -603,7 +603,7 @@ class PrivateGradient:
         return self._plan.seed is not None or self._plan.correlation is not None
 
     def _begin_noise(self, drawn: Sampling) -> tuple[int, bool] | None:
-        """Begin noise with memory anew if another sampler drew the batch, because its groups are others.
+        """Begin noise with memory again if another sampler drew the batch, because its groups are others.
 
         Returns:
             The step, and whether the noise begins with it; None without memory.

@@ -107,7 +107,7 @@ class BatchSampler(Sampler[Draw]):
     Privacy:
         Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it, or that times the
         example's rate of ClassRates. With bands, no example is in two batches that are fewer than b steps apart, and
-        its group depends on nobody's data. Draws come from a cryptographic stream. Without a seed each process has a
+        its group depends on no data. Draws come from a cryptographic stream. Without a seed each process has a
         stream of its own entropy. With a seed all processes share one stream, and each uses the words of its own
         examples. No accountant here covers "fixed". A second iteration makes the same draws, and the ledger refuses
         them.

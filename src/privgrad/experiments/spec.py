@@ -298,7 +298,8 @@ class Spec(Table):
             return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation)
         if correlation == "auto":
             remedy = "give target_epsilon in its place, or a number of bands"
-            raise expected("load_spec", "privacy.noise_multiplier", 'to be absent for bands = "auto"', "both", remedy)
+            got, condition = self.privacy.noise_multiplier, 'to be absent for bands = "auto"'
+            raise expected("load_spec", "privacy.noise_multiplier", condition, got, remedy)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
         return PrivacyPlan(**numbers, sample_rate=rate, seed=seed, correlation=correlation)
 
