@@ -26,6 +26,7 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_plan
 from mutants.processes import PROCESSES
 from privgrad.integrations.distributed import Distributed
+from privgrad.noise import Banded
 from privgrad.processes import ALONE, Processes
 
 # The first layer is longer than what optimizers take in one block.
@@ -178,6 +179,24 @@ def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     mine = {str(i): torch.cat([v.flatten() for v in g.values()]) for i, g in enumerate(releases)}
     everyone = of_all(mine)
     return {str(rank): values for rank, values in enumerate(everyone)}
+
+
+def noise_memory(processes: Processes, folder: Path) -> Any:
+    """Releases without examples, of noise with memory under a seed; and the steps of examples without a seed."""
+
+    def nothing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.0 * loss_fn(model, batch)
+
+    changed: dict[str, Any] = {"steps": 12, "sample_rate": 0.125, "expected_batch_size": 4, "correlation": Banded(3)}
+    plan = make_plan(seed=7, **changed)
+    private_grad = pg.PrivateGradient(wide_model(), nothing, plan, processes=processes)
+    releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
+    flat = torch.stack([torch.cat([v.flatten() for v in gradient.values()]) for gradient in releases])
+    stated = [(gradient.noise_std, gradient.noise_gain, gradient.noise_memory.step) for gradient in releases]
+    plan, data = make_plan(**changed), TensorDataset(torch.arange(32))
+    drawn = [batch.examples[0].tolist() for batch in plan.batches(data, processes=processes)]
+    mine = flat, stated, drawn
+    return of_all(mine) if processes.count > 1 else [mine]
 
 
 def sampling(processes: Processes, folder: Path) -> Any:

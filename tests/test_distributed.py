@@ -24,7 +24,16 @@ from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, lo
 from privgrad.integrations import distributed
 from privgrad.processes import ALONE
 
-JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals", "input_maps"]
+JOBS = [
+    "same_training",
+    "noise",
+    "noise_memory",
+    "sampling",
+    "empty_batches",
+    "a_failure_is_everyones",
+    "refusals",
+    "input_maps",
+]
 
 
 def started(count: int, folder: Path, *jobs: str) -> None:
@@ -121,6 +130,18 @@ def test_one_noise_whatever_the_number_of_processes(together: tuple[int, dict[st
         square = float((first.double() * 8).square().mean())
         assert abs(square - 1) < 4 * math.sqrt(2 / size) < 0.01
     assert abs(float(torch.corrcoef(torch.stack([by_process["0"]["0"], by_process["0"]["1"]]))[0, 1])) < 4 / size**0.5
+
+
+def test_noise_with_memory_is_that_of_one_process(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    """The noise and what it states, in all processes; and nobody is drawn in two groups."""
+    count, results = together
+    ((alone, wanted, _),) = distributed_job.noise_memory(ALONE, tmp_path)
+    assert len(results["noise_memory"]) == count
+    for flat, stated, drawn in results["noise_memory"]:
+        assert torch.equal(flat, alone)
+        assert stated == wanted
+        for example in range(32):
+            assert len({step % 3 for step, examples in enumerate(drawn) if example in examples}) <= 1
 
 
 def test_each_process_draws_its_own_examples_from_its_own_stream(together: tuple[int, dict[str, Any]]):

@@ -64,8 +64,8 @@ class PrivacyPlan(PlanBase):
             together (see federated). With "user", read "user" for every "example" above: n users, B the expected
             cohort size, T rounds, C the bound on one user's update.
         correlation: noise.Banded(bands) for noise that partly cancels over the steps, for batches that are a small
-            part of the data; None for independent noise. Step t then draws from one of `bands` groups of people, at `bands`
-            times the sample rate.
+            part of the data; None for independent noise. Step t then draws from one of `bands` groups of people, at
+            `bands` times the sample rate.
         simulates: the plan that this one simulates in smaller batches, or None. `scaled` sets it; do not set it by
             hand. With it, epsilon is infinite.
     Raises:

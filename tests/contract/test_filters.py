@@ -297,3 +297,13 @@ def test_one_half_of_disk_is_refused(other: Any):
 def test_a_weight_of_disk_out_of_range_is_refused(weight: float):
     with pytest.raises(pg.PrivacyError, match="weight"):
         pg.perturb.DiSK(weight)
+
+
+def test_muonbc_refuses_noise_that_depends_on_earlier_noise():
+    """The noise of its momentum is known for independent noise only."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    optimizer, own = pg.optim.MuonBC([("p", parameter)], lr=0.1), filters.EMA(0.5)
+    own(NoisyGradient({"p": torch.randn(2, 3)}, 0.1))
+    with pytest.raises(pg.PrivacyError, match="independent noise at each step, got noise_gain = 1.34"):
+        optimizer.step(grad=own(NoisyGradient({"p": torch.randn(2, 3)}, 0.1)))
+    assert not parameter.any()

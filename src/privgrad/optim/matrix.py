@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import require_decays, require_integer
+from privgrad.errors import expected, require_decays, require_integer
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.types import NoisyGradient
 
@@ -78,7 +78,8 @@ class MuonBC(Muon):
     Computes: p = p - lr * (2 f(m) - (f(m + z) + f(m - z)) / 2), where f orthogonalizes, and z is fresh public noise
     with the standard deviation of the noise in m. The mean of f(m + z) and f(m - z) differs from f(m) by half the noise
     variance times the Laplacian of f in expectation, and so does f(m) from its value without noise. It costs three
-    orthogonalizations, and averages over `probes` draws of z.
+    orthogonalizations, and averages over `probes` draws of z. The noise must be independent from step to step: without
+    a filter, and without memory.
 
     Args:
         params, lr, momentum, iterations, Raises, Privacy: as Muon.
@@ -102,6 +103,13 @@ class MuonBC(Muon):
     def _require_options(self, group: Mapping[str, Any]) -> None:
         super()._require_options(group)
         require_integer("MuonBC", "probes", group["probes"], 1)
+
+    def _update(self, gradient: NoisyGradient) -> None:
+        if gradient.noise_gain != 1:  # the noise of the momentum would be another
+            condition, got = "to have independent noise at each step", f"noise_gain = {gradient.noise_gain:.3g}"
+            remedy = "leave out the filter and the noise with memory, or take Muon"
+            raise expected("MuonBC.step", "grad", condition, got, remedy)
+        super()._update(gradient)
 
     def _step_of(
         self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
