@@ -304,6 +304,6 @@ def test_muonbc_refuses_noise_that_depends_on_earlier_noise():
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer, own = pg.optim.MuonBC([("p", parameter)], lr=0.1), filters.EMA(0.5)
     own(NoisyGradient({"p": torch.randn(2, 3)}, 0.1))
-    with pytest.raises(pg.PrivacyError, match="independent noise at each step, got noise_gain = 1.34"):
+    with pytest.raises(pg.PrivacyError, match=r"independent noise at each step, got noise_gain = 1\.34"):
         optimizer.step(grad=own(NoisyGradient({"p": torch.randn(2, 3)}, 0.1)))
     assert not parameter.any()
