@@ -192,10 +192,10 @@ def noise_memory(processes: Processes, folder: Path) -> Any:
     private_grad = pg.PrivateGradient(wide_model(), nothing, plan, processes=processes)
     releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
     flat = torch.stack([torch.cat([v.flatten() for v in gradient.values()]) for gradient in releases])
-    stated = [(gradient.noise_std, gradient.noise_gain, gradient.noise_memory.step) for gradient in releases]
+    stated = [(gradient.noise_std, gradient.noise_gain, gradient.noise_memory) for gradient in releases]
     plan, data = make_plan(**changed), TensorDataset(torch.arange(32))
     drawn = [batch.examples[0].tolist() for batch in plan.batches(data, processes=processes)]
-    mine = flat, stated, drawn
+    mine = flat, [repr(values) for values in stated], drawn
     return of_all(mine) if processes.count > 1 else [mine]
 
 

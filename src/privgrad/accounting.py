@@ -122,7 +122,7 @@ def _attack_success(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
     has_selection = any(isinstance(mechanism, Repeated) for mechanism in mechanisms)
     if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
         return 1.0
-    costs = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
+    costs: list[float] = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
     bound = 1.0
     for eps in np.linspace(0.0, 12.0, 121):
         delta = float(

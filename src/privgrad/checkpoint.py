@@ -68,7 +68,7 @@ class Record(Protocol):
     """A protocol: the part of `Ledger` that `require_resumable` uses."""
 
     @property
-    def releases(self) -> int: ...
+    def next_step(self) -> int: ...
 
     def went_through(self, head: str) -> bool: ...
 
@@ -104,7 +104,7 @@ def require_resumable(
         raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {settings.get(n)}" for n in changed))
     if state["private_grad"]["step"] > ledger.next_step:
         steps = state["private_grad"]["step"]
-        raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.releases})")
+        raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.next_step})")
     if not ledger.went_through(state["ledger"]):
         raise ValueError("written with a different ledger, or the ledger has lost lines since")
 

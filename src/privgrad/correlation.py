@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -102,10 +104,14 @@ class Banded:
         return _prefix_error(np.array(self.chosen), steps)
 
 
+def _scipy(part: str) -> Any:
+    """Return a part of scipy, which has no types and takes long to import."""
+    return import_module(f"scipy.{part}")
+
+
 def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
     """Return h with w_t = sum of h_k z_{t-k}, shape (steps,): the power series of 1 / c. `filters` calls it too."""
-    from scipy.signal import lfilter  # here, because it takes long to import
-
+    lfilter = _scipy("signal").lfilter
     impulse = np.zeros(steps)
     impulse[:1] = 1.0
     return np.asarray(lfilter([1.0], np.asarray(coefficients, dtype=float), impulse))
@@ -128,9 +134,7 @@ def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
 
     By L-BFGS from the square root, with c_0 = 1 held fixed.
     """
-    from scipy.optimize import minimize  # here, because it takes long to import
-    from scipy.signal import lfilter
-
+    minimize, lfilter = _scipy("optimize").minimize, _scipy("signal").lfilter
     left = np.arange(steps, 0, -1.0)  # number of prefix sums that hold the k-th term
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:

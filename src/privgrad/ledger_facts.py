@@ -24,7 +24,7 @@ def bands_of(facts: Mapping[str, Any]) -> int:
 
 def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) -> Release:
     """Return the release of one line; without a line, that of the plan."""
-    found = facts | {"scheme": facts["sampling"]} if line is None else line
+    found: Mapping[str, Any] = {**facts, "scheme": facts["sampling"]} if line is None else line
     release = Release(found["noise_multiplier"], found["sample_rate"], found["scheme"])
     if release.scheme == "truncated":
         largest, examples = facts["max_batch_size"], facts["num_examples"]

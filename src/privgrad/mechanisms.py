@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from privgrad.errors import (
     SamplingError,
@@ -125,12 +125,12 @@ class Truncated(NamedTuple):
     sample_rate: float
     max_batch_size: int
     num_examples: int
-    count: int
+    times: int
 
     @property
     def untruncated(self) -> tuple[float, float, int]:
         """The same releases without truncation, which cost a little less."""
-        return self.noise_multiplier, self.sample_rate, self.count
+        return self.noise_multiplier, self.sample_rate, self.times
 
 
 Plain = tuple[float, float, int] | Truncated
@@ -201,5 +201,5 @@ def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> t
             require_integer(function, "num_examples", release.num_examples, 1)
             key += (release.max_batch_size, release.num_examples)
         counts[key] = counts.get(key, 0) + release.count
-    found = sorted((*key, count) for key, count in counts.items() if count > 0)
-    return tuple(Truncated(*one) if len(one) > 3 else cast("Plain", one) for one in found)
+    found: list[Any] = sorted((*key, count) for key, count in counts.items() if count > 0)
+    return tuple(Truncated(*one) if len(one) > 3 else one for one in found)

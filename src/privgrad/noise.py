@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class Recursion:
     def __init__(self, correlation: Banded, start: int) -> None:
         self.correlation, self._start, self._next = correlation, start, start
         self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._past: dict[object, np.ndarray | Tensor] = {}
+        self._past: dict[object, Any] = {}  # arrays on the CPU, tensors elsewhere
 
     def steps_to(self, step: int, values: Iterable[Tensor]) -> range:
         """Return the steps whose noise must be drawn for the release of a step.

@@ -76,6 +76,8 @@ class PrivacyPlan(PlanBase):
         unit "user", all examples of one user. The group size does not change this relation.
     """
 
+    simulates: "PrivacyPlan | None" = None
+
     def __post_init__(self) -> None:
         """Check all numbers, alone and together, before any of them is used."""
         for name, value in vars(self).items():

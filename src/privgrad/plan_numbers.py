@@ -110,8 +110,8 @@ def _require_correlation(function: str, plan: "PrivacyPlan", correlation: object
 def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
     """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
     usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
-    whole = isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool)
-    if not whole or not expected_batch_size <= max_batch_size <= num_examples:
+    size = max_batch_size if isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool) else 0
+    if not expected_batch_size <= size <= num_examples:
         condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
         remedy = f"give max_batch_size={usual}, say"
         raise expected(function, "max_batch_size", condition, described(max_batch_size), remedy)

@@ -10,7 +10,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad.accounting import Release
+from privgrad.accounting import Release, epsilon
 from privgrad.correlation import best_coefficients, square_root
 from privgrad.ledger_facts import bands_of
 from privgrad.noise import Banded
@@ -80,7 +80,7 @@ def test_a_person_pays_for_the_steps_of_one_group():
     plan = banded(delta=1e-3)
     assert plan.release_of(16) == Release(1.0, 0.5, count=4)
     assert plan.release_of(13) == Release(1.0, 0.5, count=4)
-    one_group = pg.accounting.epsilon([Release(1.0, 0.5, count=4)], delta=1e-3)
+    one_group = epsilon([Release(1.0, 0.5, count=4)], delta=1e-3)
     assert plan.epsilon() == one_group
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(make_data()):

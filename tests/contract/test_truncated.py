@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
-from privgrad.accounting import Release
+from privgrad.accounting import Release, epsilon
 from privgrad.private_gradient import RawStep
+from privgrad.statement import statement
 
 LARGEST = 9
 
@@ -51,7 +52,7 @@ def test_draws_are_poisson_samples_of_which_random_ones_are_kept():
         assert len(set(kept.tolist())) == batch.size
         drawn[kept] += 1
         sizes[step] = batch.size
-    law = stats.binom(count, rate)
+    law: Any = stats.binom(count, rate)
     expected = [law.pmf(size) for size in range(largest)] + [law.sf(largest - 1)]
     assert stats.chisquare(np.bincount(sizes, minlength=largest + 1), steps * np.array(expected)).pvalue > 1e-4
     mean = sizes.sum() / count
@@ -124,7 +125,7 @@ def test_plan_ledger_and_file_have_one_price(tmp_path: Path):
     private_grad.ledger.close()
     read = pg.Ledger(tmp_path / "ledger.jsonl", read_only=True)
     assert read.charged == [wanted]
-    assert read.epsilon(delta=1e-3) == plan.epsilon() == pg.accounting.epsilon([wanted], delta=1e-3)
+    assert read.epsilon(delta=1e-3) == plan.epsilon() == epsilon([wanted], delta=1e-3)
     assert plan.epsilon() > make_plan(steps=40, delta=1e-3).epsilon()
     assert read.epsilon(delta=1e-3, accountant="rdp") == math.inf
 
@@ -194,6 +195,6 @@ def test_what_a_model_costs_the_statement_says():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(make_data()):
         private_grad(batch)
-    text = str(pg.statement.statement([private_grad.ledger]))
+    text = str(statement([private_grad.ledger]))
     assert "Batches held at most 9 people. The cost assumes exactly 32 in the data set, or one less." in text
     assert "The RDP accountant does not cover truncated batches." in text

@@ -40,7 +40,8 @@ def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
 def planned(**changed: Any) -> pg.PrivacyPlan:
     numbers: dict[str, Any] = {"sample_rate": 0.125, "expected_batch_size": 4, "num_examples": 32}
     numbers |= {"steps": STEPS, "noise_multiplier": 1.5, "max_grad_norm": 2.0, "seed": seed_of(3)}
-    return pg.PrivacyPlan(**(numbers | {"correlation": BANDED} | changed))
+    numbers |= {"correlation": BANDED} | changed
+    return pg.PrivacyPlan(**numbers)
 
 
 def released(private_grad: pg.PrivateGradient, start: int, end: int) -> list[NoisyGradient]:
@@ -56,7 +57,7 @@ def released(private_grad: pg.PrivateGradient, start: int, end: int) -> list[Noi
 def expected_covariance(correlation: Banded, steps: int) -> np.ndarray:
     """|c|^2 (F^T F)^-1, from the matrix itself."""
     c = np.array(correlation.chosen)
-    factor = sum(value * np.eye(steps, k=-back) for back, value in enumerate(c))
+    factor = np.sum([value * np.eye(steps, k=-back) for back, value in enumerate(c)], axis=0)
     return float(c @ c) * np.linalg.inv(factor.T @ factor)
 
 
