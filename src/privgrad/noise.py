@@ -108,7 +108,8 @@ class Recursion:
         if past is None:
             past = self._past[place] = normals.new_zeros((len(rolled), *normals.shape))
         weights = torch.from_numpy(rolled).to(normals)
-        normals.sub_(torch.tensordot(weights, past, 1)).div_(self.correlation.chosen[0])
+        taken_back = cast(Tensor, torch.tensordot(weights, past, 1))
+        normals.sub_(taken_back).div_(self.correlation.chosen[0])
         past[row] = normals
 
     def released(self, gradient: NoisyGradient, step: int) -> NoisyGradient:
