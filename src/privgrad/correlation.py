@@ -85,8 +85,8 @@ class Banded:
         return self.coefficients
 
     def std(self, step: int) -> float:
-        """Return the standard deviation of w at a step, from 0. `noise` and `plan` call it."""
-        return float(_stds(self.chosen, 1 << step.bit_length())[step])
+        """Return the standard deviation of w at a step, from 0. `noise` and `plan_base` call it."""
+        return std_at(self.chosen, step)
 
     @property
     def sum_std(self) -> float:
@@ -121,6 +121,11 @@ def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarr
 def _stds(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
     """Return the standard deviation of w at each of the first steps, shape (steps,)."""
     return np.sqrt(np.cumsum(np.square(response(coefficients, steps))))
+
+
+def std_at(coefficients: tuple[float, ...], step: int) -> float:
+    """Return the standard deviation of w at a step. `filters` calls it too."""
+    return float(_stds(coefficients, 1 << step.bit_length())[step])
 
 
 def square_root(bands: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.correlation import response
+from privgrad.correlation import std_at
 from privgrad.errors import described, expected, require_share
 from privgrad.threads import blocks
 from privgrad.types import NoiseMemory, NoisyGradient
@@ -101,7 +101,8 @@ class LinearFilter:
             remedy = "load a state that a filter of the same coefficients saved"
             raise expected(type(self).__name__, "state", f"of order {len(self._ones)}", described(ones), remedy)
         self._ones, self._covariance = ones.clone(), state["covariance"].clone()
-        self._noise = tuple(state.get("noise", (1.0,)))
+        coefficients, step = state.get("noise", ((1.0,), -1))
+        self._noise = tuple(coefficients), step
         self._states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
 
     def _restart(self) -> None:
@@ -109,49 +110,40 @@ class LinearFilter:
         self._states: dict[str, list[Tensor]] = {}  # by parameter
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
-        self._noise: tuple[float, ...] = (1.0,)  # coefficients of noise with memory
+        self._noise: tuple[tuple[float, ...], int] = (1.0,), -1  # coefficients of noise with memory, and its last step
 
     def _follow(self, memory: NoiseMemory | None) -> float:
         """Take the noise's own memory into the covariance; return the standard deviation of w at this step, or 1.
 
         The covariance is that of the filter's state and, with memory, of the last values of w.
         """
-        coefficients = (1.0,) if memory is None else memory.coefficients
-        order, past = len(self._entry), len(coefficients) - 1
-        if coefficients != self._noise:
-            held, self._noise = self._covariance, coefficients
-            self._covariance = held.new_zeros(order + past, order + past)
+        order = len(self._entry)
+        coefficients, step = ((1.0,), 0) if memory is None else (memory.coefficients, memory.step)
+        if coefficients != self._noise[0]:  # the filter begins here
+            held, size = self._covariance, order + len(coefficients) - 1
+            self._noise, self._covariance = (coefficients, -1), held.new_zeros(size, size)
             self._covariance[:order, :order] = held[:order, :order]
         if memory is None:
             return 1.0
-        if memory.step == 0:  # it begins here: w before it is 0
+        if step <= self._noise[1]:  # the noise begins again, with zeros
+            self._noise = coefficients, -1
             self._covariance[order:, :] = 0.0
             self._covariance[:, order:] = 0.0
-        elif not self._covariance[order:, order:].any():  # the filter begins later than the noise
-            h = torch.from_numpy(response(coefficients, memory.step)).flip(0)
-            lags = torch.stack([torch.cat([h[k:], h.new_zeros(min(k, len(h)))])[: len(h)] for k in range(past)])
-            self._covariance[order:, order:] = lags @ lags.T
-        return float(np.sqrt(np.square(response(coefficients, memory.step + 1)).sum()))
+        waits = torch.zeros_like(self._entry)
+        for _ in range(self._noise[1] + 1, step):  # w moves on at steps without a gradient
+            self._covariance = _moved(self._covariance, *_joined(torch.eye(order), waits, coefficients))
+        self._noise = coefficients, step
+        return std_at(coefficients, step)
 
     def _moved_on(self) -> tuple[float, float]:
-        """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step.
-
-        The noise enters as w = (z - c_1 w_1 - c_2 w_2 - ...) / c_0, where w_1, w_2, ... are its last values.
-        """
-        correction, order, past = self._b[0] + float(self._ones[0]), len(self._entry), len(self._noise) - 1
+        """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step."""
+        correction, order, coefficients = self._b[0] + float(self._ones[0]), len(self._entry), self._noise[0]
         self._ones = self._matrix @ self._ones + self._entry
-        coefficients = self._entry.new_tensor(self._noise)
-        row = torch.cat([torch.zeros_like(self._entry), -coefficients[1:]]) / coefficients[0]  # of w, without z
-        into = torch.cat([self._entry, self._entry.new_zeros(past)])
-        into[order : order + 1] = 1.0
-        matrix = torch.outer(into, row)
-        matrix[:order, :order] += self._matrix
-        matrix[order + 1 :, order : order + past - 1] += torch.eye(past - 1) if past > 1 else 0.0
-        out = self._b[0] * row
+        matrix, entry = _joined(self._matrix, self._entry, coefficients)
+        out = self._b[0] * _row(order, coefficients)
         out[0] += 1.0
-        spread = math.sqrt(float(out @ self._covariance @ out) + float(self._b[0] / coefficients[0]) ** 2)
-        entry = into / coefficients[0]
-        self._covariance = matrix @ self._covariance @ matrix.T + torch.outer(entry, entry)
+        spread = math.sqrt(float(out @ self._covariance @ out) + (self._b[0] / coefficients[0]) ** 2)
+        self._covariance = _moved(self._covariance, matrix, entry)
         return correction, spread
 
     def _require_correction(self) -> None:
@@ -241,6 +233,35 @@ def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
             matrix[index, index + 1] += 1.0
         entry[index] = padded_b[index + 1] - padded_a[index + 1] * padded_b[0]
     return matrix, entry
+
+
+def _row(order: int, coefficients: tuple[float, ...]) -> Tensor:
+    """Return how w = (z - c_1 w_1 - c_2 w_2 - ...) / c_0 depends on a filter's state and on its own last values w_i."""
+    later = torch.tensor(coefficients[1:], dtype=torch.float64)
+    return torch.cat([torch.zeros(order, dtype=torch.float64), -later / coefficients[0]])
+
+
+def _joined(matrix: Tensor, entry: Tensor, coefficients: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Return the matrix and the vector that move the state of a filter and the last values of w by one z.
+
+    Args:
+        matrix: of the filter alone, shape (order, order).
+        entry: of the filter alone, shape (order,): how the state takes in a gradient.
+        coefficients: of the noise.
+    """
+    order, past = len(entry), len(coefficients) - 1
+    into = torch.cat([entry, entry.new_zeros(past)])
+    into[order : order + 1] = 1.0  # the newest of the last values
+    whole = torch.outer(into, _row(order, coefficients))
+    whole[:order, :order] += matrix
+    if past > 1:
+        whole[order + 1 :, order:-1] += torch.eye(past - 1)
+    return whole, into / coefficients[0]
+
+
+def _moved(covariance: Tensor, matrix: Tensor, entry: Tensor) -> Tensor:
+    """Return the covariance of a state after one more step with noise of variance 1."""
+    return matrix @ covariance @ matrix.T + torch.outer(entry, entry)
 
 
 class EMA(LinearFilter):
