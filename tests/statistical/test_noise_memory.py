@@ -188,7 +188,7 @@ FILTERS = [filters.EMA(0.2), filters.DOPPLER(), filters.Innovation(0.5), filters
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("given", FILTERS, ids=repr)
 def test_noise_behind_a_filter_is_as_stated(given: filters.LinearFilter, start: int):
-    """Also for a filter that begins later than the noise or misses steps, and for noise that changes or begins again."""
+    """Also for a filter that begins later than the noise or misses steps, and for noise that changes or restarts."""
     stream, own = RandomSource(seed_of(13)).stream("noise"), given.begun()
     recursion = Recursion(BANDED, 0)
     for step in range(40):
