@@ -95,8 +95,8 @@ class BatchSampler(Sampler[Draw]):
         privacy_unit: the plan's. For "user", each item must hold all data of one person.
         bands: b, the number of groups that take turns: each example is in one of them, drawn at random, and step t
             draws from group t mod b; see noise.Banded. 1: all examples are one group.
-        max_batch_size: for "truncated", the number of rows of each batch. The data set must then have exactly
-            num_examples examples, because epsilon depends on how often a batch is truncated.
+        max_batch_size: for "truncated", the number of rows of each batch. The data set must then have
+            num_examples examples, or one less: epsilon depends on how often a batch is truncated.
     Raises:
         SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
             several processes; or the data set differs from the one of the first process.
@@ -201,7 +201,7 @@ def _require_samplable(
     data = cast(Sequence[Any], dataset)
     if len(data) == 0:
         raise refusal("to hold at least one example", "0 examples", "check its path")
-    if len(data) < num_examples:
+    if len(data) < num_examples - (scheme == "truncated"):
         remedy = (
             "correct num_examples, the public count from which sample rate and batch size follow, or simulate the plan "
             f"on fewer public examples: plan.scaled(factor, num_examples={len(data)})"
@@ -209,9 +209,9 @@ def _require_samplable(
         if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
             remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
         raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)
-    if scheme == "truncated" and len(data) != num_examples:
+    if scheme == "truncated" and len(data) > num_examples:
         remedy = "correct num_examples: the cost of truncation depends on it"
-        raise refusal(f"to hold exactly {num_examples} examples for truncated batches", f"{len(data)}", remedy)
+        raise refusal(f"to hold at most {num_examples} examples for truncated batches", f"{len(data)}", remedy)
     if scheme != "poisson" and processes.count > 1:
         condition, remedy = "to be 'poisson' in several processes", "draw Poisson batches, or train in one process"
         raise expected(function, "sampling", condition, repr(scheme), remedy, SamplingError)

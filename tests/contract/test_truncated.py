@@ -164,8 +164,12 @@ def test_plans_that_do_not_suit_are_refused(changed: dict[str, Any], words: str)
 
 
 def test_the_data_must_have_the_declared_size():
-    with pytest.raises(pg.SamplingError, match="exactly 32 examples"):
+    """Or one less: a person more or less is what the guarantee is about."""
+    with pytest.raises(pg.SamplingError, match="at most 32 examples for truncated"):
         truncated().sampler(make_data(33))
+    with pytest.raises(pg.SamplingError, match="at least 32 examples"):
+        truncated().sampler(make_data(30))
+    assert len(truncated().sampler(make_data(31))) == 40
 
 
 def test_a_batch_of_another_size_is_refused():

@@ -17,6 +17,7 @@ from privgrad import accounting, optim, precondition
 from privgrad.accounting import Release
 from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
+from privgrad.audit.memory import scores_in_groups
 from privgrad.correlation import Banded
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
 from privgrad.gradient import clipping, perturb
@@ -31,6 +32,7 @@ from privgrad.types import Scales
 Mechanism = Literal["step", "training"]
 
 _CANARIES = 256
+_COMPANY = 15  # people besides the canary, with truncated batches
 _RATE, _STEPS = 0.5, 4  # of a "training"
 _ONE_RUN = ("factored", "AdamBC")  # methods that are also audited by one run of a training
 _ONE_RUN_CANARIES = 1000
@@ -52,6 +54,7 @@ class Method:
         canaries: number of canaries in one run.
         users: whether a row of the data is a user with two examples.
         bands: of the noise; 1 is independent noise.
+        is_truncated: whether batches are truncated to their expected size, so that one person pushes others out.
     """
 
     optimizer: str = "SGD"
@@ -62,6 +65,12 @@ class Method:
     canaries: int = _CANARIES
     users: bool = False
     bands: int = 1
+    is_truncated: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the only canary shares its coordinate with all others."""
+        return self.group_size > 1 or self.is_truncated
 
 
 class _Sum(nn.ModuleList):
@@ -126,6 +135,7 @@ METHODS: Mapping[str, Method] = {
     "users": Method(private_grad=_with(perturb=LocalUpdate(0.5, batch_size=1)), users=True),
     "groups of 2": Method(group_size=2, canaries=1),
     "Banded": Method(bands=4),
+    "truncated batches": Method(is_truncated=True, canaries=1),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
         private_grad=lambda model: {
             "precondition": precondition.public_adam(_public(model)),
@@ -153,25 +163,36 @@ def method_game(
     mean of the group around, from -C to C.
 
     With noise of b bands, b steps stand in place of each step, and each person is drawn in one of them. The attack
-    knows the group of each canary, and undoes the recursion of the noise.
+    knows the group of each canary, and undoes the recursion of the noise. With truncated batches, the only canary
+    pushes out people who pull the other way by C, and the rate of "step" is 1/2 too.
 
     Args:
         name: of METHODS.
         mechanism: "step" is one step of rate 1; "training" is 4 steps of rate 1/2, always from the same weights.
         epsilon: > 0: the epsilon that the plan claims.
         delta: in (0, 1).
-        canaries: number of canaries; None is the method's number. A method with groups always has 1.
+        canaries: number of canaries; None is the method's number. A method with groups or truncation always has 1.
     Returns:
         A Game. Every release draws new noise, and new batches, from the system's entropy.
     Raises:
         PrivacyError: no method has this name, or a number is out of its range.
     """
     method = _method(name)
-    if method.group_size == 1 and canaries is not None:
+    if not method.is_shared and canaries is not None:
         method = replace(method, canaries=canaries)
     rate, steps = (1.0, 1) if mechanism == "step" else (_RATE, _STEPS)
-    sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps)
-    claimed = Release(sigma, rate, count=steps)
+    claimed = Release(1.0, rate, count=steps)
+    if method.is_truncated:
+        size = round(_RATE * (_COMPANY + 1))
+        claimed = Release(1.0, _RATE, "truncated", steps, size, _COMPANY + 1)
+        sigma = accounting.calibrate(
+            lambda noise: [replace(claimed, noise_multiplier=noise)], target_epsilon=epsilon, delta=delta
+        )
+    else:
+        sigma = accounting.calibrate_noise_multiplier(
+            target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps
+        )
+    claimed = replace(claimed, noise_multiplier=sigma)
     data = _data(method, rate)
     return Game(
         f"{name}, {mechanism}",
@@ -180,7 +201,7 @@ def method_game(
         _directions(replace(method, optimizer="SGD", noise_on_grid=False)),
         accounting.epsilon([claimed], delta=delta),
         delta,
-        claimed,
+        None if method.is_truncated else claimed,
     )
 
 
@@ -277,6 +298,8 @@ def _method(name: str) -> Method:
 @functools.cache
 def _directions(method: Method) -> Tensor:
     """Return `Game.directions` of a method, from its mechanism before the noise; cached."""
+    if method.is_truncated:
+        return torch.ones(1, 1, dtype=torch.float64)  # from -C of the others to C
     if method.bands > 1:
         return torch.eye(method.canaries, dtype=torch.float64)  # the mechanism releases a score for each canary
     # Not a plan without noise: scales that are measured by the noise would differ.
@@ -285,12 +308,14 @@ def _directions(method: Method) -> Tensor:
 
 def _company(method: Method, rate: float) -> int:
     """Return the number of examples that are always in the data."""
+    if method.is_truncated:
+        return _COMPANY
     return method.canaries if method.group_size == 1 else round(method.group_size / rate)
 
 
 def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
     """Return `Game.data` of a method: a function from the canaries that are in to the data set."""
-    coordinates, grouped = torch.eye(method.canaries), method.group_size > 1
+    coordinates, grouped = torch.eye(method.canaries), method.is_shared
     others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
     pull = 1e4 if grouped else 0.25 / method.layers**0.5
     pull = 2 * pull if method.users else pull  # local training moves the weight to the target, C / 2
@@ -318,11 +343,13 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     plan = PrivacyPlan(
         sample_rate=claimed.sample_rate / bands,
         steps=_PAID_STEPS,
-        expected_batch_size=round(count * claimed.sample_rate / bands),
+        expected_batch_size=claimed.max_batch_size or round(count * claimed.sample_rate / bands),
         correlation=Banded(bands).for_steps(steps) if bands > 1 else None,
         noise_multiplier=claimed.noise_multiplier,
         max_grad_norm=1.0,
-        num_examples=count,
+        num_examples=count + method.is_truncated,  # with the canary
+        sampling=claimed.scheme,
+        max_batch_size=claimed.max_batch_size,
         group_size=method.group_size,
         noise_on_grid=method.noise_on_grid,
         privacy_unit="user" if method.users else "example",
@@ -352,27 +379,12 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
             canaries = data.tensors[0][count:].argmax(1)
             groups = torch.randint(bands, (method.canaries,))  # of those that are out
             groups[canaries] = torch.from_numpy(sampler.groups[count:].astype("int64"))
-            return _scores_in_groups(torch.stack(released), plan.correlation, groups)
+            return scores_in_groups(torch.stack(released), plan.correlation, groups)
         if method.optimizer == "SGD":
             return torch.stack(released).sum(0)
         return -flat(dict(model.named_parameters()))
 
     return release
-
-
-def _scores_in_groups(released: Tensor, correlation: Banded, groups: Tensor) -> Tensor:
-    """Return the score of each coordinate in its group, shape (P,), given releases of shape (T, P).
-
-    y = S + sigma F^-1 z becomes F S + sigma z by F. With S = 1 at the steps g, g + b, ... and 0 at all others, the sum
-    of F^T F y over these steps is the optimal score.
-    """
-    steps, bands = len(released), correlation.bands
-    factor = torch.zeros(steps, steps, dtype=torch.float64)
-    for back, coefficient in enumerate(correlation.chosen):
-        factor += coefficient * torch.diag(torch.ones(steps - back, dtype=torch.float64), -back)
-    scores = factor.T @ factor @ released
-    by_group = torch.stack([scores[group::bands].sum(0) for group in range(bands)])
-    return by_group.gather(0, groups[None])[0]
 
 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
