@@ -176,6 +176,11 @@ def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
     return {"perturb": getattr(_room("perturb"), name)(**arguments)}
 
 
+def _banded(bands: int) -> Any:
+    """Noise with memory, its coefficients chosen for a thousand steps."""
+    return _room("noise").Banded(bands).for_steps(1000)
+
+
 def _room(name: str) -> Any:
     """A part of privgrad that this version may lack."""
     room = getattr(pg, name, None)
@@ -201,5 +206,6 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "adaptive": partial(private, variant=lambda model: {"adaptive_clip": _room("clip").TargetFraction()}),
     "ema": partial(private, variant=lambda model: {"filter": _room("filters").EMA(0.2)}),
     "doppler": partial(private, variant=lambda model: {"filter": _room("filters").DOPPLER()}),
+    "bands-8": lambda setup: private(setup, lambda model: {}, steps_a_pass=8, correlation=_banded(8)),
     "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),
 }
