@@ -22,9 +22,9 @@ def passes_of(
     found: list[Any] = []
     add = ClippingAccumulator.add
 
-    def noted(self: ClippingAccumulator, chunk: Any) -> None:
+    def noted(self: ClippingAccumulator, chunk: Any, padded: int | None = None) -> None:
         found.append((next(iter(chunk.values())).examples, *(type(factor).__name__ for factor in chunk.values())))
-        add(self, chunk)
+        add(self, chunk, padded)
 
     with monkeypatch.context() as patch:
         patch.setattr(ClippingAccumulator, "add", noted)

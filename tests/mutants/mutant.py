@@ -64,7 +64,8 @@ def plant_sum(patch: Patch, planted: Callable[..., tuple[ClippedSum, Any]], modu
         def __init__(self, **options: Any) -> None:
             self.chunks, self.options = list[Any](), options
 
-        def add(self, chunk: Any) -> None:
+        def add(self, chunk: Any, padded: int | None = None) -> None:
+            assert padded is None
             self.chunks.append(chunk)
 
         def result(self) -> tuple[ClippedSum, Any]:
