@@ -293,6 +293,7 @@ def test_public_examples_are_taken_out_of_the_training_part(tmp_path: Path):
 
 
 @needs_lists
+@pytest.mark.slow
 def test_the_real_debian_tags():
     loaded = data.debian_tags(limit=3000)
     assert len(loaded.train) == 3000
@@ -336,6 +337,7 @@ def test_debian_lists_that_are_missing_or_not_joined_are_refused(tmp_path: Path,
 
 
 @needs_lists
+@pytest.mark.slow
 def test_the_real_debian_sections():
     loaded = data.debian_sections(limit=3000, validation=500)
     assert [len(part) for part in (loaded.train, loaded.validation)] == [2500, 500]

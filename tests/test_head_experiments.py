@@ -71,6 +71,7 @@ def test_pixels_that_do_not_suit_features_are_refused_before_they_are_loaded():
             check_spec(DIGITS | {"data": table}, "digits.toml")
 
 
+@pytest.mark.slow
 def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_path: Path):
     command = [sys.executable, "-m", "privgrad", "train", str(RECIPES / "digits.toml"), "--json", "--out", "out"]
 
