@@ -124,7 +124,7 @@ MEMORY = [
         "test_banded.test_longer_coefficients_are_divided_by_their_norm",
     ),
     Mutant("a group that is drawn twice in its turn", groups_drawn(lambda t, b: t // 2), GROUPS, {"bands": 2}),
-    Mutant("groups drawn anew in each step", groups_per_step, GROUPS, {"bands": 5}),
+    Mutant("new groups in each step", groups_per_step, GROUPS, {"bands": 5}),
     Mutant("the average rate charged", rate_of_all, PRICE),
     Mutant(
         "participations in old and in new groups counted as one",
