@@ -12,6 +12,7 @@ from privgrad.accounting import calibrate, calibrate_noise_multiplier
 from privgrad.correlation import Banded
 from privgrad.errors import described, expected
 from privgrad.mechanisms import Release, Selection
+from privgrad.plan_numbers import require_bands
 
 _CANDIDATES = (2, 4, 8, 16, 32, 64)
 _WORTH = 0.99  # largest relative error for which "auto" takes noise with memory
@@ -67,6 +68,8 @@ def calibrated(correlation: Banded | Literal["auto"] | None, budget: Budgeted) -
     if correlation is not None and correlation != "auto" and not isinstance(correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = 'give privgrad.noise.Banded(bands=8), "auto" or None'
         raise expected("for_budget", "correlation", "to be a correlation of the noise", described(correlation), remedy)
+    if isinstance(correlation, Banded):
+        require_bands("for_budget", correlation.bands, budget.steps, math.floor(1 / budget.sample_rate))
     independent = budget.noise_multiplier(1)
     if correlation is None:
         return None, independent

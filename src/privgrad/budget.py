@@ -233,7 +233,9 @@ class Budget:
         self.require_covered(function, plan.num_examples, plan.privacy_unit)
         if plan.simulates is not None or plan.sampling != "poisson":  # the filter of a budget needs RDP
             got = "a plan made by scaled()" if plan.simulates is not None else f"sampling {plan.sampling!r}"
-            remedy = "draw Poisson batches; simulate without a budget, on public data"
+            remedy = "draw Poisson batches, without truncation"
+            if plan.simulates is not None:
+                remedy = "simulate without a budget, on public data"
             raise expected(function, "plan", "to be one whose epsilon is a guarantee", got, remedy)
         place = Path(path).absolute()
         release = plan.release_of(plan.steps)

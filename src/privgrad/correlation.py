@@ -72,6 +72,8 @@ class Banded:
         Args:
             steps: T >= bands.
         """
+        if self.bands > steps:
+            raise expected("Banded", "bands", f"to be at most {steps}, the steps", self.bands, "give fewer bands")
         if self.coefficients is not None:
             return self
         return replace(self, coefficients=best_coefficients(self.bands, steps))

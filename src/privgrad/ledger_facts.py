@@ -47,6 +47,9 @@ def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception |
             sigma = held.get("noise_multiplier")
             remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
             remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
+        elif "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
+            numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
+            remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps it, for more steps too"
         elif "max_grad_norm" in differing:
             remedy += f"; {SUGGESTED}"
         sides = (held, given)

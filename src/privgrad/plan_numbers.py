@@ -95,14 +95,26 @@ def _require_correlation(function: str, plan: "PrivacyPlan", correlation: object
     if not isinstance(correlation, Banded):
         remedy = "give privgrad.noise.Banded(bands=8), or None"
         raise expected(function, "correlation", "to be Banded or None", described(correlation), remedy)
-    bands, most = correlation.bands, min(plan.steps, math.floor(plan.num_examples / plan.expected_batch_size))
     if plan.sampling != "poisson":
         condition, remedy = "to be 'poisson' for noise with memory", "draw Poisson batches"
         raise expected(function, "sampling", condition, repr(plan.sampling), remedy)
+    require_bands(function, correlation.bands, plan.steps, math.floor(plan.num_examples / plan.expected_batch_size))
+
+
+def require_bands(function: str, bands: int, steps: int, batches: int) -> None:
+    """Raise PrivacyError unless so many groups can take turns. `band_choice` calls it too.
+
+    Args:
+        function: the name of the caller, for the error.
+        bands: the number of groups.
+        steps: of the plan.
+        batches: the number of batches that the data fill.
+    """
+    most = min(steps, batches)
     if bands > most:
-        remedy = (
-            f"give Banded(bands={most}) or fewer" if most > 1 else "leave correlation out: the batches are too large"
-        )
+        remedy = f"give Banded(bands={most}) or fewer"
+        if most < 2:
+            remedy = "leave correlation out: the batches are too large"
         condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
         raise expected(function, "bands", condition, bands, remedy)
 

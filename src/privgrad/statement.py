@@ -117,6 +117,7 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
         "covered_by_accountant": is_covered,
         "privacy_unit": unit,
         "num_examples": min(int(fact["num_examples"]) for fact in facts),
+        "at_least": all(fact["sampling"] != "truncated" for fact in facts),
         "digests": [ledger.head for ledger in ledgers],
         "file": "each ledger",
         "date": _today(),
@@ -256,7 +257,8 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
 def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) -> tuple[str, ...]:
     """Return what is protected."""
     lines = [
-        f"The data set was declared to have {numbers['num_examples']:,} {many} or more. The true number is secret.",
+        f"The data set was declared to have {numbers['num_examples']:,} {many}"
+        + (" or more. The true number is secret." if numbers.get("at_least", True) else ", or one less."),
         f"The unit of protection is one {one}"
         + (
             " with all data of this person."
@@ -334,8 +336,8 @@ def _drawn(fact: Mapping[str, Any]) -> list[str]:
         ]
     if fact["sampling"] == "truncated":
         lines.append(
-            f"Batches held at most {fact['max_batch_size']:,} people. The cost assumes exactly "
-            f"{fact['num_examples']:,} in the data set, or one less."
+            f"Batches held at most {fact['max_batch_size']:,} people. The cost assumes that the declared number in the "
+            "data set is exact."
         )
     return lines
 

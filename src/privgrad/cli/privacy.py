@@ -19,6 +19,7 @@ from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
 from privgrad.ledger import Ledger
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
+from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
@@ -120,7 +121,7 @@ def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
 def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
     """Return the facts and the epsilons of one ledger, and print the notes on it."""
     facts = {name: value for name, value in ledger.plan_facts.items() if name != "delta"}  # the answer has the one used
-    covered = facts["sampling"] == "poisson"
+    covered = facts["sampling"] in COVERED
     for note in _notes(ledger):
         tell("note", "yellow", place + note)
     if delta > 1 / facts["num_examples"]:

@@ -116,6 +116,9 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
             place = f"methods.{method.name}.{'tune' if method.tune else 'options'}"
             raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
         _require_parts(tuned)
+        if tuned.bands is not None and spec.privacy.sampling != "poisson":
+            place, remedy = f"methods.{method.name}.bands", 'give sampling = "poisson", or leave bands out'
+            raise expected("load_spec", place, "to be absent for this sampling", spec.privacy.sampling, remedy)
         if tuned.precondition is not None:
             _require_precondition(tuned.precondition, f"methods.{method.name}.precondition.options")
 

@@ -209,7 +209,8 @@ def _require_private_tables(spec: Spec) -> None:
             raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", value, remedy)
     if privacy.sampling != "poisson" or privacy.simulate > 1:
         got = f"sampling = {privacy.sampling!r}" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
-        raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, "leave this key out")
+        remedy = "leave this key out" + (", and max_batch_size" if privacy.max_batch_size else "")
+        raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, remedy)
     places = [("run", spec.run), *([] if tuning is None else [("tuning", tuning)])]
     if seeded := [name for name, table in places if "seeds" in table.model_fields_set]:
         remedy = "leave it out: a seed makes the noise predictable. For research, give target_epsilon and seeds"

@@ -77,7 +77,9 @@ def _facts(plan: PrivacyPlan, ledger: Ledger, found: Statement | None) -> dict[s
         "released_gradients": ledger.releases,
         "planned_gradients": plan.steps,
         "sampling": plan.sampling,
-        "sample_rate": plan.sample_rate,
+        "sample_rate": plan.group_rate,
+        "bands": plan.bands,
+        "max_batch_size": plan.max_batch_size,
         "expected_batch_size": plan.expected_batch_size,
         "num_examples": plan.num_examples,
         "noise_multiplier": plan.noise_multiplier,
@@ -97,15 +99,18 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
         lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
     rule, counted = ledger.plan_facts.get("adaptive_clip"), "people" if plan.privacy_unit == "user" else "rows"
+    exactness = " or more" if plan.max_batch_size is None else " or one less"
+    turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
+    turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
     rows = {
         **({"epsilon": f"{found.numbers['epsilon']:.4g}"} if found is not None and _protects(plan, found) else {}),
         **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
-        f"{counted} in the data": f"{plan.num_examples:,} or more, as declared",
+        f"{counted} in the data": f"{plan.num_examples:,}{exactness}, as declared",
         "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
         "updates of the model": f"{updates:,}" + _lost(ledger.releases - updates),
         "expected batch size": f"{plan.expected_batch_size:,}",
-        "sampling": f"{plan.sampling}, rate {plan.sample_rate:.4g}",
+        "sampling": f"{plan.sampling}, rate {plan.group_rate:.4g}{turns}",
         "noise multiplier": f"{plan.noise_multiplier:.4g}",
         "clipping norm": f"{plan.max_grad_norm:.4g}" + (f", moved by {rule}" if rule else ""),
         **({"released with each gradient": beside} if (beside := released_beside(ledger.plan_facts)) else {}),

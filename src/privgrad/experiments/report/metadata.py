@@ -20,6 +20,7 @@ from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import AdaptiveClipTable, FilterTable
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
+from privgrad.plan import PrivacyPlan
 from privgrad.schedule import Schedule
 from privgrad.types import COVERED
 
@@ -52,7 +53,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "seed": ", ".join(map(str, seeds)) or None,
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
-            "bands": _by_method({m.name: str(m.bands or 1) for m in spec.methods}),
+            **_turns(spec, plan),
             "filter": _by_method(averages) or "none",
             "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
             "noise_generator": "; ".join(sorted(drawn_by)) or None,
@@ -112,6 +113,18 @@ def _schedule(spec: Spec, method: MethodTable) -> str:
     """Describe the schedule of a method's learning rate."""
     schedule = spec.schedule_of(method) or Schedule()
     return f"{schedule.decay}, warm-up {schedule.warmup:g}" if schedule.warmup else schedule.decay
+
+
+def _turns(spec: Spec, plan: PrivacyPlan) -> dict[str, str | float]:
+    """Return bands, sampling rate and noise multiplier, each by method if methods have noise with memory."""
+    if all(method.bands is None for method in spec.methods):
+        return {"bands": "1", "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
+    plans = {method.name: spec.plan(None, method) for method in spec.methods}
+    return {
+        "bands": _by_method({name: str(own.bands) for name, own in plans.items()}),
+        "sample_rate": _by_method({name: f"{own.group_rate:.4g}" for name, own in plans.items()}),
+        "noise_multiplier": _by_method({name: f"{own.noise_multiplier:.4g}" for name, own in plans.items()}),
+    }
 
 
 def _by_method(values: Mapping[str, str]) -> str:
