@@ -35,7 +35,7 @@ PLAN = {
 }  # fmt: skip
 NUMBERS = {
     "epsilon", "epsilon_rdp", "delta", "attack_success", "false_positive_rate", "releases", "seeded_releases",
-    "covered_by_accountant", "privacy_unit", "num_examples", "digests", "file", "date", "versions",
+    "covered_by_accountant", "privacy_unit", "num_examples", "at_least", "digests", "file", "date", "versions",
 }  # fmt: skip
 
 
