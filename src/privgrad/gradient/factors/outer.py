@@ -187,7 +187,24 @@ class Outer(LinearMapFactor):
         if self.keeps:
             self._kept = self.dense()
             return Dense(self._kept).norms(inverse_scales)
-        return super().norms(inverse_scales)
+        return super().norms(inverse_scales) if self._kept is not None else self._norms_in_place(inverse_scales)
+
+    def _norms_in_place(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return the norms of gradients that are written out and scaled in chunks, all in the same memory.
+
+        They are those of `Factor.norms`. New memory takes as long to allocate as to fill.
+        """
+        chunks, found = cast("list[Outer]", self._split()), list[Tensor]()
+        scratch_BOI = self.a_BTI.new_empty(chunks[0].examples, *self.shape)
+        # Scales in a wider precision must not be rounded to that of the gradients.
+        is_wider = inverse_scales is not None and torch.result_type(scratch_BOI, inverse_scales) != scratch_BOI.dtype
+        for chunk in chunks:
+            with torch.no_grad():  # torch refuses to write into given memory where it records a graph
+                grads_BOI = torch.bmm(chunk.b_BTO.mT, chunk.a_BTI, out=scratch_BOI[: chunk.examples])
+                if inverse_scales is not None and not is_wider:
+                    grads_BOI.mul_(inverse_scales)
+            found.append(norms_of(grads_BOI, inverse_scales if is_wider else None))
+        return torch.cat(found)
 
     def norms_by_inner_products(self) -> Tensor:
         """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
