@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.methods import OURS, Setup, SkipError, Step, ordinary
+from benchmarks.methods import OURS, PERIODS, Setup, SkipError, Step, ordinary
 from benchmarks.peers import PEERS
 
 METHODS: dict[str, Callable[[Setup], Step]] = {"ordinary": ordinary, **OURS, **PEERS}
@@ -64,12 +64,14 @@ def build(setup: Setup, method: str, *, steps: int = 2, clock: str = "wall") -> 
     return Built(step, seconds, [str(warning.message) for warning in given])
 
 
-def _seconds(step: Step, setup: Setup, clock: str) -> float:
+def _seconds(step: Step, setup: Setup, clock: str, count: int = 1) -> float:
+    """The mean of `count` steps in a row."""
     setup.synchronize()
     before = CLOCKS[clock]()
-    step()
+    for _ in range(count):
+        step()
     setup.synchronize()
-    return CLOCKS[clock]() - before
+    return (CLOCKS[clock]() - before) / count
 
 
 def seconds_in_turn(
@@ -78,7 +80,8 @@ def seconds_in_turn(
     """Time every method's step, one after the other, round after round.
 
     A method that comes after one with gigabytes of gradients finds cold caches and pages, which no training does: short
-    steps are taken twice, and the second is timed.
+    steps are preceded by one that is not timed. A method that does a part of its work in some steps only takes as many
+    steps in its turn as one of its periods has, and their mean counts: see `PERIODS`.
 
     Args:
         steps: warm steps by method.
@@ -86,7 +89,7 @@ def seconds_in_turn(
         repetitions: rounds at least; more if the steps are short, fewer for a method that is slower than SLOW.
         clock: "processor" counts the time of this process only, of all its threads: other work disturbs it less.
     Returns:
-        Seconds of each step, by method.
+        Seconds of a step in each turn, by method.
     """
     seconds: dict[str, list[float]] = {method: [] for method in steps}
     start = time.perf_counter()
@@ -98,7 +101,7 @@ def seconds_in_turn(
                 continue
             if not seconds[method] or seconds[method][-1] < SHORT:
                 step()
-            seconds[method].append(_seconds(step, setup, clock))
+            seconds[method].append(_seconds(step, setup, clock, PERIODS.get(method, 1)))
     return seconds
 
 

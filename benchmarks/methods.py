@@ -209,3 +209,7 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "bands-8": lambda setup: private(setup, lambda model: {}, steps_a_pass=8, correlation=_banded(8)),
     "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),
 }
+
+# Steps from one refresh of the public statistics to the next: any so many steps in a row hold one refresh. The default
+# of `public_rmsprop`, and the steps of a pass.
+PERIODS = {"public-by-step": 4, "public-by-pass": 10}

@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.clipping import Clipping
+from privgrad.gradient.factors.norms import norms_of
+from privgrad.gradient.factors.outer import Outer
 
 ENGINES = ("factored", "vmap")
 CLIPPINGS = [pg.clip.Flat(), pg.clip.PerLayer({"first": 1.0, "second": 2.0}), pg.clip.Automatic()]
@@ -92,3 +94,23 @@ def test_gradients_of_zero_are_hidden_by_the_whole_noise(engine: Any, loss: Any,
     assert released.noise_std == pytest.approx(std)
     z = torch.cat([value.flatten().double() for value in released.values()]) / std
     assert abs(float(z.square().mean()) - 1) < 6 * (2 / len(z)) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("positions", "outputs", "inputs"), [(7, 5, 3), (3, 1024, 300), (2, 1100, 1000)])
+def test_norms_written_to_the_same_memory_are_those_of_each_gradient(
+    positions: int, outputs: int, inputs: int, dtype: torch.dtype
+):
+    a_TBI, b_TBO = torch.randn(positions, 8, inputs, dtype=dtype), torch.randn(positions, 8, outputs, dtype=dtype)
+    b_TBO[:, 1] *= 1e-22  # its squares underflow
+    outer = Outer(a_TBI.transpose(0, 1), b_TBO.transpose(0, 1))
+    dense = outer.written_out()
+    kept = [tensor.clone() for tensor in (outer.a_BTI, outer.b_BTO, dense.grads_BP)]
+    scales = torch.rand(outputs, inputs) + 0.5
+    for inverse_scales in (scales, scales.double(), scales.bfloat16()):
+        alone = torch.cat([norms_of(gradient[None], inverse_scales) for gradient in dense.grads_BP])
+        wanted_B = (kept[2].double() * inverse_scales.double()).flatten(1).norm(dim=1)
+        for factor in (outer, dense):
+            assert torch.equal(factor.norms(inverse_scales), alone)
+        torch.testing.assert_close(alone, wanted_B, rtol=1e-6, atol=0.0)
+    assert all(map(torch.equal, kept, (outer.a_BTI, outer.b_BTO, dense.grads_BP)))

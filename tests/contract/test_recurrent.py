@@ -8,6 +8,7 @@ from test_attention import Taps
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers.recurrent import recurrent_forward
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -210,3 +211,20 @@ def test_nothing_is_tapped_in_vain():
         with mode():
             output = recurrent_forward(module, lambda tensor, _: tensor, torch.randn(2, 5, 4, dtype=torch.float64))[0]
         assert not output.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_term_bounds_are_those_of_each_weight_alone(kind: str):
+    module, taps = make(kind, "plain", torch.float32), Taps()
+    recurrent_forward(module, taps, torch.randn(5, 4, 4))
+    grads = torch.randn(5, 4, module.weight_ih_l0.shape[0])
+    grads[:, 1] *= 1e-30  # squares underflow
+    grads[2:, 2] = 0.0
+    found = taps.factors[0](grads)
+    outers = [found[weight] for weight in (module.weight_ih_l0, module.weight_hh_l0)]
+    for factor in (2.0, 1.0, 3.0):  # of the gradients' entries: norms that were computed once follow a later write
+        for outer in outers:
+            assert isinstance(outer, Outer)
+            wanted_B = (outer.a_BTI.double().norm(dim=2) * outer.b_BTO.double().norm(dim=2)).sum(1)
+            torch.testing.assert_close(outer.term_bound(), wanted_B, rtol=1e-6, atol=0.0)
+        grads *= factor

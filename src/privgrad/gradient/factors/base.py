@@ -21,7 +21,7 @@ from privgrad.gradient.factors.norms import (
     examples_per_block,
     flattened,
     masked,
-    norms_of,
+    norms_of_parts,
 )
 
 Examples = slice | Tensor  # a range of examples, or their indices
@@ -142,7 +142,7 @@ class Factor(ABC):
         Args:
             inverse_scales: 1 / A, shape P; None is 1.
         """
-        return torch.cat([norms_of(part.dense(), inverse_scales) for part in self._split()])
+        return norms_of_parts((part.dense() for part in self._split()), inverse_scales)
 
     def written_out(self) -> "Dense":
         """Return the same gradients with all of them in memory."""
@@ -327,7 +327,7 @@ class Dense(LinearMapFactor):
         return Dense(masked(self.grads_BP, kept_B))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return norms_of(self.grads_BP, inverse_scales) if inverse_scales is None else super().norms(inverse_scales)
+        return norms_of_parts([self.grads_BP]) if inverse_scales is None else super().norms(inverse_scales)
 
     def __add__(self, other: Factor) -> Factor:
         return Dense(self.grads_BP + other.grads_BP) if isinstance(other, Dense) else super().__add__(other)

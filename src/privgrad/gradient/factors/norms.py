@@ -10,6 +10,7 @@ rests on the other functions, except `examples_per_block`: norms and sums are co
 Shape suffixes: B examples, P a parameter's shape.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -108,6 +109,28 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
         tiny = (norm_B < TINY).nonzero()[:, 0]
         norm_B[tiny] = float64_norms(grads_BP[tiny])
     return norm_B
+
+
+def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None) -> Tensor:
+    """Return the norms of gradients that come in parts of the examples, none larger than the first.
+
+    They are those of `norms_of`. The products with the scales are written to the same memory, part after part, since
+    new memory takes as long to allocate as to fill. The gradients may belong to others and are never written to.
+    """
+    if inverse_scales is None:
+        return torch.cat([norms_of(grads_BP) for grads_BP in parts])
+    found, scratch = list[Tensor](), None
+    for grads_BP in parts:
+        if grads_BP.numel() > _CACHED:  # one huge gradient: do not hold its product while the next is computed
+            found.append(norms_of(grads_BP, inverse_scales))
+            continue
+        if scratch is None:
+            dtype = torch.result_type(grads_BP, inverse_scales)
+            scratch = torch.empty(grads_BP.shape, dtype=dtype, device=grads_BP.device)
+        with torch.no_grad():  # torch refuses to write into given memory where it records a graph
+            scaled_BP = torch.mul(grads_BP, inverse_scales, out=scratch[: len(grads_BP)])
+        found.append(norms_of(scaled_BP))
+    return torch.cat(found)
 
 
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:

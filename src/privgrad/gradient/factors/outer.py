@@ -2,8 +2,9 @@
 
 The rules in `privgrad.gradient.layers` and the file `conv` build `Outer`. `privgrad.gradient.clipping` and the engines
 call the methods that implement `base.Factor`. `displacement` calls `apply`, `is_faster_written_out`, `read` and
-`transposed`. `local_training` calls `scaled` and `settled`, and `diagnostics.alignment` calls `gram`. `conv` also calls
-`norms_by_inner_products` and `bounding_product`, and `weight_standardization` calls `underflowing`.
+`transposed`. `local_training` calls `scaled` and `settled`, and `diagnostics.alignment` calls `gram`. `layers.base`
+calls `with_inputs`. `conv` also calls `norms_by_inner_products` and `bounding_product`, and `weight_standardization`
+calls `underflowing`.
 
 The privacy guarantee rests on this file, except on `gram`: a wrong norm or sum lets an example add more than the bound.
 
@@ -52,6 +53,16 @@ class Outer(LinearMapFactor):
         super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
         self.keeps, self._kept = False, cast("Tensor | None", None)
+        self._of_b = _PositionNorms(self.b_BTO)
+
+    def with_inputs(self, a_BTI: Tensor) -> "Outer":
+        """Return the gradients of another weight, whose outputs have the same gradients.
+
+        The norms of the positions of b, which both term bounds need, are computed once.
+        """
+        found = Outer(a_BTI, self.b_BTO)
+        found._of_b = self._of_b
+        return found
 
     def __getitem__(self, examples: Examples) -> "Outer":
         found = Outer(self.a_BTI[examples], self.b_BTO[examples])
@@ -147,11 +158,10 @@ class Outer(LinearMapFactor):
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         if self.positions == 1:
             return None
-        a_BTI, b_BTO = self.a_BTI, self.b_BTO
-        if inverse_scales is not None:
-            of_outputs, of_inputs = bounding_product(inverse_scales)
-            a_BTI, b_BTO = a_BTI * of_inputs, b_BTO * of_outputs
-        return (position_norms(a_BTI) * position_norms(b_BTO)).sum(1)
+        if inverse_scales is None:
+            return (position_norms(self.a_BTI) * self._of_b.norms()).sum(1)
+        of_outputs, of_inputs = bounding_product(inverse_scales)
+        return (position_norms(self.a_BTI * of_inputs) * position_norms(self.b_BTO * of_outputs)).sum(1)
 
     @property
     def positions(self) -> int:
@@ -187,7 +197,24 @@ class Outer(LinearMapFactor):
         if self.keeps:
             self._kept = self.dense()
             return Dense(self._kept).norms(inverse_scales)
-        return super().norms(inverse_scales)
+        return super().norms(inverse_scales) if self._kept is not None else self._norms_in_place(inverse_scales)
+
+    def _norms_in_place(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return the norms of gradients that are written out and scaled in chunks, all in the same memory.
+
+        They are those of `Factor.norms`. New memory takes as long to allocate as to fill.
+        """
+        chunks, found = cast("list[Outer]", self._split()), list[Tensor]()
+        scratch_BOI = self.a_BTI.new_empty(chunks[0].examples, *self.shape)
+        # Scales in a wider precision must not be rounded to that of the gradients.
+        is_wider = inverse_scales is not None and torch.result_type(scratch_BOI, inverse_scales) != scratch_BOI.dtype
+        for chunk in chunks:
+            with torch.no_grad():  # torch refuses to write into given memory where it records a graph
+                grads_BOI = torch.bmm(chunk.b_BTO.mT, chunk.a_BTI, out=scratch_BOI[: chunk.examples])
+                if inverse_scales is not None and not is_wider:
+                    grads_BOI.mul_(inverse_scales)
+            found.append(norms_of(grads_BOI, inverse_scales if is_wider else None))
+        return torch.cat(found)
 
     def norms_by_inner_products(self) -> Tensor:
         """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
@@ -234,6 +261,25 @@ class Outer(LinearMapFactor):
         b_BO, b_B = scale_rows(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
+
+
+class _PositionNorms:
+    """The norms of the positions of a tensor, for all factors that share it.
+
+    Args:
+        x_BTD: shape (B, T, D).
+    """
+
+    def __init__(self, x_BTD: Tensor) -> None:
+        self.x_BTD, self._known = x_BTD, cast("tuple[int, Tensor] | None", None)
+
+    def norms(self) -> Tensor:
+        """Return `position_norms`, shape (B, T), computed again only if the tensor was written to."""
+        if self.x_BTD.is_inference():  # such a tensor does not count writes
+            return position_norms(self.x_BTD)
+        if self._known is None or self._known[0] != self.x_BTD._version:
+            self._known = self.x_BTD._version, position_norms(self.x_BTD)
+        return self._known[1]
 
 
 def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -250,11 +250,27 @@ def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Ten
         a_BTI: inputs, shape (B, T, I).
         b_BTO: gradients of the outputs, shape (B, T, O).
     """
+    return of_linear_maps([(weight, bias, a_BTI)], b_BTO)
+
+
+def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
+    """Return the factors of linear maps whose outputs have the same gradients, as `of_linear_map` does for each.
+
+    The sum over positions and the norms of positions depend on these gradients alone, and are computed once.
+
+    Args:
+        maps: weight, bias and inputs of each map.
+        b_BTO: gradients of the outputs, shape (B, T, O).
+    """
     found: dict[Tensor, Factor] = {}
-    if is_trained(weight):
-        found[weight] = Outer(a_BTI, b_BTO)
-    if is_trained(bias):
-        found[bias] = Dense(sum_over(at_least_float32(b_BTO), 1))
+    outer, sum_BO = cast("Outer | None", None), cast("Tensor | None", None)
+    for weight, bias, a_BTI in maps:
+        if is_trained(weight):
+            outer = Outer(a_BTI, b_BTO) if outer is None else outer.with_inputs(a_BTI)
+            add_to(found, {weight: outer})
+        if is_trained(bias):  # several biases may share the sum, since no factor writes to its tensors
+            sum_BO = sum_over(at_least_float32(b_BTO), 1) if sum_BO is None else sum_BO
+            add_to(found, {bias: Dense(sum_BO)})
     return found
 
 

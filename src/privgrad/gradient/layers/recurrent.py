@@ -31,6 +31,7 @@ from privgrad.gradient.layers.base import (
     Tap,
     add_to,
     of_linear_map,
+    of_linear_maps,
     register_forward,
     require_unwritten,
     tapped,
@@ -127,10 +128,13 @@ def _direction(
     def of_gates(grad_TBG: Tensor) -> dict[Tensor, Factor]:
         require_unwritten(type(module).__name__, inputs, version)
         inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
-        b_BTG = later_BTG = grad_TBG.transpose(0, 1)
-        if isinstance(module, nn.GRU):  # n = tanh(input term + r * hidden term): their gradients differ
-            later_BTG = grad_TBG.clone().transpose(0, 1)
-            later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
+        b_BTG = grad_TBG.transpose(0, 1)
+        if not isinstance(module, nn.GRU):
+            maps = [(own_ih, own_bias_ih, inputs_BTI), (own_hh, own_bias_hh, before_BTP)]
+            return of_linear_maps(maps, b_BTG)
+        # n = tanh(input term + r * hidden term): their gradients differ
+        later_BTG = grad_TBG.clone().transpose(0, 1)
+        later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
         found = of_linear_map(own_ih, own_bias_ih, inputs_BTI, b_BTG)
         return add_to(found, of_linear_map(own_hh, own_bias_hh, before_BTP, later_BTG))
 
