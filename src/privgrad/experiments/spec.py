@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from privgrad import optim
+from privgrad.correlation import Banded
 from privgrad.errors import expected
 from privgrad.experiments.tables import (
     AdaptiveClipTable,
@@ -35,7 +36,6 @@ from privgrad.experiments.tables import (
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
-from privgrad.noise import Banded
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.schedule import Schedule
