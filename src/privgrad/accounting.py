@@ -58,7 +58,7 @@ def epsilon(
         delta: in (0, 1).
         accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
             Selection it returns that of RDP, because PLD does not cover Selections. RDP does not cover truncated
-            samples: it gives infinity.
+            samples: it gives infinity, and so do these together with a Selection.
         assume_poisson: account for fixed-size batches as if they were Poisson samples. The number is then a label
             for comparison with the literature, not a guarantee.
     Returns:
@@ -120,6 +120,8 @@ def _attack_success(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
     by_pld = pld.PLDAccountant(value_discretization_interval=1e-3)
     by_rdp = rdp.RdpAccountant(_RDP_ORDERS)
     has_selection = any(isinstance(mechanism, Repeated) for mechanism in mechanisms)
+    if has_selection and _is_truncated(mechanisms):
+        return 1.0
     if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
         return 1.0
     costs: list[float] = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
@@ -144,9 +146,9 @@ def _epsilon(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -
         return math.inf
     is_coarse = accountant.startswith("coarse")
     orders = _COARSE_ORDERS if is_coarse else _RDP_ORDERS
-    truncated = [mechanism for mechanism in mechanisms if isinstance(mechanism, Truncated)]
-    if truncated and accountant == "rdp":
-        return math.inf  # RDP does not cover truncation
+    truncated = _is_truncated(mechanisms)
+    if truncated and (accountant == "rdp" or any(isinstance(mechanism, Repeated) for mechanism in mechanisms)):
+        return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
     # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
     covered = tuple(one.untruncated if isinstance(one, Truncated) else one for one in mechanisms)
     by_rdp = _compose(rdp.RdpAccountant(orders), covered, delta)
@@ -197,7 +199,7 @@ def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
 def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
     """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
     accountant = rdp.RdpAccountant(orders)
-    if isinstance(mechanism, Truncated):
+    if _is_truncated((mechanism,)):
         return (math.inf,) * len(orders)
     if _lacks_noise((mechanism,)) or not math.isfinite(_compose(accountant, (mechanism,), 1e-6)):
         return (math.inf,) * len(orders)
@@ -249,6 +251,14 @@ def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
     """Return whether a release has no noise, or so little that its square underflows to 0."""
     return any(
         _lacks_noise(mechanism.mechanisms) if isinstance(mechanism, Repeated) else mechanism[0] < 1e-100
+        for mechanism in mechanisms
+    )
+
+
+def _is_truncated(mechanisms: Iterable[Mechanism]) -> bool:
+    """Return whether a release is from truncated batches, also one in a Selection."""
+    return any(
+        _is_truncated(mechanism.mechanisms) if isinstance(mechanism, Repeated) else isinstance(mechanism, Truncated)
         for mechanism in mechanisms
     )
 

@@ -233,10 +233,13 @@ class Budget:
         self.require_covered(function, plan.num_examples, plan.privacy_unit)
         if plan.simulates is not None or plan.sampling != "poisson":  # the filter of a budget needs RDP
             got = "a plan made by scaled()" if plan.simulates is not None else f"sampling {plan.sampling!r}"
-            remedy = "draw Poisson batches, without truncation"
+            condition, remedy = "to be one whose epsilon is a guarantee", "draw Poisson batches"
             if plan.simulates is not None:
                 remedy = "simulate without a budget, on public data"
-            raise expected(function, "plan", "to be one whose epsilon is a guarantee", got, remedy)
+            elif plan.is_covered:
+                condition = "to have batches whose RDP is known, which a budget adds up"
+                remedy = "draw Poisson batches without truncation"
+            raise expected(function, "plan", condition, got, remedy)
         place = Path(path).absolute()
         release = plan.release_of(plan.steps)
         wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)

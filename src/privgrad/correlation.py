@@ -18,6 +18,7 @@ from privgrad.errors import described, expected, require_integer
 
 _DIGITS = 6  # of the coefficients, after the point
 _LONGEST = 512  # bands
+_SMALLEST = 1e-3  # c_0 and the sum of the coefficients, over their norm: w and long sums stay finite
 _FLAT = 1e-9  # how much longer than 1 the coefficients may be, by rounding
 
 
@@ -55,6 +56,8 @@ class Banded:
 
     def __post_init__(self) -> None:
         """Check the numbers, and divide the coefficients by their norm."""
+        if isinstance(self.bands, np.integer):  # ledgers cannot hold numpy scalars
+            object.__setattr__(self, "bands", int(self.bands))
         require_integer("Banded", "bands", self.bands, 2)
         if self.bands > _LONGEST:
             remedy = "most of the gain comes with 4 to 32 bands"
@@ -188,10 +191,14 @@ def _checked(coefficients: object, bands: int) -> tuple[float, ...]:
     if len(given) != bands or not np.isfinite(given).all() or not given[0] > 0:
         condition = f"to be {bands} finite numbers, the first of them positive"
         raise expected("Banded", "coefficients", condition, f"{given.tolist()}", remedy)
-    radius = max((abs(root) for root in np.roots(given)), default=0.0)
+    with np.errstate(over="ignore"):
+        norm = float(np.linalg.norm(given))
+    if not 0 < norm < math.inf or not given[0] / norm > _SMALLEST or not abs((given / norm).sum()) > _SMALLEST:
+        condition, got = f"to have a first one and a sum above {_SMALLEST:g} of their norm", f"{given.tolist()}"
+        raise expected("Banded", "coefficients", condition, got, remedy)
+    radius = max((abs(root) for root in np.roots(given / norm)), default=0.0)
     if radius > 1 + _FLAT:
         condition, got = "to have a bounded inverse", f"noise that grows by {radius:.4g} per step"
         raise expected("Banded", "coefficients", condition, got, remedy)
-    norm = float(np.linalg.norm(given))
     is_unit = 1 - bands * 10.0**-_DIGITS < norm <= 1  # as rounded coefficients are; with more, sensitivity would rise
     return tuple((given if is_unit else given / norm).tolist())

@@ -5,11 +5,20 @@ privacy guarantee rests on `charge_unused`: a stop that depends on results keeps
 """
 
 import math
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from privgrad.errors import described, expected, require_choice, require_integer, require_nonnegative
+from privgrad.errors import (
+    BudgetExceededError,
+    described,
+    expected,
+    require_choice,
+    require_integer,
+    require_nonnegative,
+)
+from privgrad.ledger_facts import release_of
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch
 
@@ -119,6 +128,10 @@ def charge_unused(private_grad: PrivateGradient) -> None:
     if plan.seed is not None:
         return
     if private_grad.processes.rank == 0:
+        release, stream = release_of(ledger.plan_facts), secrets.token_hex(4)  # no two ledgers share a draw
         for step in range(ledger.next_step, plan.steps):
-            ledger.charge(replace(ledger.charged[0], count=1), draw=f"unused step:{step}", limit=plan.steps)
+            try:
+                ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
+            except BudgetExceededError:  # more samplers than planned have used up what each person may cost
+                return
     private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})

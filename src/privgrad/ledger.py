@@ -136,6 +136,11 @@ class Ledger:
         return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
     @property
+    def draws(self) -> set[str]:
+        """The names of the draws of batches that were not made under a research seed. `promises` compares them."""
+        return {draw for draw, digest in self._draws.items() if digest is None and ":" in draw}
+
+    @property
     def values(self) -> dict[str, list[float]]:
         """The values that the functions of `releases` recorded, by draw, to be read back after an interruption."""
         return {draw: list(values) for draw, values in self._values.items()}

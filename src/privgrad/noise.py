@@ -107,9 +107,10 @@ class Recursion:
         past = self._past.get(place)
         if past is None:
             past = self._past[place] = normals.new_zeros((len(rolled), *normals.shape))
-        weights = torch.from_numpy(rolled).to(normals)
-        taken_back = cast(Tensor, torch.tensordot(weights, past, 1))
-        normals.sub_(taken_back).div_(self.correlation.chosen[0])
+        # Not by a product: an ambient autocast or TF32 would round it, and then w is no linear function of z.
+        for values, weight in zip(past, rolled.tolist(), strict=True):
+            normals.add_(values, alpha=-weight)
+        normals.div_(self.correlation.chosen[0])
         past[row] = normals
 
     def released(self, gradient: NoisyGradient, step: int) -> NoisyGradient:
@@ -120,6 +121,11 @@ class Recursion:
         independent = cast(float, gradient.noise_std)
         gain = self.correlation.sum_std / std
         return replace(gradient, noise_std=independent * std, noise_gain=gain, noise_memory=memory)
+
+    def __reduce__(self) -> str:
+        """Refuse copies and pickles: they would hold the past noises."""
+        remedy = "construct a new PrivateGradient"
+        raise expected("Recursion", "past noise", "to have one holder", "a copy or a pickle", remedy)
 
     def _weights(self, step: int) -> tuple[np.ndarray, int]:
         """Return c_1, c_2, ... in the order of the rows that hold w_{t-1}, w_{t-2}, ..., and the row of the oldest."""

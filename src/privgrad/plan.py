@@ -143,7 +143,7 @@ class PrivacyPlan(PlanBase):
         truncation = None
         if sampling == "truncated":
             require_truncation("for_budget", max_batch_size, expected_batch_size, num_examples)
-            truncation = (cast(int, max_batch_size), num_examples)
+            truncation = (int(cast(int, max_batch_size)), num_examples)
         budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides), truncation)
         correlation, noise_multiplier = calibrated(correlation, budget)
         return cls(
@@ -220,6 +220,9 @@ class PrivacyPlan(PlanBase):
             "correlation": correlation,
             "privacy_unit": "user",
         }
+        if sampling == "truncated":
+            remedy = 'give PrivacyPlan.for_budget(privacy_unit="user", max_batch_size=...) if each row is a person'
+            raise expected("for_users", "sampling", "to be 'poisson' or 'fixed'", repr(sampling), remedy)
         if target_epsilon is not None:
             return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
         sample_rate = expected_cohort_size / num_users

@@ -8,7 +8,9 @@ not rest on the rest of this file: no number of a plan that simulates another on
 import math
 import warnings
 from numbers import Real
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import numpy as np
 
 from privgrad.correlation import Banded
 from privgrad.errors import (
@@ -122,7 +124,8 @@ def require_bands(function: str, bands: int, steps: int, batches: int) -> None:
 def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
     """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
     usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
-    size = max_batch_size if isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool) else 0
+    is_whole = isinstance(max_batch_size, int | np.integer) and not isinstance(max_batch_size, bool)
+    size = int(cast(int, max_batch_size)) if is_whole else 0
     if not expected_batch_size <= size <= num_examples:
         condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
         remedy = f"give max_batch_size={usual}, say"

@@ -279,6 +279,7 @@ class PrivateGradient:
             self._ledger.bind(facts)
         _LEDGERS.setdefault(model, WeakSet()).add(self._ledger)
         self._make_streams()
+        self._charged_by = ""  # the stream of the last charged draw
         keep_freed_memory()
         self._step = 0
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
@@ -593,6 +594,7 @@ class PrivateGradient:
         draw, limit = batch.sampling.draw, self._plan.steps
         self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
         self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
+        self._charged_by = batch.sampling.stream
 
     @property
     def _follows_draws(self) -> bool:
@@ -602,11 +604,12 @@ class PrivateGradient:
         """
         return self._plan.seed is not None or self._plan.correlation is not None
 
-    def _begin_noise(self, drawn: Sampling) -> tuple[int, bool] | None:
+    def _begin_noise(self, drawn: Sampling) -> tuple[int, bool, bool] | None:
         """Begin noise with memory again if another sampler drew the batch, because its groups are others.
 
         Returns:
-            The step, and whether the noise begins with it; None without memory.
+            The step, whether the noise begins with it, and whether its groups are those of the last charged step; None
+            without memory.
         """
         if self._plan.correlation is None:
             return None
@@ -615,7 +618,7 @@ class PrivateGradient:
             self._make_streams()
             start = 0 if self._plan.seed is not None else drawn.step
             self._recursion, self._drawn_by = Recursion(self._plan.correlation, start), drawn.stream
-        return drawn.step, begins
+        return drawn.step, begins, drawn.stream == self._charged_by
 
     def _require_together(self, own: object, first: object) -> None:
         """Raise PrivacyError unless this process takes the same step of its groups as the first one."""

@@ -4,7 +4,7 @@
 does: an epsilon of one training says nothing if the training was chosen among others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from privgrad.errors import expected
 from privgrad.ledger import Ledger
@@ -27,8 +27,10 @@ def require_one_promise(function: str, ledgers: Iterable[Ledger]) -> str:
     """Return the privacy unit that all ledgers protect. `statement` and `privgrad epsilon` call it before they add up.
 
     Raises:
-        PrivacyError: there is no ledger, one has no plan yet, or they differ in the unit or the neighboring relation.
+        PrivacyError: there is no ledger, one has no plan yet, they differ in the unit or the neighboring relation, or
+            two of them charge one draw.
     """
+    ledgers = list(ledgers)
     facts = [ledger.plan_facts for ledger in ledgers]
     if not facts or not all(facts):
         remedy = "give ledger.jsonl of a training that has begun"
@@ -37,7 +39,18 @@ def require_one_promise(function: str, ledgers: Iterable[Ledger]) -> str:
     if len(promises) > 1:
         got, remedy = " and ".join(sorted(promises)), "give the ledgers of each unit separately"
         raise expected(function, "ledgers", "to protect the same unit", got, remedy)
+    _require_own_draws(function, ledgers)
     return str(facts[0].get("privacy_unit", "example"))
+
+
+def _require_own_draws(function: str, ledgers: Sequence[Ledger]) -> None:
+    """Raise PrivacyError if two ledgers charge one draw: their costs do not add up as those of separate draws do."""
+    seen = set[str]()
+    for ledger in ledgers:
+        if shared := seen & ledger.draws:
+            remedy = "draw batches of its own for each training; one draw for two gradients costs more than both"
+            raise expected(function, "ledgers", "to share no draw", f"{len(shared)} draws in two ledgers", remedy)
+        seen |= ledger.draws
 
 
 def recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:

@@ -1,5 +1,6 @@
 """Noise with memory at its surface: plans, ledgers, refusals, and what must not change without it."""
 
+import pickle
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting import Release, epsilon
 from privgrad.correlation import best_coefficients, square_root
+from privgrad.early_stopping import charge_unused
 from privgrad.ledger_facts import bands_of
 from privgrad.noise import Banded
 from privgrad.participations import Participations
+from privgrad.statement import statement
 
 pytestmark = pytest.mark.usefixtures("by_rdp")
 
@@ -51,6 +54,9 @@ def test_a_smaller_error_is_not_found_nearby():
         ({"bands": 2, "coefficients": (1.0, float("nan"))}, "2 finite numbers"),
         ({"bands": 2, "coefficients": ("a", "b")}, "to be numbers"),
         ({"bands": 2, "coefficients": (1.0, 2.0)}, "bounded inverse"),
+        ({"bands": 2, "coefficients": (1.0, -1.0)}, "a sum above 0.001"),
+        ({"bands": 2, "coefficients": (1e-200, 1e-201)}, "a sum above 0.001"),
+        ({"bands": 2, "coefficients": (1e300, 1e300)}, "a sum above 0.001"),
     ],
 )
 def test_wrong_bands_are_refused(arguments: dict[str, Any], words: str):
@@ -275,3 +281,38 @@ def test_an_early_stop_charges_what_all_steps_cost():
     result = fitted(banded(), evaluate=lambda _: {"loss": 1.0}, stop=stop)
     assert result.stopped
     assert result.ledger.charged[0].count == 4
+
+
+def test_an_early_stop_before_the_first_release_charges_all():
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, banded())
+    charge_unused(private_grad)
+    assert private_grad.ledger.charged[0].count == 4
+    again = pg.PrivateGradient(make_model(), loss_fn, plan := banded())
+    for step in range(4):  # of four samplers: the people's turns are used up
+        again(list(plan.batches(make_data()))[step])
+    charge_unused(again)
+    assert again.ledger.charged[0].count == 4
+
+
+def test_more_bands_than_steps_are_refused_before_any_search():
+    numbers: dict[str, Any] = {"delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 6000, "expected_batch_size": 6}
+    with pytest.raises(pg.PrivacyError, match=r"at most 24 .*fewer"):
+        pg.PrivacyPlan.for_budget(target_epsilon=3.0, steps=24, correlation=Banded(64), **numbers)
+
+
+def test_past_noise_is_not_copied():
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan := banded())
+    private_grad(next(plan.batches(make_data())))
+    with pytest.raises(pg.PrivacyError, match="past noise"):
+        pickle.dumps(private_grad._recursion)
+
+
+def test_one_draw_for_two_gradients_is_not_stated():
+    """The same sample twice costs more than two samples."""
+    plan = make_plan(delta=1e-3)
+    both = [pg.PrivateGradient(make_model(), loss_fn, plan) for _ in range(2)]
+    batch = next(plan.batches(make_data()))
+    for private_grad in both:
+        private_grad(batch)
+    with pytest.raises(pg.PrivacyError, match="to share no draw, got 1 draws in two ledgers"):
+        statement([private_grad.ledger for private_grad in both])

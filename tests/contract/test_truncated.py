@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
-from privgrad.accounting import Release, epsilon
+from privgrad.accounting import Release, Selection, attack_success, calibrate, epsilon
 from privgrad.private_gradient import RawStep
 from privgrad.statement import statement
 
@@ -128,6 +128,17 @@ def test_plan_ledger_and_file_have_one_price(tmp_path: Path):
     assert read.epsilon(delta=1e-3) == plan.epsilon() == epsilon([wanted], delta=1e-3)
     assert plan.epsilon() > make_plan(steps=40, delta=1e-3).epsilon()
     assert read.epsilon(delta=1e-3, accountant="rdp") == math.inf
+
+
+def test_truncation_beside_a_selection_has_no_finite_epsilon():
+    """PLD does not cover a Selection, and RDP does not cover truncation."""
+    chosen, cut = Selection((Release(50.0, 0.001, count=10),), 2.0, 1.0), Release(0.8, 0.1, "truncated", 30, 8, 80)
+    assert epsilon([chosen], delta=1e-6) < 1
+    for releases in ([cut, chosen], [Selection((cut,), 2.0, 1.0)]):
+        assert epsilon(releases, delta=1e-6) == math.inf
+        assert attack_success(releases, false_positive_rate=0.01) == 1.0
+    with pytest.raises(pg.PrivacyError, match="to be within reach"):
+        calibrate(lambda sigma: [Release(sigma, 0.1, "truncated", 30, 8, 80), chosen], target_epsilon=3.0, delta=1e-6)
 
 
 def test_a_calibrated_plan_meets_its_target():

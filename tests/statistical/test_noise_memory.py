@@ -95,6 +95,19 @@ def test_other_devices_have_the_same_covariance():
     require_covariance(torch.stack(found).double().numpy(), expected_covariance(BANDED, STEPS))
 
 
+def test_the_recursion_is_exact_under_autocast():
+    """Rounded to half precision, w would be no linear function of z, and z would no longer hide a sum."""
+    found = list[torch.Tensor]()
+    for rounded in (False, True):
+        recursion, generator = Recursion(BANDED, 0), torch.Generator().manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+            for step in range(10):
+                normals = torch.randn(100, generator=generator)
+                recursion.moved_on_device("place", normals, step)
+        found.append(normals)
+    assert torch.equal(*found)
+
+
 def test_a_resumed_run_draws_the_noise_of_an_uninterrupted_one():
     whole = released(pg.PrivateGradient(Flat(), losses, planned()), 0, STEPS)
     first = pg.PrivateGradient(Flat(), losses, planned())

@@ -115,7 +115,10 @@ class ExternalLoopStep:
         """
         start, left = self.private_grad.state_dict()["step"], self.epoch_steps - updates % self.epoch_steps
         if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
-            self._batches = self.private_grad.plan.batches(dataset, start=start, collate=collate, **loading)
+            plan = self.private_grad.plan
+            if plan.seed is None:  # noise with memory begins again with another iterator
+                start = min(plan.steps, -(-start // plan.bands) * plan.bands)
+            self._batches = plan.batches(dataset, start=start, collate=collate, **loading)
             self._source = (dataset, collate)
         for batch in islice(self._batches, left):
             self._position = batch.sampling.step + 1
@@ -184,9 +187,11 @@ class ExternalLoopStep:
                 advice = "More frequent checkpoints lose fewer"
                 if spent >= plan.steps:
                     advice = "The plan has none left; an early stop charges those that it leaves unused"
+                reason = "charged steps came after the checkpoint and stay spent"
+                if plan.correlation is not None:
+                    reason = "steps came after the checkpoint, or are left out because noise with memory begins again"
                 warnings.warn(
-                    f"{lost} charged steps came after the checkpoint and stay spent: this run ends with {left} "
-                    f"updates of {plan.steps}. {advice}",
+                    f"{lost} {reason}: this run ends with {left} updates of {plan.steps}. {advice}",
                     stacklevel=3,
                 )
             self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})

@@ -263,9 +263,11 @@ class PrivateTrainer(Trainer):
             public |= self._rates
         if "train_runtime" in logs:  # the Trainer's last line, which tells the epsilon of all that counts
             self._charge_stop()
-        spent, rare = self.private_grad.ledger.releases, any(name.endswith("_runtime") for name in logs)
-        if rare and spent and self.is_in_train and self.private_grad.plan.delta is not None:
-            public["epsilon"] = self.private_grad.epsilon(steps=spent)  # may take seconds
+        ledger, rare = self.private_grad.ledger, any(name.endswith("_runtime") for name in logs)
+        delta = self.private_grad.plan.delta
+        if rare and ledger.releases and self.is_in_train and delta is not None:
+            is_label = not self.private_grad.plan.is_covered
+            public["epsilon"] = ledger.epsilon(delta=delta, assume_poisson=is_label)  # may take seconds
         super().log(public, start_time)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
