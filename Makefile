@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test slow zoo bench lint docs dist clean
+.PHONY: help demo test pages slow zoo bench lint docs dist clean
 
 help:
 	@echo "make demo   install into .venv, train privately on real data, write report/index.html"
 	@echo "make test   install into .venv, run the tests"
+	@echo "make pages  the commands of all pages, as they stand there"
 	@echo "make slow   the tests that take minutes"
 	@echo "make zoo    the tests of 99 architectures, which run each night"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
@@ -27,6 +28,9 @@ demo: .venv/installed
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+pages: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" -k commands_run tests/test_docs.py
 
 slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
