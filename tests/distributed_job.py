@@ -313,6 +313,17 @@ def refusals(processes: Processes, folder: Path) -> Any:
             private_grad.load_state_dict(state | {"adaptive_clip": state["adaptive_clip"] | {"max_grad_norm": 0.5}})
         private_grad(next(plan.batches(data, processes=processes)))
 
+    def other_groups() -> None:
+        """A process draws new groups in the middle; a second try is refused as the first one is."""
+        turns = make_plan(correlation=Banded(2))
+        private_grad = pg.PrivateGradient(model, loss_fn, turns, processes=processes)
+        old, new = (list(turns.batches(data, processes=processes)) for _ in range(2))
+        private_grad(old[0])
+        mine = new if processes.rank == processes.count - 1 else old
+        with pytest.raises(pg.PrivacyError):
+            private_grad(mine[1])
+        private_grad(mine[2])
+
     def fixed() -> None:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
@@ -324,6 +335,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
         other_plans,
         other_public,
         other_filter,
+        other_groups,
         wrapped,
         wrapped_inside,
         wrapped_by_fsdp1,

@@ -197,7 +197,15 @@ def runs(game: audit.Game, count: int, confidence: float = CERTAIN) -> audit.Aud
 
 # Methods whose parts others have too, and optimizers, which see released gradients only.
 LONG = {
-    *("microbatches of 50", "BAM sam, vmap", "BAM exact, vmap", "public_adagrad", "public_rmsprop", "PerLayer"),
+    *(
+        "truncated batches",
+        "microbatches of 50",
+        "BAM sam, vmap",
+        "BAM exact, vmap",
+        "public_adagrad",
+        "public_rmsprop",
+        "PerLayer",
+    ),
     *(set(optim.OPTIMIZERS) - {"AdamBC", "Muon"}),
 }
 
@@ -211,7 +219,8 @@ def test_one_step_of_every_method_stays_within_its_claim_and_comes_near(name: st
     runs_of, near = (60, 0.5) if len(game.directions) > 1 else (1000, 0.25)
     found = runs(game, runs_of, 0.9999)
     assert found.passed, found
-    assert found.bounds["gaussian"] > near * found.claim, found
+    if game.steps is not None:  # a mechanism of a known form
+        assert found.bounds["gaussian"] > near * found.claim, found
 
 
 def test_every_optimizer_and_way_of_the_library_is_audited():

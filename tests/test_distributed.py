@@ -190,6 +190,7 @@ REFUSED = {
     "other_plans": "to be the same in all processes",
     "other_public": "to be the same in all processes (precondition inputs(",
     "other_filter": "to be the same in all processes (filter EMA(0.5))",
+    "other_groups": "draw the batches of all processes alike",
     "wrapped": "pass its .module",
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",

@@ -107,7 +107,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["distributed.py", pytest.param("accelerate_loop.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distributed.py", "accelerate_loop.py"])
 def test_several_processes(tmp_path: Path, name: str):
     """Started as it says; each process accounts by RDP alone, at a few orders, which takes it no seconds."""
     pytest.importorskip("sklearn")

@@ -395,7 +395,8 @@ def test_a_callback_that_ends_an_epoch_early_gets_the_next_epoch(tmp_path: Path)
     assert trainer.state.global_step == trainer.private_grad.ledger.releases == 2 + 2 + 4
 
 
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
     folder, steps = tmp_path / "run", 40
 
