@@ -99,6 +99,7 @@ def test_the_recursion_is_exact_under_autocast():
     """Rounded to half precision, w would be no linear function of z, and z would no longer hide a sum."""
     found = list[torch.Tensor]()
     for rounded in (False, True):
+        normals = torch.zeros(100)
         recursion, generator = Recursion(BANDED, 0), torch.Generator().manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
             for step in range(10):

@@ -185,9 +185,11 @@ def method_game(
     if method.is_truncated:
         size = round(_RATE * (_COMPANY + 1))
         claimed = Release(1.0, _RATE, "truncated", steps, size, _COMPANY + 1)
-        sigma = accounting.calibrate(
-            lambda noise: [replace(claimed, noise_multiplier=noise)], target_epsilon=epsilon, delta=delta
-        )
+
+        def released(sigma: float) -> list[Release]:
+            return [replace(claimed, noise_multiplier=sigma)]
+
+        sigma = accounting.calibrate(released, target_epsilon=epsilon, delta=delta)
     else:
         sigma = accounting.calibrate_noise_multiplier(
             target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps
