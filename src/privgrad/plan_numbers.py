@@ -8,7 +8,7 @@ not rest on the rest of this file: no number of a plan that simulates another on
 import math
 import warnings
 from numbers import Real
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
@@ -124,12 +124,12 @@ def require_bands(function: str, bands: int, steps: int, batches: int) -> None:
 def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
     """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
     usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
-    given: Any = max_batch_size
+    given, got = cast(Any, max_batch_size), described(max_batch_size)
     size = int(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else 0
     if not expected_batch_size <= size <= num_examples:
         condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
         remedy = f"give max_batch_size={usual}, say"
-        raise expected(function, "max_batch_size", condition, described(given), remedy)
+        raise expected(function, "max_batch_size", condition, got, remedy)
 
 
 def is_infinite(value: object) -> bool:
