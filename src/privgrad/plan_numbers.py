@@ -124,8 +124,9 @@ def require_bands(function: str, bands: int, steps: int, batches: int) -> None:
 def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
     """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
     usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
-    given, got = cast(Any, max_batch_size), described(max_batch_size)
-    size = int(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else 0
+    got = described(max_batch_size)
+    is_whole = isinstance(max_batch_size, int | np.integer) and not isinstance(max_batch_size, bool)
+    size = int(cast("int", max_batch_size)) if is_whole else 0  # also a numpy scalar
     if not expected_batch_size <= size <= num_examples:
         condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
         remedy = f"give max_batch_size={usual}, say"
