@@ -68,8 +68,7 @@ def epsilon(
         SamplingError: a release is from fixed-size batches, which no accountant here covers.
     Privacy:
         An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, truncated or not, add or remove
-        one unit. Their
-        noise and number were fixed beforehand. Where later ones were chosen after a look at results,
+        one unit. Their noise and number were fixed beforehand. Where later ones were chosen after a look at results,
         `privacy_filter.filter_epsilon` is the bound.
     Reference:
         Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380); on Selections,

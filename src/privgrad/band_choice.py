@@ -12,6 +12,7 @@ from privgrad.accounting import calibrate, calibrate_noise_multiplier
 from privgrad.correlation import Banded
 from privgrad.errors import described, expected
 from privgrad.mechanisms import Release, Selection
+from privgrad.participations import most_participations, rate_in_group
 from privgrad.plan_numbers import require_bands
 
 _CANDIDATES = (2, 4, 8, 16, 32, 64)
@@ -50,8 +51,8 @@ class Budgeted:
         return calibrate_noise_multiplier(
             target_epsilon=self.target_epsilon,
             delta=self.delta,
-            sample_rate=min(1.0, self.sample_rate * bands),
-            steps=-(-self.steps // bands),
+            sample_rate=rate_in_group(self.sample_rate, bands),
+            steps=most_participations(self.steps, bands),
             besides=self.besides,
         )
 

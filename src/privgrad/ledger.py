@@ -24,7 +24,7 @@ from privgrad.errors import (
 )
 from privgrad.ledger_facts import bands_of, checked_plan, other_plan, release_of
 from privgrad.ledger_file import VERSION, LedgerFile, not_open
-from privgrad.participations import Participations
+from privgrad.participations import Participations, most_participations
 from privgrad.rng import this_process
 
 
@@ -220,7 +220,7 @@ class Ledger:
         """
         with self._one_at_a_time():
             is_known, spent = draw in self._draws, self._participations.after(draw) - 1
-        steps, limit = limit, -(-limit // self._bands)
+        steps, limit = limit, most_participations(limit, self._bands)
         limited = f"the plan's {steps} steps" + (f", {limit} of each person" if self._bands > 1 else "")
         if self._committed is not None and (most := self._committed[1].count) < limit:
             limit, limited = most, f"the {most} releases that the budget holds for {self._committed[0]}"

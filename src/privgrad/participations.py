@@ -1,9 +1,20 @@
-"""How often one person may have taken part in the releases of a ledger.
+"""How often one person may take part in the releases of a training, and at which rate.
 
-`Ledger` keeps one count and computes epsilon from it. The privacy guarantee rests on this file.
+`Ledger` keeps one count and computes epsilon from it. `plan_base` and `band_choice` call the two functions. The privacy
+guarantee rests on this file: what is calibrated, drawn and charged are these numbers.
 """
 
 from collections import defaultdict
+
+
+def most_participations(steps: int, bands: int) -> int:
+    """Return in how many of the steps one person may take part: those of one group, ceil(T / b)."""
+    return -(-steps // bands)
+
+
+def rate_in_group(sample_rate: float, bands: int) -> float:
+    """Return the probability that a person of the group of a step is in its batch: b q, or 1 by rounding."""
+    return min(1.0, sample_rate * bands)
 
 
 class Participations:
@@ -44,7 +55,7 @@ class Participations:
     @property
     def next_step(self) -> int:
         """The step at which new groups may begin without a loss for those who have taken part."""
-        return -(-(self._last + 1) // self._bands) * self._bands
+        return most_participations(self._last + 1, self._bands) * self._bands
 
     def _parts(self, draw: str) -> tuple[str, int]:
         """Return stream and step of a draw; one without a step is a stream of its own."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from privgrad.accounting import Release
 from privgrad.correlation import Banded
 from privgrad.noise import std_of_noise
+from privgrad.participations import most_participations, rate_in_group
 from privgrad.types import COVERED, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
@@ -79,7 +80,7 @@ class PlanBase:
 
         The sampler draws by this number, and the ledger charges it.
         """
-        return min(1.0, self.sample_rate * self.bands)
+        return rate_in_group(self.sample_rate, self.bands)
 
     def usual_batch_size(self, processes: int = 1) -> int:
         """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
@@ -125,7 +126,7 @@ class PlanBase:
 
     def release_of(self, steps: int) -> Release:
         """Return the releases in which one person may take part in so many steps. Budgets commit those of all steps."""
-        return replace(self.release, count=-(-steps // self.bands))
+        return replace(self.release, count=most_participations(steps, self.bands))
 
     @property
     def public_facts(self) -> dict[str, Any]:

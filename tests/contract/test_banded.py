@@ -146,7 +146,7 @@ def test_a_run_that_resumes_elsewhere_is_refused():
     assert private_grad.ledger.charged[0].count == 4
 
 
-def test_new_groups_count_anew():
+def test_new_groups_count_again():
     """Whoever draws new groups in the middle pays for it: a person may be drawn in both."""
     plan = banded()
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)

@@ -127,9 +127,9 @@ MEMORY = [
     Mutant("new groups in each step", groups_per_step, GROUPS, {"bands": 5}),
     Mutant("the average rate charged", rate_of_all, PRICE),
     Mutant(
-        "participations in old and in new groups counted as one",
+        "old and new groups counted as one group",
         one_count_for_all_streams,
-        "test_banded.test_new_groups_count_anew",
+        "test_banded.test_new_groups_count_again",
     ),
     Mutant(
         "old noise for new groups",
