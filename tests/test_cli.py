@@ -394,6 +394,7 @@ BAD_SPECS = {
     "a model for images of one size": ('name = "mlp"', 'name = "cnn2"', "size = 28"),
     "a simulation that does not divide": ("steps = 6", "steps = 6\nsimulate = 7", "such as 1/5, 1/6, 1/8, 1/10"),
     "a share to simulate": ("steps = 6", "steps = 6\nsimulate = 0.25", "privacy.simulate to be valid"),
+    "tuning by a simulation that does not divide": ("seeds = [9]", "seeds = [9]\nsimulate = 7", "such as 1/5, 1/6"),
     "nothing to simulate": ("steps = 6", "steps = 6\nsimulate = 0", "privacy.simulate to be valid"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
 }

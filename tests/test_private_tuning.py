@@ -274,6 +274,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "seeds of the run": ({"run": {"seeds": [1]}}, "run.seeds to be absent"),
     "diagnostics": ({"run": {"diagnose": True}}, "run.diagnose to be false"),
     "a growing grid": ({"tuning__extend": True}, "tuning.extend to be false"),
+    "tuning by simulation": ({"tuning__simulate": 2}, "tuning.simulate to be absent with total_epsilon"),
     "tuning by loss": ({"tuning__by": "loss"}, 'tuning.by to be "accuracy"'),
     "tuning by training loss": ({"tuning__by": "train_loss"}, 'tuning.by to be "accuracy"'),
     "no way": ({"tuning": {"noise_steps": [0.1, 0.2]}}, "tuning.way to be given"),

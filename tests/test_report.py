@@ -307,6 +307,7 @@ def test_the_terminal_table_is_whole_at_80_columns() -> None:
     records += [
         final("Averyveryverylongnamewithoutanyspaces", epsilon=float("inf"), accuracy=float("nan")),
         final("fixed", sampling="fixed", epsilon=1e9),
+        final("memory", bands=16),
     ]
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(summary_table(records))
@@ -315,7 +316,7 @@ def test_the_terminal_table_is_whole_at_80_columns() -> None:
     assert "…" not in text
     held = {word for line in text.splitlines() for cell in re.split("[│┃]", line) for word in cell.split()}
     numbers = "74.5 % 34.6 623.423 864.194 1000000 3.2e-05 0.316 0.02 31.6 100 not finite private covered edge floored"
-    assert held >= {*numbers.split(), "recall@5", "seeds"}
+    assert held >= {*numbers.split(), "recall@5", "seeds", "bands", "16"}
 
 
 def test_the_total_is_told_in_words() -> None:

@@ -17,9 +17,12 @@ from privgrad.experiments import runner, tuner
 from privgrad.experiments.build import make_data
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.one_training import Run
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.report.texts import total_text
 from privgrad.experiments.runner import compare
 from privgrad.experiments.spec import Candidate, Spec
 from privgrad.experiments.tuner import best_candidate, candidate_of, grid_text, judge, wider
+from privgrad.ledger import Ledger
 
 Records = list[dict[str, Any]]
 SPREAD = 0.1  # of two seeds at cost - SPREAD / sqrt(2) and cost + SPREAD / sqrt(2)
@@ -373,6 +376,29 @@ def test_a_fixed_rate_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {one["noise_step"] for one in records} == {0.02}
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE", "ignore:.*simulates a plan")
+@pytest.mark.parametrize("by", ["loss", "train_loss"])
+def test_tuning_by_simulation_has_smaller_batches_and_final_trainings_the_plan(tmp_path: Path, by: str):
+    raw = tables(tuning={"simulate": 4, "noise_steps": [0.02, 0.04], "extend": False, "by": by}, run={"seeds": [100]})
+    raw["methods"] = [raw["methods"][0]]
+    spec = check_spec(raw, "test")
+    records = compare(spec, tmp_path, progress=False)
+    found = {phase: [one for one in records if one["phase"] == phase] for phase in ("tuning", "final")}
+    assert len(found["tuning"]) == 2 * 2 * 2
+    assert {one["epsilon"] for one in found["tuning"]} == {math.inf}
+    simulated, epsilon = {one["simulates_epsilon"] for one in found["tuning"]}, spec.plan(None).epsilon()
+    assert (simulated, [one["epsilon"] for one in found["final"]]) == ({epsilon}, [epsilon])
+    sizes = {
+        path.parent.name: Ledger(path, read_only=True).plan_facts["expected_batch_size"]
+        for path in tmp_path.rglob("ledger.jsonl")
+    }
+    assert {size for name, size in sizes.items() if "-tuning-" in name} == {15}
+    assert {size for name, size in sizes.items() if "-final-" in name} == {60}
+    total = metadata_of(spec, records, tmp_path, command="")["total_epsilon"]
+    assert total_text(total, tuned=True).endswith("no finite ε: tuning simulates the plan in smaller batches.")
+
+
 def changed(method: str = "", tuning: str = "", index: int = 0) -> dict[str, Any]:
     """Return the experiment with lines added to one of its methods, or to [tuning]."""
     raw = copy.deepcopy(tables())
@@ -487,6 +513,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scales by the noise of a plan without": (
         without_noise([tables()["methods"][2] | {"lr": 1.0, "tune": {}}]),
         r"methods\.scaled\.precondition\.options\.eps to be given where no noise sets the unit, got privacy\.noise",
+    ),
+    "a simulation of a simulation": (
+        tables(privacy={"simulate": 2}, tuning={"simulate": 2}),
+        r"tuning\.simulate to be absent with privacy\.simulate, got both; keep one",
     ),
     "a noise step of a wrong noise": (
         changed("assumed_noise_std = 0.1\ntune = {}\nnoise_step = 0.1"),

@@ -12,6 +12,14 @@ def most_participations(steps: int, bands: int) -> int:
     return -(-steps // bands)
 
 
+def first_step_of_new_groups(step: int, bands: int) -> int:
+    """Return the first step from `step` on at which new groups may begin: a multiple of b.
+
+    `Ledger` and integrations call it for a resume: each group then has had equally many turns.
+    """
+    return most_participations(step, bands) * bands
+
+
 def rate_in_group(sample_rate: float, bands: int) -> float:
     """Return the probability that a person of the group of a step is in its batch: b q, or 1 by rounding."""
     return min(1.0, sample_rate * bands)
@@ -55,7 +63,7 @@ class Participations:
     @property
     def next_step(self) -> int:
         """The step at which new groups may begin without a loss for those who have taken part."""
-        return most_participations(self._last + 1, self._bands) * self._bands
+        return first_step_of_new_groups(self._last + 1, self._bands)
 
     def _parts(self, draw: str) -> tuple[str, int]:
         """Return stream and step of a draw; one without a step is a stream of its own."""

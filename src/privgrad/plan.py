@@ -21,6 +21,7 @@ from privgrad.plan_base import PlanBase
 from privgrad.plan_numbers import (
     require_numbers,
     require_part,
+    require_poisson,
     require_truncation,
     require_user_numbers,
     scaled_numbers,
@@ -140,6 +141,8 @@ class PrivacyPlan(PlanBase):
         require_integer("for_budget", "num_examples", num_examples, 1)
         require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         sample_rate = expected_batch_size / num_examples
+        if correlation is not None:
+            require_poisson("for_budget", sampling)
         truncation = None
         if sampling == "truncated":
             require_truncation("for_budget", max_batch_size, expected_batch_size, num_examples)

@@ -97,10 +97,15 @@ def _require_correlation(function: str, plan: "PrivacyPlan", correlation: object
     if not isinstance(correlation, Banded):
         remedy = "give privgrad.noise.Banded(bands=8), or None"
         raise expected(function, "correlation", "to be Banded or None", described(correlation), remedy)
-    if plan.sampling != "poisson":
-        condition, remedy = "to be 'poisson' for noise with memory", "draw Poisson batches"
-        raise expected(function, "sampling", condition, repr(plan.sampling), remedy)
+    require_poisson(function, plan.sampling)
     require_bands(function, correlation.bands, plan.steps, math.floor(plan.num_examples / plan.expected_batch_size))
+
+
+def require_poisson(function: str, sampling: object) -> None:
+    """Raise PrivacyError unless batches are drawn as noise with memory needs. `PrivacyPlan.for_budget` calls it too."""
+    if sampling != "poisson":
+        condition, remedy = "to be 'poisson' for noise with memory", "draw Poisson batches, or leave correlation out"
+        raise expected(function, "sampling", condition, repr(sampling), remedy)
 
 
 def require_bands(function: str, bands: int, steps: int, batches: int) -> None:

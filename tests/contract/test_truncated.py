@@ -174,6 +174,20 @@ def test_plans_that_do_not_suit_are_refused(changed: dict[str, Any], words: str)
         truncated(**changed)
 
 
+def test_memory_in_truncated_batches_is_refused_before_anything_is_calibrated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("privgrad.plan.calibrated", lambda *_: pytest.fail("calibrated"))
+    numbers: dict[str, Any] = {"target_epsilon": 3.0, "delta": 1e-6, "max_grad_norm": 1.0, "num_examples": 1000}
+    with pytest.raises(pg.PrivacyError, match="for_budget: expected sampling to be 'poisson' for noise with memory"):
+        pg.PrivacyPlan.for_budget(
+            **numbers,
+            expected_batch_size=100,
+            steps=50,
+            sampling="truncated",
+            max_batch_size=160,
+            correlation="auto",
+        )
+
+
 def test_the_data_must_have_the_declared_size():
     """Or one less: a person more or less is what the guarantee is about."""
     with pytest.raises(pg.SamplingError, match="at most 32 examples for truncated"):

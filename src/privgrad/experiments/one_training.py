@@ -95,7 +95,8 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         torch.manual_seed(run.seed)
     else:
         torch.seed()  # the first weights of a private run depend on nothing that came before
-    model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
+    make_plan = spec.tuning_plan if run.phase == "tuning" else spec.plan
+    model, plan = make_model(spec, data), make_plan(run.seed, run.method, run.candidate.max_grad_norm)
     method = run.method.with_own(run.candidate)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:

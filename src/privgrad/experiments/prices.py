@@ -180,6 +180,9 @@ def require_total(spec: Spec) -> None:
     if spec.tuning is not None and not spec.tuning.seeds:
         remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
         raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
+    if spec.tunes_by_simulation and spec.privacy.simulate > 1:
+        remedy = "keep one of the two: privacy.simulate holds for all trainings"
+        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", "both", remedy)
 
 
 def require_payable(spec: Spec) -> None:
@@ -226,6 +229,9 @@ def _require_private_tables(spec: Spec) -> None:
     if tuning.extend:
         remedy = "leave it out: the number of trainings must be known before the first one"
         raise expected("load_spec", "tuning.extend", "to be false with total_epsilon", True, remedy)
+    if tuning.simulate > 1:
+        remedy = "leave it out: no epsilon covers a training in smaller batches with less noise"
+        raise expected("load_spec", "tuning.simulate", "to be absent with total_epsilon", tuning.simulate, remedy)
     if not is_paid(tuning.by):
         remedy = "choose one of these means of a value in [0, 1] per person: a noisy one can be paid for"
         if tuning.by in ("auc", "f1"):

@@ -30,8 +30,8 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Returns:
         Rows with the keys method; max_grad_norm, lr, noise_step, radius and local_lr (None if the final runs differ in
         it); rate ("noise_step" if the rate was given or tuned as such, otherwise "lr"; a noise_step together with an
-        lr was measured); own (the values of `tune`, as text); raw_clip_fraction and raw_least_clipped (mean and
-        minimum, or None, as for private runs; NOT private);
+        lr was measured); bands (of noise with memory; 1 without it); own (the values of `tune`, as text);
+        raw_clip_fraction and raw_least_clipped (mean and minimum, or None, as for private runs; NOT private);
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         trainings and tuning_trainings (numbers of trainings: all, and for tuning);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
@@ -68,6 +68,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
         "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
         **others,
+        "bands": _only(run.get("bands") for run in finals),
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
         "trainings": _trainings(runs),

@@ -225,6 +225,11 @@ class Spec(Table):
         grids = (*map(each, (norms, rates, radii, local, steps)), list(itertools.product(*own)))
         return [Candidate(*values) for values in itertools.product(*grids)]
 
+    @property
+    def tunes_by_simulation(self) -> bool:
+        """Return whether trainings of tuning have smaller batches than final ones. `runner` and the report read it."""
+        return self.tuning is not None and self.tuning.simulate > 1
+
     def of(self, method: MethodTable) -> "Spec":
         """Return the spec with a method's own model and features. `featuring` calls it."""
         features = self.features if method.features is None else method.features or None
@@ -280,6 +285,11 @@ class Spec(Table):
         elif method is not None:
             plan = replace(plan, group_size=method.group_size)
         return plan.scaled(1 / self.privacy.simulate)
+
+    def tuning_plan(self, seed: int | None, method: MethodTable, max_grad_norm: float) -> PrivacyPlan:
+        """Return the plan of a method's trainings in tuning: that of `plan`, or a simulation of it."""
+        plan = self.plan(seed, method, max_grad_norm)
+        return plan if self.tuning is None else plan.scaled(1 / self.tuning.simulate)
 
     def _plan(self, seed: int | None, max_grad_norm: float, bands: int | Literal["auto"] | None) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm and a number of bands."""

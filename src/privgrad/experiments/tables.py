@@ -284,7 +284,8 @@ class TuningTable(Table):
     `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
     `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
     grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
-    best value is at its edge. `seeds` are research seeds.
+    best value is at its edge. `seeds` are research seeds. With `simulate` K > 1, trainings of tuning simulate the plan
+    in batches of 1/K of its size, and have no privacy; see PrivacyPlan.scaled.
 
     A private comparison has a `way` in place of seeds; see `prices`. `score_on` names the people whose noisy score
     chooses: those of the training set, other people who are held out, or public examples, for whom it is free.
@@ -294,6 +295,7 @@ class TuningTable(Table):
     noise_steps: Grid | None = None
     lr: Grid | None = None
     seeds: list[int] = Field(default=[], min_length=1)
+    simulate: int = Field(default=1, ge=1)
     way: Literal["trials", "select"] | None = None
     score_on: Literal["training", "held-out", "public"] = "training"
     mean_runs: float = Field(default=8.0, ge=1)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from privgrad.checkpoint import OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
+from privgrad.participations import first_step_of_new_groups
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
 from privgrad.types import Batch, NoisyGradient
@@ -117,7 +118,7 @@ class ExternalLoopStep:
         if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
             plan = self.private_grad.plan
             if plan.seed is None:  # noise with memory begins again with another iterator
-                start = min(plan.steps, -(-start // plan.bands) * plan.bands)
+                start = min(plan.steps, first_step_of_new_groups(start, plan.bands))
             self._batches = plan.batches(dataset, start=start, collate=collate, **loading)
             self._source = (dataset, collate)
         for batch in islice(self._batches, left):

@@ -51,7 +51,7 @@ def rate_title(rows: Sequence[Mapping[str, Any]]) -> str:
 def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, Any]:
     """Return one row of `summarize` as texts; with `names_rate`, the rate with its name. `report.page` calls it too."""
     others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
-    others |= {name: row[key] for name, key in _EDGES[2:]}
+    others |= {name: row[key] for name, key in _EDGES[2:]} | {"bands": row["bands"] if row["bands"] != 1 else None}
     rate, measured = row[row["rate"]], row["noise_step"] if row["rate"] == "lr" else None
     name = f"{rate_title([row])} " if names_rate else ""
     at_edge = " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"])
@@ -151,12 +151,15 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     Args:
         total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
             accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise),
-            "simulated" (whether the trainings simulate a plan in smaller batches).
+            "simulated" (the trainings that simulate the plan in smaller batches: "all", those of "tuning", or None).
         tuned: whether some of the trainings were tuning runs.
     """
     runs, cost = total["runs"], epsilon_text(total["value"])
     if cost == "not private":
-        why = ": they simulate a plan in smaller batches" if total.get("simulated") else ""
+        simulated = {"all": "they simulate a plan", "tuning": "tuning simulates the plan"}.get(
+            total.get("simulated") or ""
+        )
+        why = f": {simulated} in smaller batches" if simulated else ""
         return f"{runs} trainings used the same data; together they have no finite ε{why}."
     given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
     if runs == 1:

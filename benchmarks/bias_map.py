@@ -1,0 +1,212 @@
+"""When does AdamBC differ from SGD and Adam? A map over the size of the noise.
+
+`python -m benchmarks.bias_map --task toy` trains a task with its noise divided by 1, 4, 16 and 64, as if that many
+times more people took part at the same epsilon. Each method has its noise step searched anew, by factors of 2.5 until
+the best one is inside, with two seeds; three other seeds train the best one. Each training appends a line to
+results/bias-map/runs.jsonl, and `--show` prints the tables of docs/papers/bias.md. Losses and accuracies are NOT
+private for the examples that they are measured on. Nor are the shares of coordinates above the noise, which are
+computed before the noise.
+"""
+
+import itertools
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import privgrad as pg
+from benchmarks.defaults import ROOT, TASKS, Task, of_tables
+from privgrad.diagnostics import RawMoments
+
+Make = Callable[..., pg.optim.PrivateOptimizer]
+RECORDS = ROOT / "results/bias-map/runs.jsonl"
+DIVISORS = (1, 4, 16, 64)
+RATIO = 2.5  # of neighboring noise steps
+MOST = 12  # noise steps of one method
+TUNING, FINAL = (100, 101), (0, 1, 2)
+SHARES = (0.03, 0.1, 1.0, 10.0)  # second moment of the clipped mean, in variances of the noise
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task with its C, schedule, criterion, and the noise step from which the first search starts."""
+
+    task: Callable[[], Task]
+    max_grad_norm: float
+    noise_step: float
+    by: str = "loss"
+    schedule: str = "constant"
+
+
+CLASSES = {  # a small copy of heavy-tail/fig2: 31 classes of 128 to 8 examples
+    "data": {"name": "heavy-tail", "groups": 5, "log_size": 7},
+    "model": {"name": "linear"},
+    "privacy": {
+        "noise_multiplier": 10.0,
+        "delta": 1e-5,
+        "num_examples": 640,
+        "expected_batch_size": 640,
+        "steps": 600,
+    },
+}
+SETTINGS = {
+    "toy": Setting(TASKS["toy"], 0.5, 0.005),
+    "classes": Setting(lambda: of_tables(CLASSES), 1.0, 0.005),
+    "digits": Setting(TASKS["digits"], 0.1, 0.025, "accuracy", "cosine"),
+    "tags": Setting(TASKS["tags3"], 0.03, 0.25, "accuracy"),
+    "sections": Setting(TASKS["sections"], 0.03, 0.25, "accuracy"),
+}
+
+
+def methods() -> dict[str, Make]:
+    """Return the methods by name: each takes named parameters and a noise step."""
+
+    def made(
+        kind: Callable[..., pg.optim.PrivateOptimizer], **options: Any
+    ) -> Callable[..., pg.optim.PrivateOptimizer]:
+        return lambda parameters, step: kind(parameters, noise_step=step, **options)
+
+    floors = {f"AdamBC, floor {floor:g}": made(pg.optim.AdamBC, debias_floor=floor) for floor in (0.04, 0.25, 1.0, 4.0)}
+    return {"SGD": made(pg.optim.SGD, momentum=0.9), "Adam": made(pg.optim.Adam, eps=1e-8)} | floors
+
+
+def train(setting: Setting, task: Task, divisor: int, method: str, step: float, seed: int) -> dict[str, Any]:
+    """Train once, and return the record."""
+    began, model, plan = time.time(), task.model(seed), task.plan(seed)
+    noise = plan.noise_multiplier / divisor
+    plan = replace(plan, noise_multiplier=noise, max_grad_norm=setting.max_grad_norm, target_epsilon=None)
+    private_grad = pg.PrivateGradient(model, task.loss_fn, plan)
+    moments = RawMoments(private_grad) if method == "SGD" and seed == FINAL[0] else None
+    optimizer = methods()[method](model.named_parameters(), step)
+    pg.fit(private_grad, optimizer, task.train, scheduler=pg.Schedule(setting.schedule), progress=False)
+    measured = task.measure(model)
+    record = {
+        "divisor": divisor,
+        "method": method,
+        "noise_step": step,
+        "seed": seed,
+        "noise_multiplier": noise,
+        "loss": measured["loss"],
+        "accuracy": measured.get("accuracy"),
+        "groups": measured.get("raw_groups"),
+        "seconds": time.time() - began,
+    }
+    if moments is not None:
+        over = moments.over_noise()["raw_clean"].double()
+        record["raw_shares"] = {f"{bound:g}": float((over > bound).double().mean()) for bound in SHARES}
+        every = len(over) // 1_000_000 + 1
+        record["raw_quantiles"] = [float(torch.quantile(over[::every], q)) for q in (0.1, 0.5, 0.9)]
+    return record
+
+
+def cost(setting: Setting, record: dict[str, Any]) -> float:
+    value = record["loss"] if setting.by == "loss" else -record["accuracy"]
+    return value if math.isfinite(value) else math.inf
+
+
+def search(setting: Setting, trained: Callable[[float, int], dict[str, Any]], start: float) -> float:
+    """Return the best noise step: neighbors are tried until the best one has worse ones on both sides."""
+    found: dict[float, float] = {}
+
+    def value(power: int) -> float:
+        step = float(f"{start * RATIO**power:.2g}")
+        if power not in found:
+            found[power] = statistics.fmean(cost(setting, trained(step, seed)) for seed in TUNING)
+        return found[power]
+
+    low, high = -1, 1
+    for power in (low, 0, high):
+        value(power)
+    while len(found) < MOST:
+        best = min(found, key=lambda power: found[power])
+        if best == low:
+            low -= 1
+            value(low)
+        elif best == high:
+            high += 1
+            value(high)
+        else:
+            break
+    return float(f"{start * RATIO ** min(found, key=lambda power: found[power]):.2g}")
+
+
+class Trainings:
+    """The trainings of one task: those of a file, and new ones, which are appended to it."""
+
+    def __init__(self, name: str, out: Path) -> None:
+        self.name, self.setting, self._out = name, SETTINGS[name], out
+        self._task: Task | None = None
+        held = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        self._done = {(r["divisor"], r["method"], r["noise_step"], r["seed"]): r for r in held if r["task"] == name}
+
+    def get(self, divisor: int, method: str, step: float, seed: int) -> dict[str, Any]:
+        """Return the record of a training, which may have to be run first."""
+        key = (divisor, method, step, seed)
+        if key not in self._done:
+            self._task = self._task or self.setting.task()
+            self._done[key] = {"task": self.name} | train(self.setting, self._task, divisor, method, step, seed)
+            with self._out.open("a") as file:
+                file.write(json.dumps(self._done[key]) + "\n")
+        return self._done[key]
+
+
+def run(name: str, divisors: Sequence[int], out: Path) -> None:
+    """Search and train all methods of a task."""
+    trainings = Trainings(name, out)
+    for method in methods():
+        start = trainings.setting.noise_step
+        for divisor in divisors:
+            start = search(trainings.setting, partial(trainings.get, divisor, method), start)
+            values = [abs(cost(trainings.setting, trainings.get(divisor, method, start, seed))) for seed in FINAL]
+            typer.echo(f"{name} / {divisor} {method}: u {start:g}, {statistics.fmean(values):.4g} {values}")
+
+
+def show(out: Path) -> None:
+    """Print one table for each task: the mean and spread of each method, and the shares of coordinates."""
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    for name, group in itertools.groupby(sorted(records, key=lambda r: r["task"]), key=lambda r: r["task"]):
+        rows = list(group)
+        divisors = sorted({r["divisor"] for r in rows})
+        typer.echo(f"\n{name}: | method | " + " | ".join(f"noise / {divisor}" for divisor in divisors))
+        for method in methods():
+            cells = []
+            for divisor in divisors:
+                finals = [r for r in rows if (r["method"], r["divisor"]) == (method, divisor) and r["seed"] in FINAL]
+                values = [abs(cost(SETTINGS[name], r)) for r in finals]
+                spread = statistics.stdev(values) if len(values) > 1 else math.nan
+                cells.append(f"{statistics.fmean(values):.4g} ± {spread:.1g}" if values else "–")
+            typer.echo(f"| {method} | " + " | ".join(cells) + " |")
+        for bound in SHARES:
+            shares = {r["divisor"]: r["raw_shares"][f"{bound:g}"] for r in rows if "raw_shares" in r}
+            typer.echo(
+                f"| above {bound:g} noise | " + " | ".join(f"{shares.get(d, math.nan):.1%}" for d in divisors) + " |"
+            )
+
+
+def main(
+    task: Annotated[list[str], typer.Option(help=f"{', '.join(SETTINGS)}; repeat it for several")] = [],  # noqa: B006
+    divisor: Annotated[list[int], typer.Option(help="of the noise")] = list(DIVISORS),  # noqa: B006
+    out: Annotated[Path, typer.Option(help="file of the records")] = RECORDS,
+    show_tables: Annotated[bool, typer.Option("--show", help="print the tables")] = False,
+) -> None:
+    """Search, train and append the records; or print the tables."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "a fixed seed makes the noise predictable")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in task:
+        run(name, divisor, out)
+    if show_tables:
+        show(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
