@@ -1,0 +1,109 @@
+"""Write the tables of docs/papers/ from the records in results/: `python scripts/record_tables.py`.
+
+A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
+best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds a column for each group of classes. The
+table ends at the next empty line. `--check` writes nothing, and fails if a page is not what the records say.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES, RECORDS = ROOT / "docs/papers", ROOT / "results"
+PLACE = re.compile(r"(<!-- results: ([\w-]+)( groups)? -->\n\n?)(?:\|.*\n)*")
+Row = dict[str, Any]
+
+
+def finals(folder: Path) -> dict[str, list[Row]]:
+    """The final trainings of a folder, by method."""
+    found: dict[str, list[Row]] = {}
+    for line in (folder / "runs.jsonl").read_text().splitlines():
+        if (run := json.loads(line))["phase"] == "final":
+            found.setdefault(run["method"], []).append(run)
+    return found
+
+
+def spread(values: list[float], percent: bool) -> str:
+    """Mean and standard deviation, in percent or with three digits."""
+    scale, unit = (100, " %") if percent else (1, "")
+    mean, std = fmean(values) * scale, stdev(values) * scale if len(values) > 1 else None
+    if percent:
+        return f"{mean:.1f}{unit}" + ("" if std is None else f" ± {std:.1f}")
+    digits = 4 if mean < 0.1 else 3 if mean < 1 else 2
+    return f"{mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+
+
+def choice(run: Row) -> str:
+    """The noise step or rate of a training, and its method's own values."""
+    rate = f"u {run['noise_step']:.2g}" if run.get("noise_step") else f"rate {run['lr']:g}"
+    own = [
+        f"{name.rpartition('.')[2]} {tuple(value) if isinstance(value, list) else value}"
+        for name, value in run.get("own") or ()
+    ]
+    radius = [] if run.get("radius") is None else [f"radius {run['radius']:g}"]
+    return ", ".join([rate, *radius, *own])
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}".replace("%", " %")
+
+
+def shown(value: float | None, percent: bool) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+
+
+def table(folder: Path, *, groups: bool) -> str:
+    """One comparison as a table of Markdown."""
+    runs = finals(folder)
+    paper = json.loads((folder / "spec.json").read_text()).get("paper", {})
+    scored = next(iter(runs.values()))[0]["test_accuracy"] is not None
+    key = "test_accuracy" if scored else "test_loss"
+    order = sorted(runs, key=lambda name: fmean(run[key] for run in runs[name]) * (-1 if scored else 1))
+    theirs = {name: paper.get(name, {}).get("all", {}).get(key.removeprefix("test_")) for name in runs}
+    clipped = {
+        name: [r["raw_clip_fraction"] for r in runs[name] if r.get("raw_clip_fraction") is not None] for name in runs
+    }
+    measured = next(iter(runs.values()))[0]
+    score = (measured.get("score") or "accuracy") if scored else "loss"
+    kinds = measured["curve"][-1].get("raw_groups", []) if groups else []
+    names = [f"{g['classes']:g} of {g['from']:g}" + ("" if g["to"] == g["from"] else f" to {g['to']:g}") for g in kinds]
+    headers = ["method", "choice", "clipped", score]
+    if any(value is not None for value in theirs.values()):
+        headers.append("paper")
+    lines = ["| " + " | ".join([*headers, *names]) + " |", "|" + "---|" * (len(headers) + len(names))]
+    for name in order:
+        cells = [name, choice(runs[name][0]), share(fmean(clipped[name]) if clipped[name] else None)]
+        cells.append(spread([run[key] for run in runs[name]], scored))
+        if "paper" in headers:
+            cells.append(shown(theirs[name], scored))
+        for index, group in enumerate(kinds):
+            values = [run["curve"][-1]["raw_groups"][index]["accuracy"] for run in runs[name]]
+            number = paper.get(name, {}).get(f"{group['from']:g}", {}).get("accuracy")
+            cells.append(spread(values, percent=True) + ("" if number is None else f" ({100 * number:.3g})"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """A page with its tables written anew."""
+    return PLACE.sub(lambda m: m[1] + table(RECORDS / m[2], groups=m[3] is not None), text)
+
+
+def main() -> None:
+    stale = []
+    for path in sorted(PAGES.glob("*.md")):
+        text = path.read_text()
+        if (new := page(text)) != text:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    print(f"{'stale' if '--check' in sys.argv else 'written'}: {', '.join(stale) or 'none'}")
+    sys.exit("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    main()
