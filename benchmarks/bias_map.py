@@ -26,6 +26,7 @@ import typer
 import privgrad as pg
 from benchmarks.defaults import ROOT, TASKS, Task, of_tables
 from privgrad.diagnostics import RawMoments
+from privgrad.papers.reproduce import prepared
 
 Make = Callable[..., pg.optim.PrivateOptimizer]
 RECORDS = ROOT / "results/bias-map/runs.jsonl"
@@ -64,6 +65,10 @@ SETTINGS = {
     "digits": Setting(TASKS["digits"], 0.1, 0.025, "accuracy", "cosine"),
     "tags": Setting(TASKS["tags3"], 0.03, 0.25, "accuracy"),
     "sections": Setting(TASKS["sections"], 0.03, 0.25, "accuracy"),
+    "tweets": Setting(TASKS["tweets"], 0.05, 0.25, "accuracy"),
+    "adult": Setting(TASKS["adult"], 0.1, 0.1, "accuracy"),
+    "autoencoder": Setting(TASKS["autoencoder"], 0.01, 0.013, "loss", "linear"),
+    "clothing": Setting(lambda: of_tables(prepared("dp-adam/fig1-image"), simulate=8), 0.1, 0.005, "accuracy"),
 }
 
 
@@ -159,10 +164,10 @@ class Trainings:
         return self._done[key]
 
 
-def run(name: str, divisors: Sequence[int], out: Path) -> None:
-    """Search and train all methods of a task."""
+def run(name: str, divisors: Sequence[int], chosen: Sequence[str], out: Path) -> None:
+    """Search and train methods of a task."""
     trainings = Trainings(name, out)
-    for method in methods():
+    for method in chosen:
         start = trainings.setting.noise_step
         for divisor in divisors:
             start = search(trainings.setting, partial(trainings.get, divisor, method), start)
@@ -195,6 +200,8 @@ def show(out: Path) -> None:
 def main(
     task: Annotated[list[str], typer.Option(help=f"{', '.join(SETTINGS)}; repeat it for several")] = [],  # noqa: B006
     divisor: Annotated[list[int], typer.Option(help="of the noise")] = list(DIVISORS),  # noqa: B006
+    method: Annotated[list[str], typer.Option(help=f"{', '.join(methods())}")] = list(methods()),  # noqa: B006
+    shares: Annotated[bool, typer.Option(help="only the shares of coordinates, by one training of SGD")] = False,
     out: Annotated[Path, typer.Option(help="file of the records")] = RECORDS,
     show_tables: Annotated[bool, typer.Option("--show", help="print the tables")] = False,
 ) -> None:
@@ -203,7 +210,11 @@ def main(
     warnings.filterwarnings("ignore", "a fixed seed makes the noise predictable")
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in task:
-        run(name, divisor, out)
+        if shares:
+            found = Trainings(name, out).get(1, "SGD", SETTINGS[name].noise_step, FINAL[0])
+            typer.echo(f"{name}: {found['raw_shares']}")
+        else:
+            run(name, divisor, method, out)
     if show_tables:
         show(out)
 
