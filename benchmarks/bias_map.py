@@ -68,20 +68,19 @@ SETTINGS = {
     "tweets": Setting(TASKS["tweets"], 0.05, 0.25, "accuracy"),
     "adult": Setting(TASKS["adult"], 0.1, 0.1, "accuracy"),
     "autoencoder": Setting(TASKS["autoencoder"], 0.01, 0.013, "loss", "linear"),
-    "clothing": Setting(lambda: of_tables(prepared("dp-adam/fig1-image"), simulate=8), 0.1, 0.005, "accuracy"),
+    "clothing": Setting(lambda: of_tables(prepared("dp-adam/fig1-image")), 0.1, 0.005, "accuracy"),
 }
 
 
-def methods() -> dict[str, Make]:
-    """Return the methods by name: each takes named parameters and a noise step."""
+def made(kind: Make, **options: Any) -> Make:
+    return lambda parameters, step: kind(parameters, noise_step=step, **options)
 
-    def made(
-        kind: Callable[..., pg.optim.PrivateOptimizer], **options: Any
-    ) -> Callable[..., pg.optim.PrivateOptimizer]:
-        return lambda parameters, step: kind(parameters, noise_step=step, **options)
 
-    floors = {f"AdamBC, floor {floor:g}": made(pg.optim.AdamBC, debias_floor=floor) for floor in (0.04, 0.25, 1.0, 4.0)}
-    return {"SGD": made(pg.optim.SGD, momentum=0.9), "Adam": made(pg.optim.Adam, eps=1e-8)} | floors
+METHODS: dict[str, Make] = {  # of named parameters and a noise step
+    "SGD": made(pg.optim.SGD, momentum=0.9),
+    "Adam": made(pg.optim.Adam, eps=1e-8),
+    **{f"AdamBC, floor {floor:g}": made(pg.optim.AdamBC, debias_floor=floor) for floor in (0.04, 0.25, 1.0, 4.0)},
+}
 
 
 def train(setting: Setting, task: Task, divisor: int, method: str, step: float, seed: int) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def train(setting: Setting, task: Task, divisor: int, method: str, step: float, 
     plan = replace(plan, noise_multiplier=noise, max_grad_norm=setting.max_grad_norm, target_epsilon=None)
     private_grad = pg.PrivateGradient(model, task.loss_fn, plan)
     moments = RawMoments(private_grad) if method == "SGD" and seed == FINAL[0] else None
-    optimizer = methods()[method](model.named_parameters(), step)
+    optimizer = METHODS[method](model.named_parameters(), step)
     pg.fit(private_grad, optimizer, task.train, scheduler=pg.Schedule(setting.schedule), progress=False)
     measured = task.measure(model)
     record = {
@@ -182,7 +181,7 @@ def show(out: Path) -> None:
         rows = list(group)
         divisors = sorted({r["divisor"] for r in rows})
         typer.echo(f"\n{name}: | method | " + " | ".join(f"noise / {divisor}" for divisor in divisors))
-        for method in methods():
+        for method in METHODS:
             cells = []
             for divisor in divisors:
                 finals = [r for r in rows if (r["method"], r["divisor"]) == (method, divisor) and r["seed"] in FINAL]
@@ -200,7 +199,7 @@ def show(out: Path) -> None:
 def main(
     task: Annotated[list[str], typer.Option(help=f"{', '.join(SETTINGS)}; repeat it for several")] = [],  # noqa: B006
     divisor: Annotated[list[int], typer.Option(help="of the noise")] = list(DIVISORS),  # noqa: B006
-    method: Annotated[list[str], typer.Option(help=f"{', '.join(methods())}")] = list(methods()),  # noqa: B006
+    method: Annotated[list[str], typer.Option(help=f"{', '.join(METHODS)}")] = list(METHODS),  # noqa: B006
     shares: Annotated[bool, typer.Option(help="only the shares of coordinates, by one training of SGD")] = False,
     out: Annotated[Path, typer.Option(help="file of the records")] = RECORDS,
     show_tables: Annotated[bool, typer.Option("--show", help="print the tables")] = False,
