@@ -1,20 +1,19 @@
 """When does AdamBC differ from SGD and Adam? A map over the size of the noise.
 
 `python -m benchmarks.bias_map --task toy` trains a task with its noise divided by 1, 4, 16 and 64, as if that many
-times more people took part at the same epsilon. Each method has its noise step searched anew, by factors of 2.5 until
+times more people took part at the same epsilon. Each method has its noise step searched again, by factors of 2.5 until
 the best one is inside, with two seeds; three other seeds train the best one. Each training appends a line to
 results/bias-map/runs.jsonl, and `--show` prints the tables of docs/papers/bias.md. Losses and accuracies are NOT
 private for the examples that they are measured on. Nor are the shares of coordinates above the noise, which are
 computed before the noise.
 """
 
-import itertools
 import json
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -174,26 +173,39 @@ def run(name: str, divisors: Sequence[int], chosen: Sequence[str], out: Path) ->
             typer.echo(f"{name} / {divisor} {method}: u {start:g}, {statistics.fmean(values):.4g} {values}")
 
 
-def show(out: Path) -> None:
-    """Print one table for each task: the mean and spread of each method, and the shares of coordinates."""
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    for name, group in itertools.groupby(sorted(records, key=lambda r: r["task"]), key=lambda r: r["task"]):
-        rows = list(group)
-        divisors = sorted({r["divisor"] for r in rows})
-        typer.echo(f"\n{name}: | method | " + " | ".join(f"noise / {divisor}" for divisor in divisors))
-        for method in METHODS:
-            cells = []
-            for divisor in divisors:
-                finals = [r for r in rows if (r["method"], r["divisor"]) == (method, divisor) and r["seed"] in FINAL]
-                values = [abs(cost(SETTINGS[name], r)) for r in finals]
-                spread = statistics.stdev(values) if len(values) > 1 else math.nan
-                cells.append(f"{statistics.fmean(values):.4g} ± {spread:.1g}" if values else "–")
-            typer.echo(f"| {method} | " + " | ".join(cells) + " |")
-        for bound in SHARES:
-            shares = {r["divisor"]: r["raw_shares"][f"{bound:g}"] for r in rows if "raw_shares" in r}
-            typer.echo(
-                f"| above {bound:g} noise | " + " | ".join(f"{shares.get(d, math.nan):.1%}" for d in divisors) + " |"
-            )
+def table(name: str, records: Sequence[dict[str, Any]]) -> str:
+    """Return a task's table in Markdown: mean and spread of each method, and the shares of coordinates.
+
+    scripts/record_tables.py also calls it.
+    """
+    rows, setting = [record for record in records if record["task"] == name], SETTINGS[name]
+    divisors = sorted({record["divisor"] for record in rows})
+    lines = [f"| noise divided by | {' | '.join(map(str, divisors))} |", "|---|" + "---|" * len(divisors)]
+
+    def add(title: str, cells: Iterable[str]) -> None:
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+
+    for method in METHODS:
+        cells: list[str] = []
+        for divisor in divisors:
+            finals = [r for r in rows if (r["method"], r["divisor"]) == (method, divisor) and r["seed"] in FINAL]
+            cells.append(text(setting, [abs(cost(setting, record)) for record in finals]))
+        add(method, cells)
+    shares = {record["divisor"]: record["raw_shares"] for record in rows if "raw_shares" in record}
+    for bound in SHARES[1:]:
+        add(f"share above {bound:g}", (f"{100 * shares[divisor][f'{bound:g}']:.0f} %" for divisor in divisors))
+    return "\n".join(lines) + "\n"
+
+
+def text(setting: Setting, values: Sequence[float]) -> str:
+    """Return mean and spread: an accuracy in percent, or a loss."""
+    if not values:
+        return "–"
+    mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+    if setting.by == "accuracy":
+        return f"{100 * mean:.1f} % ± {100 * spread:.1f}"
+    digits = max(0, 2 - math.floor(math.log10(mean)))
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
 def main(
@@ -215,7 +227,9 @@ def main(
         else:
             run(name, divisor, method, out)
     if show_tables:
-        show(out)
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        for name in dict.fromkeys(record["task"] for record in records):
+            typer.echo(f"{name}\n\n{table(name, records)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Write the tables of docs/papers/ from the records in results/: `python scripts/record_tables.py`.
 
 A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
-best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds a column for each group of classes. The
-table ends at the next empty line. `--check` writes nothing, and fails if a page is not what the records say.
+best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds a column for each group of classes, and
+`<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A table ends at the next empty line.
+`--check` writes nothing, and fails if a page is not what the records say.
 """
 
 import json
@@ -13,8 +14,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import bias_map  # noqa: E402
+
 PAGES, RECORDS = ROOT / "docs/papers", ROOT / "results"
-PLACE = re.compile(r"(<!-- results: ([\w-]+)( groups)? -->\n\n?)(?:\|.*\n)*")
+PLACE = re.compile(r"(<!-- results: ([\w-]+)(?: (\w+))? -->\n\n?)(?:\|.*\n)*")
 Row = dict[str, Any]
 
 
@@ -37,13 +41,14 @@ def spread(values: list[float], percent: bool) -> str:
     return f"{mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
 
 
+def value_text(value: Any) -> str:
+    return f"({', '.join(map(value_text, value))})" if isinstance(value, list) else f"{value:g}"
+
+
 def choice(run: Row) -> str:
     """The noise step or rate of a training, and its method's own values."""
     rate = f"u {run['noise_step']:.2g}" if run.get("noise_step") else f"rate {run['lr']:g}"
-    own = [
-        f"{name.rpartition('.')[2]} {tuple(value) if isinstance(value, list) else value}"
-        for name, value in run.get("own") or ()
-    ]
+    own = [f"{name.rpartition('.')[2]} {value_text(value)}" for name, value in run.get("own") or ()]
     radius = [] if run.get("radius") is None else [f"radius {run['radius']:g}"]
     return ", ".join([rate, *radius, *own])
 
@@ -90,7 +95,15 @@ def table(folder: Path, *, groups: bool) -> str:
 
 def page(text: str) -> str:
     """A page with its tables written anew."""
-    return PLACE.sub(lambda m: m[1] + table(RECORDS / m[2], groups=m[3] is not None), text)
+
+    def written(match: re.Match[str]) -> str:
+        folder = RECORDS / match[2]
+        if folder.name == "bias-map":
+            records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+            return match[1] + bias_map.table(match[3], records)
+        return match[1] + table(folder, groups=match[3] == "groups")
+
+    return PLACE.sub(written, text)
 
 
 def main() -> None:

@@ -184,6 +184,16 @@ def test_what_preconditioned_inputs_cost_stands_in_the_records():
         assert printed((second + (third - second) / 100) / first, total) == total
 
 
+def test_the_tables_of_the_papers_are_written_from_the_records():
+    script = runpy.run_path(str(ROOT / "scripts/record_tables.py"))
+    found = 0
+    for path in sorted(script["PAGES"].glob("*.md")):
+        text = path.read_text()
+        found += len(script["PLACE"].findall(text))
+        assert script["page"](text) == text, f"{path.name}: run scripts/record_tables.py"
+    assert found >= 8
+
+
 def test_the_page_on_models_is_written_from_the_records():
     script = runpy.run_path(str(ROOT / "scripts/models_page.py"))
     files = {path.name: script["read"](path) for path in sorted(script["RECORDS"].glob("*.jsonl"))}
