@@ -360,7 +360,7 @@ def test_simulations_show_both_epsilons_and_no_guarantee(tmp_path: Path) -> None
     simulation: dict[str, Any] = {"epsilon": float("inf"), "simulates_epsilon": 2.991}
     records = [final("A", **simulation), final("B", epsilon=float("inf"), simulates_epsilon=float("inf"))]
     plan = PLAN | {"target_epsilon": None, "expected_batch_size": 16, "simulates": PLAN}
-    total = {"value": float("inf"), "runs": 2, "covered": True, "by_training_loss": False, "simulated": True}
+    total = {"value": float("inf"), "runs": 2, "covered": True, "by_training_loss": False, "simulated": "all"}
     page = write(tmp_path, records, plan=plan, total_epsilon=total)
     assert [cells(page)[name][2] for name in "AB"] == ["∞ (simulates 3.00)", "not private"]
     text = words(page)

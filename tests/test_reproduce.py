@@ -23,10 +23,10 @@ from privgrad.experiments.build import encoder_folder, make_data
 from privgrad.experiments.folder import read_records
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.one_training import Run
-from privgrad.experiments.records import in_phase
+from privgrad.experiments.records import in_phase, own_text
 from privgrad.experiments.report import figures
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tuner import best_candidate, beyond_edge
+from privgrad.experiments.tuner import best_candidate, beyond_edge, candidate_of
 from privgrad.papers.reproduce import _beside_paper, _load, items, prepared, reproduce
 from test_data_sparse import write_tweets
 
@@ -98,6 +98,7 @@ def test_every_item_runs_small(
 
 
 @pytest.mark.usefixtures("some_tweets")
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):
     found, table = reproduce("adadps/features", tmp_path / "out", smoke=True, progress=False)
     assert list(found) == ["Tweets", "Tweets, TF-IDF"]
@@ -167,19 +168,26 @@ def figure2(tmp_path_factory: pytest.TempPathFactory, by_rdp: None) -> tuple[dic
 def test_the_grid_grows_until_its_best_is_inside(figure2: tuple[dict[str, Any], Table, Path]):
     found, table, tmp_path = figure2
     records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    tried: list[list[float]] = []
     for method, row in found.items():
-        tried = row["lrs_tried"]
-        assert row["lr"] == best_candidate(records, method, "train_loss")[1]
-        assert len(tried) == 16 or min(tried) < row["lr"] < max(tried)
+        assert row["seeds"] == 1
+        if method in ("DP-GD, a third of the step", "DP-AdamBC, floor 0.041"):
+            assert row["noise_steps_tried"] == []
+            continue
+        best = best_candidate(records, method, "train_loss")
+        assert (row["noise_step"], row["own"]) == (best.noise_step, own_text(best.own))
+        tried.append(row["noise_steps_tried"])
         assert set(row["raw_groups"]) == {"all", "16", "8", "4"}
         assert row["raw_groups"]["all"]["title"] == "all (training)"
         # Tuning by training loss has already done seed 0 of the chosen rate.
-        runs = [record for record in records if (record["method"], record["lr"]) == (method, row["lr"])]
+        runs = [record for record in records if (record["method"], candidate_of(record)) == (method, best)]
         tuning, final = (in_phase(runs, phase) for phase in ("tuning", "final"))
         assert final == [dict(tuning[0]) | {"phase": "final"}]
+    assert len(tried[0]) > 1
+    assert tried == [tried[0]] * 4  # one grid for all, which has grown
     shown = tmp_path / "table.txt"
     assert "DP-AdamBC" in shown.read_text()
-    assert table.row_count == 16
+    assert table.row_count == 24
     assert all((tmp_path / name).stat().st_size > 0 for name in ("index.html", "groups.png", "tuning.png"))
 
 
@@ -190,10 +198,10 @@ def test_an_interrupted_item_is_shown_as_far_as_it_is(figure2: tuple[dict[str, A
     last = max(i for i, line in enumerate(lines) if '"DP-Adam"' in line)
     (tmp_path / "runs.jsonl").write_text("".join(lines[:last]))
     found, table = reproduce("heavy-tail/fig2", tmp_path, smoke=True, so_far=True, progress=False)
-    assert [row["seeds"] for row in found.values()] == [1, 1, 0, 0]
-    assert found["DP-Adam"]["lrs_tried"]
-    assert found["DP-AdamBC"]["lrs_tried"] == []
-    assert "2 of 4 final runs were done" in str(table.caption)
+    assert [row["seeds"] for row in found.values()] == [1, 1, 0, 0, 0, 0]
+    assert found["DP-Adam"]["noise_steps_tried"]
+    assert found["DP-AdamBC"]["noise_steps_tried"]
+    assert "2 of 6 final runs were done" in str(table.caption)
     with pytest.raises(pg.PrivacyError, match="so-far"):
         reproduce("dp-adam/table1", tmp_path, smoke=True, so_far=True)
     with pytest.raises(pg.PrivacyError, match="one source of data"):
@@ -251,7 +259,7 @@ def test_some_methods_of_an_item_run_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unknown_method_of_an_item_is_refused_with_the_nearest(tmp_path: Path):
-    wrong = r"--method to be one of DP-GD, DP-GDM, DP-Adam, DP-AdamBC, got 'DP-AdmaBC'; did you mean 'DP-AdamBC'"
+    wrong = r"--method to be one of DP-GD, DP-GDM, DP-Adam, DP-AdamBC, DP-GD, a third.*, got 'DP-AdmaBC'; did you mean 'DP-AdamBC'"
     with pytest.raises(pg.PrivacyError, match=wrong):
         reproduce("heavy-tail/fig2", tmp_path / "new", methods=["DP-GD", "DP-AdmaBC"])
     with pytest.raises(pg.PrivacyError, match="--method to be one of none, got 'DP-GD'; leave --method out"):

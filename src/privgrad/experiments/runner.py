@@ -321,7 +321,7 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them. `paid_runner` also calls it."""
     plan = spec.plan(None)  # its refusals and warnings come before the data are loaded
-    if spec.tuning is not None:
+    if spec.tuning is not None and spec.tunes_by_simulation:
         plan.scaled(1 / spec.tuning.simulate)
     data = make_data(spec)
     for method in spec.methods:

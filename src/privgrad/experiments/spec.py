@@ -289,7 +289,7 @@ class Spec(Table):
     def tuning_plan(self, seed: int | None, method: MethodTable, max_grad_norm: float) -> PrivacyPlan:
         """Return the plan of a method's trainings in tuning: that of `plan`, or a simulation of it."""
         plan = self.plan(seed, method, max_grad_norm)
-        return plan if self.tuning is None else plan.scaled(1 / self.tuning.simulate)
+        return plan if self.tuning is None or self.tuning.simulate == 1 else plan.scaled(1 / self.tuning.simulate)
 
     def _plan(self, seed: int | None, max_grad_norm: float, bands: int | Literal["auto"] | None) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm and a number of bands."""

@@ -164,7 +164,7 @@ def prepared(
         if "methods" in raw:
             raw["paper"] = {}  # the paper's numbers hold for the full size only
             raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
-            if "noise_steps" in raw.get("tuning", {}):
+            if "noise_steps" in raw.get("tuning", {}) and not raw["tuning"].get("extend"):
                 raw["tuning"]["noise_steps"] = raw["tuning"]["noise_steps"][:1]
             # The small data set may be the one that the full item uses as public data.
             if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
@@ -178,7 +178,7 @@ def prepared(
 
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the method with the first entry of each grid; an lr grid that may grow keeps all entries."""
+    """Return the method with the first entry of each grid; a grid of rates that may grow keeps all entries."""
     cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
     small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
     if "tune" in method:
