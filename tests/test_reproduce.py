@@ -20,7 +20,7 @@ from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
 from privgrad.experiments import runner
 from privgrad.experiments.build import encoder_folder, make_data
-from privgrad.experiments.folder import read_records
+from privgrad.experiments.folder import claim, read_records
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.one_training import Run
 from privgrad.experiments.records import in_phase, own_text
@@ -284,6 +284,13 @@ def test_papers_numbers_are_those_of_one_item():
     assert _load("heavy-tail/fig2")["paper"]
     for name in ("heavy-tail/fig8-9", "heavy-tail/fig10-11", "heavy-tail/fig2-floors", "dp-adam/fig3"):
         assert _load(name)["paper"] == {}
+
+
+def test_a_folder_goes_on_after_the_papers_numbers_have_changed(tmp_path: Path):
+    claim(tmp_path, '{"title": "one", "paper": {"A": {}}}')
+    claim(tmp_path, '{"title": "one"}')
+    with pytest.raises(pg.PrivacyError, match="a different title"):
+        claim(tmp_path, '{"title": "two"}')
 
 
 def test_a_grid_that_diverged_whole_grows_downwards():

@@ -95,12 +95,15 @@ def is_begun(out: Path) -> bool:
 
 
 def _difference(held: str, description: str) -> str | None:
-    """Return, for an error, the top-level keys in which two texts of spec.json differ; None if they say the same."""
+    """Return, for an error, the top-level keys in which two texts of spec.json differ; None if they say the same.
+
+    The paper's numbers do not count: no training depends on them.
+    """
     try:
         old, new = dict(json.loads(held)), dict(json.loads(description))
     except (TypeError, ValueError):
         return "a spec.json that cannot be read"
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    keys = [key for key in {**old, **new} if key != "paper" and old.get(key) != new.get(key)]
     return f"runs of a spec with a different {', '.join(keys)}" if keys else None
 
 
