@@ -120,6 +120,7 @@ def test_a_ledger_of_other_numbers_is_refused(tmp_path: Path, other: dict[str, A
     ledger.close()
     with pytest.raises(pg.PrivacyError, match=next(iter(other))):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(**other), ledger=path)
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=path).ledger.close()  # the refused one holds no lock
 
 
 def in_two_threads(*works: Callable[[], object]) -> list[BaseException | None]:

@@ -259,7 +259,7 @@ def test_some_methods_of_an_item_run_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unknown_method_of_an_item_is_refused_with_the_nearest(tmp_path: Path):
-    wrong = r"--method to be one of DP-GD, DP-GDM, DP-Adam, DP-AdamBC, DP-GD, a third.*, got 'DP-AdmaBC'; did you mean 'DP-AdamBC'"
+    wrong = r"--method to be one of DP-GD, DP-GDM, DP-Adam, DP-Ad.*, got 'DP-AdmaBC'; did you mean 'DP-AdamBC'"
     with pytest.raises(pg.PrivacyError, match=wrong):
         reproduce("heavy-tail/fig2", tmp_path / "new", methods=["DP-GD", "DP-AdmaBC"])
     with pytest.raises(pg.PrivacyError, match="--method to be one of none, got 'DP-GD'; leave --method out"):

@@ -46,12 +46,13 @@ def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception |
         elif "noise_multiplier" in differing:
             sigma = held.get("noise_multiplier")
             remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
-            remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
-        elif "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
-            numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
-            remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps it, for more steps too"
+            remedy += " (the noise follows from target_epsilon, delta, steps, sample_rate and correlation: "
+            remedy += "was one changed?)"
         elif "max_grad_norm" in differing:
             remedy += f"; {SUGGESTED}"
+        if "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
+            numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
+            remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps its memory, for more steps too"
         sides = (held, given)
         old, new = (", ".join(str(facts.get(name)) for name in differing) for facts in sides)
         name = f"the plan's {', '.join(differing)}"

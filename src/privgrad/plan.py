@@ -25,6 +25,7 @@ from privgrad.plan_numbers import (
     require_truncation,
     require_user_numbers,
     scaled_numbers,
+    warn_of_cuts,
 )
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
@@ -147,6 +148,7 @@ class PrivacyPlan(PlanBase):
         if sampling == "truncated":
             require_truncation("for_budget", max_batch_size, expected_batch_size, num_examples)
             truncation = (int(cast(int, max_batch_size)), num_examples)
+            warn_of_cuts(expected_batch_size, *truncation)
         budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides), truncation)
         correlation, noise_multiplier = calibrated(correlation, budget)
         return cls(

@@ -275,8 +275,13 @@ class PrivateGradient:
         if processes.count > 1:
             self._require_shared(facts)
         self._facts = facts
-        with processes.all_succeed():
-            self._ledger.bind(facts)
+        try:
+            with processes.all_succeed():
+                self._ledger.bind(facts)
+        except BaseException:
+            if not isinstance(ledger, Ledger):  # nobody else could close it
+                self._ledger.close()
+            raise
         _LEDGERS.setdefault(model, WeakSet()).add(self._ledger)
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
@@ -774,7 +779,10 @@ class PrivateGradient:
         planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands, plan.max_batch_size)
         facts = (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands)
         if (*facts, drawn.max_batch_size) != planned:
-            raise refusal("to be drawn by the plan's scheme and rate", drawn, "take the batch from the same plan")
+            condition = f"to be drawn by the plan's scheme and rate ({', '.join(map(str, planned))})"
+            raise refusal(
+                condition, ", ".join(map(str, (*facts, drawn.max_batch_size))), "take the batch from the same plan"
+            )
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             remedy = "take the batches in their order: the noise with memory follows it"
             raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)

@@ -313,26 +313,27 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
             "If a later plan was chosen after a look at earlier results, no number here is a guarantee.",
             "A budget for the data set keeps such a sequence under one cap, which is the guarantee.",
         ]
-    for fact in facts:
+    for ledger, fact in zip(ledgers, facts, strict=True):
         generator = fact.get("noise_generator", "an unknown generator")
         moved = f", moved by {fact['adaptive_clip']}" if fact.get("adaptive_clip") else ""
         lines.append(
             f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}{moved}, "
             f"sampling rate {fact['sample_rate']:.4g}, noise from {generator}."
         )
-        lines += _drawn(fact)
+        lines += _drawn(fact, ledger)
         if (beside := released_beside(fact)) is not None:
             lines.append(f"Each gradient was released with {beside}. Gradient and numbers share the noise multiplier.")
     return tuple(lines)
 
 
-def _drawn(fact: Mapping[str, Any]) -> list[str]:
+def _drawn(fact: Mapping[str, Any], ledger: Ledger) -> list[str]:
     """Return how batches were drawn, and noise was made, where it is not by Poisson and independently."""
     lines = list[str]()
     if (memory := fact.get("noise_memory")) is not None:
         lines += [
             f"The noise has memory: each person was in one of {memory['bands']} secret groups, which took turns.",
             "The sampling rate is that of the people in the group of a step.",
+            f"So a person took part in at most {sum(release.count for release in ledger.charged):,} of the gradients.",
         ]
     if fact["sampling"] == "truncated":
         lines.append(

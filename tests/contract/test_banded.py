@@ -131,6 +131,9 @@ def test_the_ledger_is_of_one_correlation(tmp_path: Path):
         for other in (None, Banded(2), Banded(4, (1.0, 0.0, 0.0, 0.0))):
             with pytest.raises(pg.PrivacyError, match="noise_memory"):
                 pg.PrivateGradient(make_model(), loss_fn, banded(correlation=other), ledger=ledger)
+        remedy = r"sample_rate and correlation: was one changed\?\); correlation=Banded\(4, .* keeps its memory"
+        with pytest.raises(pg.PrivacyError, match=remedy):
+            pg.PrivateGradient(make_model(), loss_fn, banded(correlation=None, noise_multiplier=3.0), ledger=ledger)
 
 
 def test_a_run_that_resumes_elsewhere_is_refused():
@@ -274,6 +277,9 @@ def test_fit_resumes_at_a_multiple_of_the_bands(tmp_path: Path):
         result = fitted(plan, evaluate=halt, output_dir=tmp_path)
     assert (result.ledger.charged[0].count, result.updates) == (4, 14)
     assert fitted(plan, output_dir=tmp_path).updates == 14
+    said = str(statement([result.ledger], delta=1e-5))
+    assert "each person was in one of 4 secret groups" in said
+    assert "So a person took part in at most 4 of the gradients." in said
 
 
 def test_an_early_stop_charges_what_all_steps_cost():

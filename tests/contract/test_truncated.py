@@ -188,6 +188,14 @@ def test_memory_in_truncated_batches_is_refused_before_anything_is_calibrated(mo
         )
 
 
+def test_a_truncation_that_costs_noise_is_told():
+    numbers: dict[str, Any] = {"target_epsilon": 3.0, "delta": 1e-6, "max_grad_norm": 1.0, "num_examples": 1000}
+    numbers |= {"expected_batch_size": 100, "steps": 50, "sampling": "truncated"}
+    with pytest.warns(UserWarning, match="max_batch_size = 110 cuts many batches of 100 .* 160 costs next to nothing"):
+        cut = pg.PrivacyPlan.for_budget(**numbers, max_batch_size=110)
+    assert cut.noise_multiplier > 1.02 * pg.PrivacyPlan.for_budget(**numbers, max_batch_size=160).noise_multiplier
+
+
 def test_the_data_must_have_the_declared_size():
     """Or one less: a person more or less is what the guarantee is about."""
     with pytest.raises(pg.SamplingError, match="at most 32 examples for truncated"):

@@ -169,6 +169,9 @@ def _notes(ledger: Ledger) -> Iterator[str]:
         yield "the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round"
     if ledger.plan_facts.get("simulates") is not None:
         yield "the training simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite"
+    if ledger.plan_facts.get("noise_memory") is not None:
+        most = sum(release.count for release in ledger.charged)
+        yield f"noise with memory: a person took part in at most {most} releases, and epsilon counts these"
     if ledger.seeded_releases:
         yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"
     if not ledger.releases:

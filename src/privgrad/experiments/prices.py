@@ -182,7 +182,8 @@ def require_total(spec: Spec) -> None:
         raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
     if spec.tunes_by_simulation and spec.privacy.simulate > 1:
         remedy = "keep one of the two: privacy.simulate holds for all trainings"
-        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", "both", remedy)
+        got = spec.tuning and spec.tuning.simulate
+        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", got, remedy)
 
 
 def require_payable(spec: Spec) -> None:
