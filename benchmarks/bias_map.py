@@ -26,6 +26,7 @@ import privgrad as pg
 from benchmarks.defaults import ROOT, TASKS, Task, of_tables
 from privgrad.diagnostics import RawMoments
 from privgrad.papers.reproduce import prepared
+from privgrad.schedule import Decay
 
 Make = Callable[..., pg.optim.PrivateOptimizer]
 RECORDS = ROOT / "results/bias-map/runs.jsonl"
@@ -44,7 +45,7 @@ class Setting:
     max_grad_norm: float
     noise_step: float
     by: str = "loss"
-    schedule: str = "constant"
+    schedule: Decay = "constant"
 
 
 CLASSES = {  # a small copy of heavy-tail/fig2: 31 classes of 128 to 8 examples
@@ -92,7 +93,7 @@ def train(setting: Setting, task: Task, divisor: int, method: str, step: float, 
     optimizer = METHODS[method](model.named_parameters(), step)
     pg.fit(private_grad, optimizer, task.train, scheduler=pg.Schedule(setting.schedule), progress=False)
     measured = task.measure(model)
-    record = {
+    record: dict[str, Any] = {
         "divisor": divisor,
         "method": method,
         "noise_step": step,
