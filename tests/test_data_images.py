@@ -230,7 +230,7 @@ def test_cifar10_from_its_public_source(tmp_path: Path, monkeypatch: pytest.Monk
     pack(tmp_path / "cifar-10-batches-py", archive)
     redirect(monkeypatch, "cifar-10", archive.parent.as_uri())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(pg.PrivacyError, match="MD5"):
+    with pytest.raises(pg.PrivacyError, match="SHA256"):
         data.cifar10()
     redirect(monkeypatch, "cifar-10", archive.parent.as_uri(), checksums_of(archive.parent, "md5"))
     assert len(data.cifar10().train) == 20

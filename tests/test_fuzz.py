@@ -18,6 +18,7 @@ from privgrad.experiments.load_spec import load_spec
 from test_data_images import python2_pickle, write_cifar, write_fashion
 from test_data_sparse import write_imdb
 from test_data_text import write_lists
+from tests.fuzz.__main__ import is_forbidden
 from tests.fuzz.changes import changed
 from tests.fuzz.readers import READERS, Reader, ReaderError, Target
 
@@ -35,6 +36,13 @@ def test_changed_files_are_read_or_refused_and_nothing_else(tmp_path: Path, name
         refused += not target.read()
         target.restore()
     assert refused > executions // 4
+
+
+def test_only_the_process_itself_may_be_opened_as_a_library():
+    assert is_forbidden("ctypes.dlopen", ("libm.so.6",))
+    assert is_forbidden("os.system", (b"true",))
+    assert not is_forbidden("ctypes.dlopen", (None,))
+    assert not is_forbidden("open", ("file", "r", 0))
 
 
 def test_the_fuzzer_sees_what_must_not_happen(tmp_path: Path):

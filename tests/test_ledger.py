@@ -1,6 +1,7 @@
 """The ledger: durable, whole, and with one writer."""
 
 import copy
+import errno
 import fcntl
 import json
 import os
@@ -471,6 +472,31 @@ def test_a_charge_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (done.append(name), real(*args))[1])
     charge(ledger, "a")
     assert done == ["write", "fsync"]
+
+
+@pytest.mark.parametrize("problem", [None, errno.ENOTSUP, errno.EIO])
+def test_where_fsync_stops_at_the_drives_cache_the_cache_is_emptied_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: int | None
+):
+    """On macOS. A file system that has no such operation is no reason to refuse; a failed one is."""
+    path, asked = tmp_path / "ledger.jsonl", list[int]()
+    written(path, "a")
+    ledger = pg.Ledger(path)
+
+    def empty(descriptor: int, operation: int) -> None:
+        asked.append(operation)
+        if problem is not None:
+            raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", empty)
+    if problem == errno.EIO:
+        with pytest.raises(pg.PrivacyError, match="one more line"):
+            charge(ledger, "b")
+    else:
+        charge(ledger, "b")
+    assert asked == [51]
+    assert ledger.releases == pg.Ledger(path, read_only=True).releases == 1 + (problem != errno.EIO)
 
 
 @pytest.mark.parametrize("name", ["write", "fsync"])

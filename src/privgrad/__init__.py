@@ -1,5 +1,14 @@
 """Differentially private training for PyTorch that corrects the bias in private gradients."""
 
+import sys
+
+if sys.platform == "win32":  # before all other imports, which fail there without a remedy
+    from privgrad.errors import expected
+
+    # Windows locks bytes of a file against readers too, so nobody could read the ledger of a running training.
+    remedy = "install and run privgrad in WSL (`wsl --install`)"
+    raise ImportError(f"{expected('import privgrad', 'the system', 'to be Linux or macOS', 'Windows', remedy)}")
+
 from privgrad import audit, clip, federated, filters, noise, optim, perturb, precondition, side_information
 from privgrad.budget import Budget
 from privgrad.class_rates import ClassRates

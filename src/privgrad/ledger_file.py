@@ -11,8 +11,13 @@ moved line is therefore refused when it is opened. The file alone cannot show tw
 Only `ledger` and `budget` use LedgerFile. The privacy guarantee rests on it: a release whose line was lost would not
 be counted.
 `experiments.runner` calls `is_in_use`, on which the guarantee does not rest.
+
+The lock is `flock` on the file itself. It ends with its process, leaves no second file, and lets everybody read. No
+portable library keeps this on Windows: there, a locked byte cannot be read through any other handle. filelock and
+portalocker lock the first bytes, so a ledger could not be read during its training. privgrad is not imported there.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -108,7 +113,7 @@ class LedgerFile:
             written = 0
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
-            os.fsync(self._descriptor)
+            _to_disk(self._descriptor)
             self._end_at(self._size + len(data), head)
         except BaseException as error:
             # A line written in part must not look like a charge, and must not damage the next line.
@@ -163,7 +168,7 @@ class LedgerFile:
             if self._descriptor is not None:
                 self._end_last_line(self._descriptor)
                 directory = os.open(path.parent, os.O_RDONLY)
-                os.fsync(directory)  # the name of a new file is durable only once its folder is on disk
+                _to_disk(directory)  # the name of a new file is durable only once its folder is on disk
                 os.close(directory)
         except BaseException as error:
             self.close()
@@ -232,6 +237,19 @@ def _lock(descriptor: int, path: Path, patience: float) -> None:
             remedy = "wait until it ends, or close() its ledger if it is in this process"
             got = f"{path}, which a running training has locked"
             raise expected("Ledger", "path", "to have one writer", got, remedy) from error
+
+
+def _to_disk(descriptor: int) -> None:
+    """Return when a file or a folder is on disk, also on macOS, whose fsync leaves the content in the drive's cache."""
+    os.fsync(descriptor)
+    full: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        return
+    try:
+        fcntl.fcntl(descriptor, full)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY):  # a file system without it; fsync succeeded
+            raise
 
 
 def not_open() -> PrivacyError:

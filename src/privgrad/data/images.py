@@ -165,7 +165,7 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
     Args:
         path: the folder cifar-10-batches-py of the python version, its .tar.gz, or a folder with one of these. None
             looks in ${XDG_CACHE_HOME:-~/.cache}/privgrad/cifar-10, then downloads the public source to it and verifies
-            the published MD5.
+            its SHA-256.
         validation: number of training examples, from the end, to hold out.
     Raises:
         PrivacyError: no source has the files; a file is damaged, or holds anything but arrays, bytes and lists; or too

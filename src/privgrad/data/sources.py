@@ -30,8 +30,9 @@ class Way:
     Attributes:
         kind: the client: "url", "pip", "npm", "apt" (one package of Debian) or "apt-lists" (Debian's index).
         name: the address, or the package and its version.
-        checksum: "md5:...", "sha256:...", or "unpacked:...", which is the SHA-256 of the content of a gzipped file.
-            Empty for apt, which verifies signatures itself.
+        checksum: "sha256:...", or "unpacked:...", which is the SHA-256 of the content of a gzipped file. "md5:..." only
+            where nothing better is published: it finds a changed file, unless the publisher prepared two. Empty for
+            apt, which verifies signatures itself.
         members: globs of the files to take out of the archive. Empty: the file itself is kept.
     """
 
@@ -154,10 +155,10 @@ _PUBLISHED = (
             _urls(
                 "https://ossci-datasets.s3.amazonaws.com/mnist",
                 {
-                    _IDX[0]: "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
-                    _IDX[1]: "md5:d53e105ee54ea40749a09fcbcd1e9432",
-                    _IDX[2]: "md5:9fb629c4189551a2d022fa330f9573f3",
-                    _IDX[3]: "md5:ec29112dd5afa0611ce80d1b7f02629c",
+                    _IDX[0]: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                    _IDX[1]: "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                    _IDX[2]: "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                    _IDX[3]: "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
                 },
             ),
         ),
@@ -169,7 +170,7 @@ _PUBLISHED = (
         (
             _urls(
                 "https://www.cs.toronto.edu/~kriz",
-                {"cifar-10-python.tar.gz": "md5:c58f30108f718f92721af3b95e74349a"},
+                {"cifar-10-python.tar.gz": "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"},
             ),
         ),
         size=170,
