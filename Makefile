@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test pages slow zoo bench lint docs dist clean
+.PHONY: help demo test pages slow zoo browser bench lint docs docs-version dist clean
 
 help:
 	@echo "make demo   install into .venv, train privately on real data, write report/index.html"
@@ -11,9 +11,11 @@ help:
 	@echo "make pages  the commands of all pages, as they stand there"
 	@echo "make slow   the tests that take minutes"
 	@echo "make zoo    the tests of 99 architectures, which run each night"
+	@echo "make browser  the site and a report in a browser, every page and link"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
 	@echo "make lint   format, style, types, layers, prose"
 	@echo "make docs   the documentation as a site -> site/index.html"
+	@echo "make docs-version VERSION=0.1  the documentation of a version -> branch gh-pages, not pushed"
 	@echo "make dist   wheel and source distribution -> dist/"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -39,6 +41,10 @@ zoo: .venv/installed
 	$(BIN)/python -m pip install --quiet --group zoo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/zoo
 
+browser: .venv/installed
+	$(BIN)/python -m pip install --quiet --group browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_site.py tests/test_report_browser.py
+
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run --all --out results/bench/$$(date +%F).jsonl
 
@@ -51,6 +57,11 @@ lint: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/mkdocs build --strict
+
+docs-version: .venv/installed
+	$(if $(VERSION),,$(error say which: make docs-version VERSION=0.1))
+	$(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
 
 dist: .venv/installed
 	rm -rf dist
