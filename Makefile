@@ -9,8 +9,8 @@ FUZZ_SECONDS ?= 600 # of each fuzzer
 torch_newest := --group torch
 torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject.toml)'
 
-.PHONY: help demo test pages wheel slow zoo fuzz audits examples bench bench-check lint docs dist windows ci data \
-	advisories lock sbom release clean
+.PHONY: help demo test pages wheel slow zoo browser fuzz audits examples bench bench-check lint docs docs-version dist \
+	windows ci data advisories lock sbom release clean
 
 help:
 	@echo "make demo     install into .venv, train privately on real data, write report/index.html"
@@ -18,6 +18,7 @@ help:
 	@echo "make pages    the commands of all pages, as they stand there"
 	@echo "make lint     format, style, types, layers, prose"
 	@echo "make docs     the documentation as a site -> site/index.html"
+	@echo "make browser  the site and a report in a browser: every page and link"
 	@echo "make wheel    the wheel in an empty environment does what the pages say"
 	@echo "make windows  the import is refused there, with the remedy; runs everywhere"
 	@echo "make ci       all of these tests and checks: what CI runs for each change, on this system"
@@ -34,6 +35,7 @@ help:
 	@echo
 	@echo "make bench    time and memory of a private step over an ordinary one -> results/bench/"
 	@echo "make lock     newest versions of the packages for development -> requirements-dev.txt"
+	@echo "make docs-version VERSION=0.1  the documentation of a version -> branch gh-pages, not pushed"
 	@echo "make dist     wheel and source distribution -> dist/"
 	@echo "make sbom     what the wheel brings with it -> privgrad.cdx.json"
 	@echo "make release TAG=v1.2.3  what release.yml builds"
@@ -66,6 +68,10 @@ slow: $(VENV)/installed
 zoo: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group torch --group zoo
 	$(PYTEST) -m "slow or not slow" tests/zoo
+
+browser: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_site.py tests/test_report_browser.py
 
 fuzz: $(VENV)/installed
 	for reader in budget checkpoint data ledger spec; do \
@@ -116,6 +122,11 @@ advisories: $(VENV)/installed
 
 lock: $(VENV)/installed
 	$(BIN)/uv pip compile --quiet --upgrade pyproject.toml --group dev --output-file requirements-dev.txt
+
+docs-version: $(VENV)/installed
+	$(if $(VERSION),,$(error say which: make docs-version VERSION=0.1))
+	$(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
 
 dist: $(VENV)/installed
 	rm -rf dist

@@ -6,21 +6,21 @@ from typing import Any
 import griffe
 
 _SECTIONS = "Args|Attributes|Returns|Yields|Raises|Privacy|Reference"
-_SEVERAL = re.compile(r"^( +)([\w*]+(?:, [\w*]+)+):((?: .*)?(?:\n\1 .*)*)", re.MULTILINE)
+_SEVERAL = re.compile(r"^( +)([\w*]+(?:,\s+[\w*]+)+):((?: .*)?(?:\n\1 .*)*)", re.MULTILINE)
 _AS_ELSEWHERE = re.compile(rf"\n    ({_SECTIONS}): (.*)")
 
 
 def _one_by_one(several: re.Match[str]) -> str:
     """Write `a, b: as in X` as two lines."""
     indent, names, text = several.groups()
-    return "\n".join(f"{indent}{name}:{text}" for name in names.split(", "))
+    return "\n".join(f"{indent}{name}:{text}" for name in re.split(r",\s+", names))
 
 
 def _plain(line: str) -> str:
-    """Nothing in the line is markup but what stands in backticks."""
-    parts = re.split(r"(`[^`]*`)", line)
+    """Nothing in the line is markup but what stands in backticks; `*names:` of an argument stays, too."""
+    parts = re.split(r"(`[^`]*`|^ +\*+\w+(?=:))", line)
     return "".join(
-        part if part.startswith("`") else re.sub(r"([*>])", r"\\\1", part).replace("<", "&lt;") for part in parts
+        part if index % 2 else re.sub(r"([*>])", r"\\\1", part).replace("<", "&lt;") for index, part in enumerate(parts)
     )
 
 

@@ -11,7 +11,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 CODE = {".py": "python", ".toml": "toml", ".txt": "text", ".json": "json"}
-SHOWN = ("[A-Z]*.md", "benchmarks/*.*", "examples/*.*", "results/*.md", "results/*/*.*")
+SHOWN = (
+    "[A-Z]*.md",
+    "benchmarks/*.*",
+    *("examples/*.*", "examples/*/*.*"),
+    *("results/*.md", "results/*/*.*", "results/*/*/*.*"),
+)
 LINK = re.compile(r"(?<=\]\()[^)\s#:]+(?=[)#])")
 
 

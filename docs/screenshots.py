@@ -1,6 +1,7 @@
-"""Pictures of a report for docs/reports.md.
+"""Pictures of reports for docs/reports.md and docs/lessons/reading-a-report.md.
 
-Run `privgrad compare examples/digits.toml --out report`, then `python docs/screenshots.py`.
+Run `privgrad compare examples/digits.toml --out report`, and save the file of the lesson and run `privgrad train
+digits.toml --out report-lesson`. Then run `python docs/screenshots.py`. A report that is not there keeps its pictures.
 
 Needs Chromium and, from PyPI, playwright.
 """
@@ -13,13 +14,15 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
-# Name, width of the window, what is shown: from the top of the first to the bottom of the second.
+RESULTS = ("h1", "section[aria-labelledby=results] figure >> nth=0")
+# Name, folder, width of the window, what is shown: from the top of the first to the bottom of the second.
 PICTURES = (
-    ("report-results", 1280, ("h1", "section[aria-labelledby=results] figure >> nth=0")),
-    ("report-tuning", 1280, ("section[aria-labelledby=results] figure >> nth=1",) * 2),
-    ("report-privacy", 1280, ("section[aria-labelledby=privacy]",) * 2),
-    ("report-diagnostics", 1280, ("section[aria-labelledby=diagnostics]",) * 2),
-    ("report-narrow", 390, ("h1", "section[aria-labelledby=results] figure >> nth=0")),
+    ("report-results", "report", 1280, RESULTS),
+    ("report-tuning", "report", 1280, ("section[aria-labelledby=results] figure >> nth=1",) * 2),
+    ("report-privacy", "report", 1280, ("section[aria-labelledby=privacy]",) * 2),
+    ("report-diagnostics", "report", 1280, ("section[aria-labelledby=diagnostics]",) * 2),
+    ("report-narrow", "report", 390, RESULTS),
+    ("lesson-report", "report-lesson", 1000, RESULTS),
 )
 
 
@@ -39,9 +42,11 @@ def main() -> None:
     """Take every picture of the report."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, width, ends in PICTURES:
+        for name, folder, width, ends in PICTURES:
+            if not (ROOT / folder).exists():
+                continue
             page = browser.new_page(viewport={"width": width, "height": 900})
-            page.goto((ROOT / "report/index.html").as_uri())
+            page.goto((ROOT / folder / "index.html").as_uri())
             image = Image.open(io.BytesIO(taken(page, *ends))).convert("RGB")
             image.quantize(128, dither=Image.Dither.NONE).save(ROOT / f"docs/img/{name}.png", optimize=True)
         browser.close()

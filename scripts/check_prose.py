@@ -2,8 +2,8 @@
 
 `make lint` runs it. scripts/prose.toml holds the phrases; proselint does the matching, with none of its own checks.
 Without arguments it reads the project's pages and src/privgrad; with arguments, these files and folders.
-Prose is what a reader reads: in pages everything but code, link targets and HTML comments; in Python files the
-docstrings, the comments, and string literals of several words, such as error messages.
+Prose is what a reader reads: in pages everything but code, formulas, link targets and HTML comments; in Python files
+the docstrings, the comments, and string literals of several words, such as error messages.
 """
 
 import ast
@@ -32,6 +32,7 @@ MAX_CELL = 200  # characters of a table cell, without link targets
 SEPARATOR = "\n\0\n"  # no phrase crosses it
 CODE = re.compile(r"(?s)(`+)(?!`).+?(?<!`)\1(?!`)")
 LINK = re.compile(r"\]\([^()\s]*(?:\([^()]*\)[^()\s]*)*(?:\s\"[^\"]*\")?\)|<https?:[^>]*>|https?://\S+")
+MATH = re.compile(r"(?<![\w$\\])\$(?=\S)[^$\n]*(?<=\S)\$(?![\w$])")
 HTML_COMMENT = re.compile(r"(?s)<!--.*?-->")
 FENCE = re.compile(r" *(```+|~~~+)")
 ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
@@ -92,8 +93,8 @@ def blanked(pattern: re.Pattern[str], text: str, fill: str) -> str:
 
 
 def prose_of(text: str) -> str:
-    """Return the text with code as one word and link targets as spaces."""
-    return blanked(LINK, blanked(CODE, text, "x").replace("[", " "), " ")
+    """Return the text with code and formulas as one word each, and link targets as spaces."""
+    return blanked(LINK, blanked(MATH, blanked(CODE, text, "x"), "x").replace("[", " "), " ")
 
 
 def page_passages(source: str) -> Iterator[Passage | Finding]:

@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import forkserver
@@ -120,6 +121,19 @@ def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan() -> Callable[..., pg.PrivacyPlan]:
     return make_plan
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A real browser, for the pages that are written for one."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
 
 
 def forking() -> ForkServerContext:

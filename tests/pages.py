@@ -1,7 +1,9 @@
 """The documents' fenced blocks, and what the code in them takes as given.
 
 What a block is, its info string says: `python` is run, in order, in one namespace a page; `console` is commands, run in
-order in one folder a page; `toml` is an experiment; `text` is output or a message, with nothing to run.
+order in one folder a page; `toml` is an experiment; `text` is output or a message, with nothing to run; `math` is a
+formula. A block with a title, as in `python title="count.py"`, is a file of this name: commands read or run it. On the
+pages of docs/lessons, a `text` block right after code or commands is what these print.
 """
 
 import os
@@ -27,7 +29,10 @@ from privgrad import data
 from privgrad.accounting import Release
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("python", "console", "toml", "text")
+KINDS = ("python", "console", "toml", "text", "math")
+LESSONS = "docs/lessons/"
+TITLED = re.compile(r'(\w+) title="([^"]+)"')
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 class Block(NamedTuple):
@@ -38,6 +43,7 @@ class Block(NamedTuple):
     heading: str
     kind: str
     text: str
+    title: str = ""  # the name of the file that it is
 
 
 def pages() -> list[str]:
@@ -58,13 +64,42 @@ def _blocks(page: str) -> Iterator[Block]:
         if fence is None and opened:
             fence, lines, first = opened, [], number + 1
         elif fence is not None and opened and opened[1] == fence[1] and not opened[2]:
-            yield Block(page, first, heading, fence[2].strip(), textwrap.dedent("".join(lines)))
+            titled = TITLED.fullmatch(fence[2].strip())
+            kind, title = titled.groups() if titled else (fence[2].strip(), "")
+            yield Block(page, first, heading, kind, textwrap.dedent("".join(lines)), title)
             fence = None
         elif fence is not None:
             lines.append(line)
         elif line.startswith("#"):
             heading = line.strip("# \n")
     assert fence is None, f"{page}:{first} is not closed"
+
+
+def output_of(block: Block) -> str | None:
+    """What a lesson says that a block prints: the `text` block right after it. None: it says nothing."""
+    if not block.page.startswith(LESSONS):
+        return None
+    end = block.line + block.text.count("\n")  # its closing fence
+    lines = (ROOT / block.page).read_text().splitlines()
+    following = [other for other in blocks(block.page) if other.line > end]
+    if not following or following[0].kind != "text" or any(line.strip() for line in lines[end : following[0].line - 2]):
+        return None
+    return following[0].text
+
+
+def require_alike(shown: str, printed: str, place: str) -> None:
+    """Raise unless `printed` is what a lesson shows: the same words, and numbers within a quarter, or 0.05, of its own.
+
+    The noise is new in each run, so that numbers differ, and the widths of tables. `...` in what is shown stands for
+    anything.
+    """
+    shown, printed = (" ".join(re.sub(r"([━─])+", r"\1", text).split()) for text in (shown, printed))
+    words = (re.escape(part).replace(r"\.\.\.", ".*?") for part in NUMBER.split(shown))
+    found = re.fullmatch(f"({NUMBER.pattern})".join(words), printed)
+    assert found, f"{place}: the page shows\n{shown}\nand this was printed:\n{printed}"
+    for one, other in zip(NUMBER.findall(shown), found.groups(), strict=True):
+        distance = abs(float(one) - float(other))
+        assert distance <= max(0.05, 0.25 * float(one)), f"{place}: {other} was printed, and the page shows {one}"
 
 
 Names = Callable[[], dict[str, Any]]
@@ -384,7 +419,8 @@ def run_python(page: str, printed: Callable[[], str]) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     heading, missing = "", dict(given(page).names)
     names |= missing.pop("", dict)()
-    for block in blocks(page, "python"):
+    said = ""
+    for block in (block for block in blocks(page, "python") if not block.title):
         if block.heading != heading and block.heading in missing:
             names |= missing.pop(block.heading)()
         heading = block.heading
@@ -392,19 +428,29 @@ def run_python(page: str, printed: Callable[[], str]) -> None:
             continue
         code = compile("\n" * (block.line - 1) + smaller(block), page, "exec")  # lines in errors are those of the page
         exec(code, names)
+        now, shown = printed(), output_of(block)
+        said += now
+        if shown is not None:
+            require_alike(shown, now, f"{page}:{block.line}")
     assert not missing, f"no python block under {', '.join(missing)}"
-    given(page).check(names, printed())
+    given(page).check(names, said)
 
 
 def commands(page: str) -> list[str]:
-    """The lines of a page's console blocks that are run, in order; a line that ends in a backslash goes on."""
-    text = "".join(smaller(block) for block in blocks(page, "console")).replace("\\\n", " ")
+    """The lines of a page's console blocks that are run, in order."""
+    return [line for block in blocks(page, "console") for line in lines_of(block)]
+
+
+def lines_of(block: Block) -> list[str]:
+    """The lines of a console block that are run; a line that ends in a backslash goes on."""
+    text = smaller(block).replace("\\\n", " ")
     return [line for line in text.splitlines() if line.strip() and not line.startswith(tuple(NOT_RUN))]
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write the files that a page's blocks take as given."""
-    for name, text in given(page).files().items():
+    """Write the files that a page's blocks take as given, and those that its titled blocks are."""
+    titled = {block.title: smaller(block) for block in blocks(page) if block.title}
+    for name, text in (titled | given(page).files()).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
@@ -419,8 +465,13 @@ def run_commands(page: str, folder: Path, binaries: Path = Path(sys.executable).
     write_files(page, folder)
     environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    for line in commands(page):
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{page}: {line}\n{done.stdout}{done.stderr}"
+    for block in blocks(page, "console"):
+        printed = ""
+        for line in lines_of(block):
+            done = subprocess.run(
+                ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{page}: {line}\n{done.stdout}{done.stderr}"
+            printed += done.stdout
+        if (shown := output_of(block)) is not None:
+            require_alike(shown, printed, f"{page}:{block.line}")

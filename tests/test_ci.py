@@ -21,8 +21,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
 PREPARES = {"data"}  # a job's first step; `make ci` takes the data that are here
 # What a job may do besides: write, and call other programs than make.
-MAY_WRITE = {("release", "publish"): {"id-token", "attestations"}, ("release", "announce"): {"contents"}}
-MAY_CALL = {"release": {"gh"}}
+MAY_WRITE = {
+    ("release", "publish"): {"id-token", "attestations"},
+    ("release", "announce"): {"contents"},
+    ("docs", "publish"): {"contents"},
+}
+MAY_CALL = {"release": {"gh"}, "docs": {"git"}}
 
 
 def commands(workflow: dict[str, Any]) -> set[str]:
@@ -58,7 +62,7 @@ def test_a_target_that_only_one_of_them_runs_is_found():
 
 
 def test_jobs_only_call_make_and_all_that_they_make_exists():
-    assert WORKFLOWS.keys() >= {"ci", "nightly", "release"}
+    assert WORKFLOWS.keys() == {"ci", "docs", "nightly", "release"}
     for name, workflow in WORKFLOWS.items():
         assert targets(workflow) <= rules(MAKEFILE).keys(), name
         assert {command.split()[0] for command in commands(workflow)} - {"make"} == MAY_CALL.get(name, set()), name
@@ -108,7 +112,10 @@ def test_every_fuzzer_runs_each_night():
 
 
 def test_actions_are_named_by_their_hash_and_jobs_may_only_read():
-    """A tag can be moved to other code. Only a release may write, and not in the job that runs packages' code."""
+    """A tag can be moved to other code. Only a release may write, and not in the job that runs packages' code.
+
+    The pages may be written, because nothing is built from them.
+    """
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         for line in re.findall(r"uses: (.*)", path.read_text()):
             assert re.fullmatch(r"\./\.github/workflows/\w+\.yml|[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from privgrad.experiments.report.terminal import summary_table
 
 ROOT = Path(__file__).parent.parent
 RECORDS = [json.loads(line) for line in (ROOT / "results/digits/runs.jsonl").read_text().splitlines()]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def test_what_readme_says_the_demo_prints_is_what_its_records_say():
@@ -54,17 +51,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plan": {"steps": 200, "seed": 0},
     }
     return write_report(records, metadata, tmp_path_factory.mktemp("report"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ class Banded:
         row of F has entries in both, and they are orthogonal. The releases therefore cost as much as ceil(T / b)
         Gaussian mechanisms, each Poisson sampled at b times the plan's rate. This also holds if later sums depend on
         earlier releases. The groups are drawn independently of the data, and nobody else's group changes with a person.
+        docs/mathematics.md (6.3) to (6.5) has the steps of this proof.
     Reference:
         Choquette-Choo et al. 2023 (arXiv 2306.08153), on banded factors and cyclic Poisson sampling, and 2024 (arXiv
         2405.15913), on Toeplitz ones.
@@ -97,7 +98,7 @@ class Banded:
     def sum_std(self) -> float:
         """The standard deviation of a long sum of w, over the root of its number of steps. `noise` and `plan` read it.
 
-        It is 1 / |c_0 + c_1 + ...|; independent noise has 1.
+        It is 1 / |c_0 + c_1 + ...|, docs/mathematics.md (6.8); independent noise has 1.
         """
         return 1 / abs(sum(self.chosen))
 
@@ -124,7 +125,7 @@ def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarr
 
 @lru_cache(maxsize=64)
 def _stds(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
-    """Return the standard deviation of w at each of the first steps, shape (steps,)."""
+    """Return the standard deviation of w at each of the first steps, shape (steps,): docs/mathematics.md (6.6)."""
     return np.sqrt(np.cumsum(np.square(response(coefficients, steps))))
 
 
@@ -134,7 +135,10 @@ def std_at(coefficients: tuple[float, ...], step: int) -> float:
 
 
 def square_root(bands: int) -> np.ndarray:
-    """Return the first coefficients of the square root of the prefix sums, (1 - x)^(-1/2), with norm 1."""
+    """Return the first coefficients of the square root of the prefix sums, (1 - x)^(-1/2), with norm 1.
+
+    docs/mathematics.md (6.9).
+    """
     found = np.cumprod([1.0, *((2 * k - 1) / (2 * k) for k in range(1, bands))])
     return found / np.linalg.norm(found)
 
@@ -155,7 +159,7 @@ def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
             norm = float(coefficients @ coefficients)
             if not math.isfinite(error):
                 return 1e300, np.zeros(bands - 1)
-            # The response h has dh/dc_j = -(h * h), moved on by j steps.
+            # The response h has dh/dc_j = -(h * h), moved on by j steps: docs/mathematics.md (6.10).
             moved = np.asarray(lfilter([1.0], coefficients, sums))
             slopes = np.array([-2 * (left[j:] * sums[j:]) @ moved[: steps - j] for j in range(1, bands)])
             return math.log(error) + math.log(norm), slopes / error + 2 * free / norm
@@ -170,7 +174,7 @@ def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
 
 
 def _prefix_error(coefficients: np.ndarray, steps: int) -> float:
-    """Return the root mean square of the prefix sums' noise for coefficients of norm 1."""
+    """Return the root mean square of the prefix sums' noise for coefficients of norm 1: docs/mathematics.md (6.7)."""
     sums = np.cumsum(response(coefficients, steps))
     return math.sqrt(float(np.arange(steps, 0, -1.0) @ np.square(sums)) / steps)
 

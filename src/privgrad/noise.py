@@ -56,7 +56,7 @@ def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
 
 
 class Recursion:
-    """The last noises w of a stream of releases, from which the next one follows; see Banded. SECRET.
+    """The last noises w of a stream of releases, from which the next one follows: docs/mathematics.md (6.1). SECRET.
 
     PrivateGradient makes one for each stream of noise, and gives it to `add_noise`. An exception inside of `add_noise`
     may leave it between two steps: make a new one, with a new stream.
@@ -180,8 +180,8 @@ def add_noise(
         the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an
         estimate, not a proof). N never exceeds 11.5 standard deviations.
         With memory, (S_1 + sigma C w_1, S_2 + sigma C w_2, ...) / C is F^-1 (F S / C + sigma z): post-processing of the
-        Gaussian mechanism on F S / C, whose sensitivity Banded states. Each sum counts in units of its own C, so C may
-        change from step to step.
+        Gaussian mechanism on F S / C, whose sensitivity Banded states; docs/mathematics.md (6.2). Each sum counts in
+        units of its own C, so C may change from step to step.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
@@ -219,7 +219,7 @@ def add_noise(
 def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) -> float:
     """Return the standard deviation of the noise in one coordinate of a clipped sum that was divided by `divisor`.
 
-    Computes: sigma C / B. It is 0 for sigma = 0, even if C is infinite.
+    Computes: sigma C / B, docs/mathematics.md (5.1). It is 0 for sigma = 0, even if C is infinite.
 
     Args:
         noise_multiplier: sigma >= 0.

@@ -1,4 +1,4 @@
-"""How often one person may take part in the releases of a training, and at which rate.
+"""How often one person may take part in the releases of a training, and at which rate: docs/mathematics.md (6.5).
 
 `Ledger` keeps one count and computes epsilon from it. `plan_base` and `band_choice` call the two functions. The privacy
 guarantee rests on this file: what is calibrated, drawn and charged are these numbers.

@@ -62,7 +62,7 @@ class Flat:
     Privacy:
         Each example's contribution has norm at most C. Adding or removing one example changes the sum by at most C.
     Reference:
-        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
+        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; docs/mathematics.md (1.9).
     """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:

@@ -380,7 +380,7 @@ def _with_shared_matrices(maps: Mapping[str, InputMap]) -> dict[str, InputMap]:
 
 
 def _inverse_power(name: str, moment: Tensor, power: float, ridge: float, dtype: torch.dtype) -> Tensor:
-    """Return U, the damped inverse power of a second moment, with mean eigenvalue 1."""
+    """Return U, the damped inverse power of a second moment, with mean eigenvalue 1: docs/mathematics.md (2.8)."""
     if not bool(torch.isfinite(moment).all()):
         remedy = "examine the public examples, or lower the learning rate"
         raise expected("precondition.inputs", f"the inputs of {name!r}", "to be finite", "inf or nan", remedy)

@@ -31,6 +31,8 @@ _SMALLEST = 1e-12  # float32 can hold the squares of all numbers from this to it
 class Transform:
     """A map that PrivateGradient applies to each example's gradient g before clipping: (keep g U + shift) / A.
 
+    docs/mathematics.md (2.1) says why the bound C then holds for the result.
+
     Attributes:
         inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, with the parameter's shape; a missing name means
             1. Do not overwrite them in ways that torch cannot see (.data, numpy): their squares are cached for norms.

@@ -37,7 +37,8 @@ class Debiased(PrivateOptimizer):
         p = (1 - decay) p - (of_gradient g + of_average m) / sqrt(debias(v, sqrt(n), floor))
 
     A coordinate without signal is on the floor if `debias_floor` is well above the relative spread of v, which is
-    sqrt(2 (1 - beta2) / (1 + beta2)): 0.03 for 0.999. From about 0.3 on, the noise step is lr / sqrt(debias_floor).
+    sqrt(2 (1 - beta2) / (1 + beta2)): 0.03 for 0.999, docs/mathematics.md (5.4). From about 0.3 on, the noise step is
+    lr / sqrt(debias_floor), see (5.6) there.
     Below, most coordinates of a real model are not on the floor, and the noise step does not describe their steps.
     """
 

@@ -235,7 +235,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = held.float() if value.is_floating_point() else held
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
-        """Update by the gradient divided by its noise_std, at the rates whose noise steps the groups hold.
+        """Update by gradient / noise_std, at the rates whose noise steps the groups hold: docs/mathematics.md (5.7).
 
         Args:
             gradient: the released gradient.
@@ -255,7 +255,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 group["lr"] = step
 
     def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
-        """Return the noise step at lr = 1. Subclasses with a noise step override it.
+        """Return the noise step at lr = 1, docs/mathematics.md (5.6). Subclasses with a noise step override it.
 
         `noise_step` and `_update_in_noise_units` call it.
 

@@ -47,7 +47,7 @@ def debias(
     Privacy:
         Post-processing of noisy gradients; uses public constants only.
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), eq. (3).
+        Tang, Lecuyer 2023 (DP-AdamBC), eq. (3); docs/mathematics.md (5.2) and (5.3).
     """
     require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
     require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")

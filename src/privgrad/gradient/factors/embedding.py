@@ -101,7 +101,8 @@ class Rows(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms from the rows that each example reads.
 
-        An example may read a row several times: these gradients are added up before the row's norm is taken.
+        An example may read a row several times: these gradients are added up before the row's norm is taken, as in
+        docs/mathematics.md (1.6).
         """
         keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
         rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
@@ -121,7 +122,8 @@ class TiedTable(Sum):
 
     The norms need no gradient of the size of the table for each example.
 
-    Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s).
+    Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s). See
+        docs/mathematics.md (1.7).
 
     Args:
         outer: gradients G from the output layer.

@@ -82,7 +82,7 @@ class Bags(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return |c| |r|, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
 
-        All terms are positive, so none cancel.
+        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales.
         """
         plain_B = self._of_bags(self._bags.values().double().square()).sqrt() * norms_of(self.r_BD)
         if inverse_scales is None:

@@ -31,6 +31,8 @@ _ROUNDED = 1.001  # room for the rounding of the powers of a matrix
 class InputMap:
     """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
 
+    Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
+
     Attributes:
         matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
         bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
@@ -59,7 +61,8 @@ class InputMap:
     def bound(self) -> float:
         """A number that the spectral norm of U does not exceed.
 
-        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U.
+        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U. See
+        docs/mathematics.md (2.9).
         """
         matrix = self.matrix.double()
         size = float(matrix.abs().max())

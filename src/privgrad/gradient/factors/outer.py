@@ -42,6 +42,8 @@ _ADDED = 16  # multiplications that take as long as adding one entry of a weight
 class Outer(LinearMapFactor):
     """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
 
+    docs/mathematics.md (1.1) derives them, and (1.2) to (1.5) their norms, their term bound and their weighted sum.
+
     Args:
         a_BTI: inputs, shape (B, T, I).
         b_BTO: gradients of the outputs, shape (B, T, O).
@@ -88,7 +90,10 @@ class Outer(LinearMapFactor):
         return total
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """Return g_i x_it by inner products of positions, where this takes fewer operations than g_i itself."""
+        """Return g_i x_it by inner products of positions, where this takes fewer operations than g_i itself.
+
+        docs/mathematics.md (1.8).
+        """
         positions, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
         if positions[0] * positions[1] * (inputs + outputs) <= sum(positions) * inputs * outputs:
             return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
@@ -178,7 +183,7 @@ class Outer(LinearMapFactor):
 
         For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions relative
         to the size of the parameter, without scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise the
-        gradients are written out in chunks.
+        gradients are written out in chunks. docs/mathematics.md (1.3), (2.2) and (1.2), in this order.
         """
         positions, inputs = self.positions, self.shape[1]
         if positions == 1 and inverse_scales is None:
@@ -283,7 +288,10 @@ class _PositionNorms:
 
 
 def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return r, shape (O,), and c, shape (I,), with s_oi <= r_o c_i for scales s of shape (O, I, ...)."""
+    """Return r, shape (O,), and c, shape (I,), with s_oi <= r_o c_i for scales s of shape (O, I, ...).
+
+    docs/mathematics.md (2.3) bounds terms by them.
+    """
     scales_OI = inverse_scales.flatten(2).amax(2) if inverse_scales.dim() > 2 else inverse_scales
     of_outputs = scales_OI.amax(1)
     return of_outputs, (scales_OI / of_outputs[:, None]).amax(0)

@@ -31,7 +31,7 @@ class RowMap:
 
     Computes, with u_o = w_o / |w_o| and <.> the mean over a row:
         scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o,
-    or along_o (u_o . h_o) for a parameter that has one number per row.
+    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
 
     Args:
         unit_OF: u.
@@ -49,7 +49,10 @@ class RowMap:
 
     @cached_property
     def spectral_norm(self) -> float:
-        """The norm of J, from its eigenvalues in the plane of u and the constant row, and outside of this plane."""
+        """The norm of J, from its eigenvalues in the plane of u and the constant row, and outside of this plane.
+
+        docs/mathematics.md (3.15).
+        """
         if self.is_per_row:
             return float(self.numbers[0].abs().max())
         scale_O, level_O, along_O = (numbers.double() for numbers in self.numbers)
@@ -74,7 +77,10 @@ class RowMap:
         return (unit_BO * self.numbers[-1]).view(-1, *self.shape)
 
     def norms(self, sums: "RowSums") -> tuple[Tensor, Tensor]:
-        """Return the norms of the products, shape (B,), float64, and which of them rounding may have spoiled."""
+        """Return the norms of the products, shape (B,), float64, and which of them rounding may have spoiled.
+
+        docs/mathematics.md (3.14).
+        """
         (scale_O, level_O, along_O), fan_in = self.numbers, self.unit_OF.shape[1]
         square_BO = scale_O.square() * sums.square + (along_O + 2 * scale_O) * along_O * sums.along.square()
         square_BO += (level_O + 2 * scale_O) * level_O * fan_in * sums.mean.square()
@@ -105,8 +111,8 @@ class RowSums(NamedTuple):
     def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
         """Return the sums for gradients with respect to a weight, and for rows u; these may have any length.
 
-        Computes: inner products of patches or positions where these take fewer operations. Otherwise the gradients are
-        written out in chunks.
+        Computes: inner products of patches or positions where these take fewer operations, as in docs/mathematics.md
+        (3.6). Otherwise the gradients are written out in chunks.
         """
         outer = _is_outer(grads)
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()

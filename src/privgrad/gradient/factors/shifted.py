@@ -22,7 +22,8 @@ from privgrad.gradient.factors.norms import at_least_float32, canceled, native_n
 class Shifted(Factor):
     """The gradients of another factor plus the same public tensor: g_i + s.
 
-    Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2. Where these terms cancel, the gradient is written out instead.
+    Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2, see docs/mathematics.md (2.5). Where these terms cancel, the
+        gradient is written out instead.
 
     Args:
         inner: g_i.

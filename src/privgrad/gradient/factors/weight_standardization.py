@@ -1,9 +1,10 @@
 """Weight standardization, and per-example gradients through it in closed form.
 
 The general way is `jacobian.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
-moved weights follow from means and inner products of rows. `engines.layer_call` chooses between the two, and calls the
-methods of both weights. Clipping, the engines and `displacement` call those of the factors. The privacy guarantee
-rests on this file, except on `takes` and on `WeightStandardization`: it is part of the model, and torch calls it.
+moved weights follow from means and inner products of rows. docs/mathematics.md (3.1) to (3.12) derive the formulas, and
+the docstrings below cite them by number. `engines.layer_call` chooses between the two ways, and calls the methods of
+both weights. Clipping, the engines and `displacement` call those of the factors. The privacy guarantee rests on this
+file, except on `takes` and on `WeightStandardization`: it is part of the model, and torch calls it.
 
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
@@ -56,8 +57,8 @@ def _added(fan_in: int) -> float:
 class Projected(Combined):
     """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
 
-    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o. So q is h without its mean and without its
-    part along the standardized row y_o.
+    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). So q is h without its mean and
+    without its part along the standardized row y_o.
 
     Args:
         grads: h: a `Convolution` of few positions, or `Dense` rows.
@@ -125,8 +126,8 @@ class StandardizedWeight:
     Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean) and k_o = gain_o / sqrt(F). Here r_o is the inverse root of
     the row's variance plus the added constant. Let <.> be the mean over a row. A gradient h_o with respect to w_o gives
         g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
-    with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain. So g is a combination of h, y and ones, and so
-    is everything that is computed from g below (see `Combined`).
+    with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
+    and ones, and so is everything that is computed from g below (see `Combined`).
 
     Args:
         parametrization: torch's parametrization of the weight by v ("original") and the gain, common to all examples.
@@ -140,7 +141,7 @@ class StandardizedWeight:
         self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
         k_O = torch.ones_like(inverse_O1) if gain is None else at_least_float32(gain.detach())
         self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
-        # <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
+        # (3.2): <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
         self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
 
     @classmethod
@@ -196,8 +197,8 @@ class StandardizedWeight:
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight when its parameters move, to first order.
 
-        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k. Here D u = r (u - y <y u>) is the
-        derivative of y along a u whose rows have mean 0.
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9). Here
+        D u = r (u - y <y u>) is the derivative (3.3) of y along a u whose rows have mean 0.
         """
         g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
@@ -216,6 +217,7 @@ class StandardizedWeight:
         Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
+            These are (3.11) and (3.12).
 
         Args:
             total: gradients with respect to the weight, including the change of the output gradient by curvature.
@@ -262,7 +264,10 @@ class StandardizedWeight:
         return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
 
     def slope(self, g: Projected) -> Tensor:
-        """Return <y g>, the mean over each row of y times g, shape (B, O); norms of displaced weights rest on it."""
+        """Return <y g> of (3.8), the mean over each row of y times g, shape (B, O).
+
+        Norms of displaced weights rest on it.
+        """
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
@@ -276,8 +281,8 @@ class StandardizedWeight:
 class MovedStandardizedWeight:
     """A standardized weight at each example's own parameters, moved along gradients g that `pull` returned.
 
-    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g. Their r' follows from the variances of v and g
-    and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
+    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
+    of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
 
     Args:
         common: the weight at the parameters that all examples share.
@@ -323,7 +328,7 @@ class MovedStandardizedWeight:
 
 
 def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor) -> Tensor:
-    """Return the mean square of h less that of h - <h> - y <y h>, from <h>, <y h>, <y> and 1 - <y y>."""
+    """Return the mean square of h less that of h - <h> - y <y h>, from <h>, <y h>, <y> and 1 - <y y>: (3.5)."""
     return mean_BO.square() + along_BO.square() * (1 + lost_BO) - 2 * mean_BO * along_BO * level_BO
 
 

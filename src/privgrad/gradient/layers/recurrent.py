@@ -6,7 +6,8 @@ The per-example gradients of the weights follow from the gradients of the pre-ac
 hide. Here each layer and direction has two parts. The first is one matrix product over all time, whose output goes
 through the tap. The second is an autograd Function with a loop of few operations per time step, as fast on CPU as
 torch's own. Its backward pass computes all that does not depend on the incoming gradient before its loop, for all time
-at once. Parameters enter detached: their gradients come from the factors of the taps alone.
+at once. Parameters enter detached: their gradients come from the factors of the taps alone. docs/mathematics.md (4.1)
+to (4.9) derive the gradients; docstrings and comments below cite these by number.
 
 `engines.capture` puts `recurrent_forward` in place of the module's forward. `engines.passes` calls the functions
 `of_gates` and `of_projection` of the taps. torch calls `forward` and `backward` of the autograd Functions. The privacy
@@ -130,15 +131,15 @@ def _direction(
         inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
         b_BTG = grad_TBG.transpose(0, 1)
         if not isinstance(module, nn.GRU):
-            maps = [(own_ih, own_bias_ih, inputs_BTI), (own_hh, own_bias_hh, before_BTP)]
+            maps = [(own_ih, own_bias_ih, inputs_BTI), (own_hh, own_bias_hh, before_BTP)]  # (4.2)
             return of_linear_maps(maps, b_BTG)
-        # n = tanh(input term + r * hidden term): their gradients differ
+        # (4.9): n = tanh(input term + r * hidden term), so their gradients differ
         later_BTG = grad_TBG.clone().transpose(0, 1)
         later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
         found = of_linear_map(own_ih, own_bias_ih, inputs_BTI, b_BTG)
         return add_to(found, of_linear_map(own_hh, own_bias_hh, before_BTP, later_BTG))
 
-    def of_projection(grad_TBP: Tensor) -> dict[Tensor, Factor]:
+    def of_projection(grad_TBP: Tensor) -> dict[Tensor, Factor]:  # (4.6)
         return of_linear_map(parameter("weight_hr"), None, extra_TBH.transpose(0, 1), grad_TBP.transpose(0, 1))
 
     own_ih, own_hh = parameter("weight_ih"), parameter("weight_hh")
@@ -167,8 +168,8 @@ def _direction(
 class _LSTM(torch.autograd.Function):
     """The recurrence of an LSTM.
 
-    Computes: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h). With a projection,
-    h = W_hr o tanh(c) + nothing, where `nothing` is zero.
+    Computes: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3). With a projection,
+    h = W_hr o tanh(c) + nothing, where `nothing` is zero. The backward pass is (4.4) and (4.5).
     """
 
     @staticmethod
@@ -225,7 +226,8 @@ class _LSTM(torch.autograd.Function):
 class _GRU(torch.autograd.Function):
     """The recurrence of a GRU, which returns hidden and r.
 
-    Computes: h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh.
+    Computes: h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh, see (4.7). The
+    backward pass is (4.8) and (4.9).
     """
 
     @staticmethod
@@ -265,7 +267,7 @@ class _GRU(torch.autograd.Function):
 
 
 class _RNN(torch.autograd.Function):
-    """The recurrence of a plain RNN, h = tanh or relu of (pre + W_hh h), which returns hidden."""
+    """The recurrence of a plain RNN, h = tanh or relu of (pre + W_hh h), which returns hidden. Backward: (4.1)."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, relu: bool) -> Tensor:

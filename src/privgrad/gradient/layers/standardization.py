@@ -38,7 +38,7 @@ class _Standardize(torch.autograd.Function):
 
 
 class _Derivative(torch.autograd.Function):
-    """D g = r (g - mean(g) - y mean(y g)), row by row: linear and symmetric in g."""
+    """D g = r (g - mean(g) - y mean(y g)), row by row: linear and symmetric in g. docs/mathematics.md (3.3)."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, x: Tensor, mean: Tensor, r: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -51,7 +51,8 @@ class _Derivative(torch.autograd.Function):
         """Return the derivatives of <h, D g> with respect to g and x, with h (`other`) held constant.
 
         Computes: D h with respect to g. With respect to x, where <.> is the mean over a row and c(g, h) the covariance,
-            - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g).
+            - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g),
+        which is docs/mathematics.md (3.10).
         """
         grad, x, mean, r, of_grad = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         y, of_other = (x - mean) * r, _derivative(other, x, mean, r)
