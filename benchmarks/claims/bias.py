@@ -22,6 +22,7 @@ from benchmarks.claims.shared import (
     task_of,
     training,
 )
+from benchmarks.defaults import ROOT
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.gradient.contribution import Contribution
 
@@ -68,6 +69,26 @@ def variance(case: str, _: float, seed: int) -> Values:
         "bias / |g|": found["raw_bias"] / g,
         "noise / |g|": noise / g,
         "bias / noise": found["raw_bias"] / noise,
+        "cosine of the clipped mean with g": found["raw_cosine"],
+        "cosine of the release with g": found["raw_along"] * g / (clipped**2 + noise**2) ** 0.5,
+    }
+
+
+def recorded(case: str, _: float, seed: int) -> Values:
+    """D2, D8: bias, clipped mean and noise at a step of the trainings of bam/fig2, from their records."""
+    method, _, step = case.partition(", step ")
+    lines = (ROOT / "results/bam-fig2/runs.jsonl").read_text().splitlines()
+    key = (method, seed, int(step), "plain")
+    (found,) = [r for r in map(json.loads, lines) if (r["method"], r["seed"], r["step"], r["gradients"]) == key]
+    g, bias = found["raw_norm"], found["raw_bias"]
+    clipped = ((found["raw_along"] * g) ** 2 + found["raw_across"] ** 2) ** 0.5
+    noise = 0.832 / 512 * 26_010**0.5  # sigma C / B for each parameter of the small CNN
+    return {
+        "|g|": g,
+        "bias": bias,
+        "bias / |g|": bias / g,
+        "length of the clipped mean": clipped,
+        "length of the noise": noise,
         "cosine of the clipped mean with g": found["raw_cosine"],
         "cosine of the release with g": found["raw_along"] * g / (clipped**2 + noise**2) ** 0.5,
     }
@@ -227,7 +248,8 @@ def directions(case: str, rate: float, seed: int) -> Values:
         parameters = dict(model.named_parameters())
         loss = digits.loss_fn(model, digits.train.tensors).mean()
         gradients = torch.autograd.grad(loss, list(parameters.values()))
-        g, s = (torch.cat([v.flatten() for v in values]) for values in (gradients, clipped.values()))
+        g = torch.cat([value.flatten() for value in gradients])
+        s = torch.cat([clipped[name].flatten() for name in parameters])
         a = float(s @ g / (g @ g))
         c = s - a * g
         same = abs(1 - a) * float(g.norm()) / float(c.norm())  # of one size with the bias in magnitude
@@ -244,6 +266,11 @@ EQUAL = (*METHODS, "DP-SGD at a smaller step", "DP-SGD with weight decay")
 SIZES = tuple(f"{size}, equal {what}" for what in ("epsilon", "noise") for size in (60, 240, 960))
 CHECKS = {
     "variance": Check("D2", variance, NORMS),
+    "recorded-bias": Check(
+        "D2, D8",
+        recorded,
+        tuple(f"{method}, step {step}" for method in ("DP-SGD", "DP-SAT", "BAM") for step in (1, 100, 500)),
+    ),
     "equal-loss": Check("D8", at_equal_loss, EQUAL),
     "without-bias": Check(
         "D15",
