@@ -1,8 +1,8 @@
 """Run checks of the papers' claims: `python -m benchmarks.claims --check correction --check betas`.
 
-Each measurement appends a line to results/claims/CHECK.jsonl, unless the file holds it. `--show` prints a table for each
-file. Every method of a check gets the same noise steps. The best one is chosen by the mean over all seeds of the value
-that the check names; the table has all of them. Measurements on training examples, and before the noise, are NOT
+Each measurement appends a line to results/claims/CHECK.jsonl, unless the file holds it. `--show` prints a table for
+each file. Every method of a check gets the same noise steps. The best one is chosen by the mean over all seeds of the
+value that the check names; the table has all of them. Measurements on training examples, and before the noise, are NOT
 private.
 """
 

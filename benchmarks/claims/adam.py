@@ -132,9 +132,7 @@ def second_moments(case: str, _: float, seed: int) -> Values:
     """B5, B6: the second moment by class, and the factors by which DP-Adam and DP-AdamBC scale a class' rows."""
     floor, size = case.removeprefix("floor ").removesuffix(" per class").split(", ")
     seen, steps = tail_moments(floor, seed)
-    _, v, _, noisy_v, phi = (
-        x.view(31, -1) if isinstance(x, Tensor) else x for x in moments_of(seen, steps)
-    )
+    _, v, _, noisy_v, phi = (x.view(31, -1) if isinstance(x, Tensor) else x for x in moments_of(seen, steps))
     index = SIZES.index(int(size))
     rows = slice(2**index - 1, 2 ** (index + 1) - 1)
     own, least = noisy_v[rows], float(floor) * phi

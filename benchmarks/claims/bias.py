@@ -186,9 +186,7 @@ def largest_eigenvalue(model: nn.Module) -> float:
     """Return the largest eigenvalue of the Hessian of the training loss, by 20 power iterations."""
     digits = task_of("digits")
     parameters = list(model.parameters())
-    gradients = torch.autograd.grad(
-        digits.loss_fn(model, digits.train.tensors).mean(), parameters, create_graph=True
-    )
+    gradients = torch.autograd.grad(digits.loss_fn(model, digits.train.tensors).mean(), parameters, create_graph=True)
     g = torch.cat([gradient.flatten() for gradient in gradients])
     vector = torch.randn(len(g), generator=torch.Generator().manual_seed(0))
     value = 0.0

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from benchmarks.claims.shared import Check, Values, last, rank_correlation, scores, task_of, training
+from benchmarks.claims.shared import Check, Values, rank_correlation, scores, task_of, training
 from privgrad.diagnostics import RawMoments
 from privgrad.federated import ReportedUpdate
 from privgrad.papers.reproduce import prepared

@@ -90,9 +90,10 @@ def training(
         released = private_grad(batch)
         optimizer.step(grad=released)
         scheduler.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 - decay)
+        if decay:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 - decay)
         if step in stops or step == plan.steps:
             yield Stop(step, model, released, plan)
 

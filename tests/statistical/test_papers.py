@@ -87,7 +87,7 @@ def trained(
 
 @pytest.mark.parametrize(("noise_multiplier", "follows"), [(10.0, True), (0.01, False)])
 def test_adam_follows_momentum_only_where_the_noise_dominates(noise_multiplier: float, follows: bool):
-    """A14: at the equivalent rate, lr (1 - beta1) / sqrt(Phi), the weights agree if Phi dominates, and not otherwise."""
+    """A14: at the rate lr (1 - beta1) / sqrt(Phi), the weights agree if Phi dominates, and not otherwise."""
     noise_std, lr = noise_multiplier / 48, 0.002
     adam, _ = trained(pg.optim.Adam, noise_multiplier=noise_multiplier, lr=lr)
     momentum, _ = trained(pg.optim.MomentumSGD, noise_multiplier=noise_multiplier, lr=lr * 0.1 / noise_std)
