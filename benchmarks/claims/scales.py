@@ -16,7 +16,7 @@ from privgrad.papers.toy_regression import Toy, losses, problem, start
 
 SAMPLE = 2000  # private examples whose gradients are written out in factors
 WORDS = 10_001
-EPOCHS, BATCH = 8, 64  # of the trainings without privacy
+EPOCHS, BATCH = 4, 64  # of the trainings without privacy
 USERS, COHORT, ROUNDS, EXAMPLES = 1000, 100, 100, 10
 
 
@@ -195,5 +195,5 @@ CHECKS = {
     "theory": Check("C5, C6", theory, TERMS),
     "order": Check("C9", order, ("released", "public")),
     "rates": Check("C23", rates, ("SGD", "Adam"), (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0), best="validation loss"),
-    "placement": Check("C28", placement, PLACED, (0.002, 0.006, 0.02), best="training loss"),
+    "placement": Check("C28", placement, PLACED, (0.006, 0.02, 0.06), best="training loss"),
 }

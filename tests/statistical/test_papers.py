@@ -37,9 +37,9 @@ def test_the_noise_leaves_the_first_moment_unbiased():
     """A1: the mean of the first moment is the signal."""
     parameter = nn.Parameter(torch.zeros(20_000, dtype=torch.float64))
     optimizer = pg.optim.Adam([("p", parameter)], lr=1e-3)
-    for gradient in gradients(torch.full((20_000,), 0.05, dtype=torch.float64), 0.3, 200, seed=11):
+    for gradient in gradients(torch.full((20_000,), 0.05, dtype=torch.float64), 0.3, 100, seed=11):
         optimizer.step(grad=gradient)
-    mean = optimizer.state[parameter]["exp_avg"] / (1 - 0.9**200)
+    mean = optimizer.state[parameter]["exp_avg"] / (1 - 0.9**100)
     assert is_centered_on(mean, 0.05)
     assert not is_centered_on(mean, 0.06)
 
@@ -61,7 +61,7 @@ def test_debiased_steps_of_two_signals_are_equal():
 
 
 def trained(
-    kind: Any, *, noise_multiplier: float, max_grad_norm: float = 1.0, steps: int = 600, **options: Any
+    kind: Any, *, noise_multiplier: float, max_grad_norm: float = 1.0, steps: int = 200, **options: Any
 ) -> tuple[Tensor, float]:
     """Return the weights of softmax regression on a small heavy tail, and the share of its clipped gradients."""
     examples = data.heavy_tail(groups=3, log_size=4)
