@@ -96,7 +96,7 @@ def test_adam_follows_momentum_only_where_the_noise_dominates(noise_multiplier: 
 
 
 @pytest.mark.parametrize("kind", [pg.optim.SGD, pg.optim.Adam, pg.optim.AdamBC])
-def test_ten_times_the_norm_at_one_noise_step_is_the_same_training_while_all_is_clipped(kind: Any):
+def test_ten_times_the_norm_is_the_same_training_while_all_is_clipped(kind: Any):
     """B22: C = 0.1 and C = 1 train the same weights, up to rounding; C = 10, which nothing exceeds, does not."""
     options: dict[str, Any] = {"noise_step": 0.002, "noise_multiplier": 5.0, "steps": 30}
     (small, all_clipped), (large, also_all), (loose, none) = (
