@@ -99,7 +99,7 @@ def betas(case: str, step: float, seed: int) -> Values:
 
 def correction(case: str, step: float, seed: int) -> Values:
     """A23: DP-Adam and DP-AdamBC on digits."""
-    method, _, norm = case.partition(", C = ")
+    method, norm = case.split(", C = ")
     stop = last(training(task_of("digits"), method, step, seed, schedule="cosine", max_grad_norm=float(norm)))
     return scores(task_of("digits"), stop.model)
 
@@ -129,8 +129,8 @@ def stability(case: str, step: float, seed: int) -> Values:
 def tail_moments(floor: str, sigma: float, seed: int) -> tuple[RawMoments, int]:
     """Return the moments along a training of DP-AdamBC on the small heavy tail, and its number of steps."""
     seen = RawMoments()
-    method, changed = f"DP-AdamBC, floor {floor}", {"noise_multiplier": sigma}
-    return seen, last(training(task_of("classes"), method, 0.007, seed, observe=[seen.observe], **changed)).step
+    task, method = task_of("classes"), f"DP-AdamBC, floor {floor}"
+    return seen, last(training(task, method, 0.007, seed, observe=[seen.observe], noise_multiplier=sigma)).step
 
 
 def second_moments(case: str, _: float, seed: int) -> Values:
@@ -140,12 +140,12 @@ def second_moments(case: str, _: float, seed: int) -> Values:
     """
     floor, *sigma, size = case.removeprefix("floor ").removesuffix(" per class").split(", ")
     seen, steps = tail_moments(floor, float(sigma[0].split()[1]) if sigma else 10.0, seed)
-    _, v, _, noisy_v, phi = (x.view(31, -1) if isinstance(x, Tensor) else x for x in moments_of(seen, steps))
+    _m, clean_v, _noisy_m, noisy_v, phi = moments_of(seen, steps)
     index = SIZES.index(int(size))
     rows = slice(2**index - 1, 2 ** (index + 1) - 1)
-    own, least = noisy_v[rows], float(floor) * phi
+    clean, own, least = clean_v.view(31, -1)[rows], noisy_v.view(31, -1)[rows], float(floor) * phi
     return {
-        "v / Phi, clean": float(v[rows].mean()) / phi,
+        "v / Phi, clean": float(clean.mean()) / phi,
         "v / Phi, released": float(own.mean()) / phi,
         "scale of DP-Adam": float((phi / own).sqrt().mean()),
         "scale of DP-AdamBC": float((least / (own - phi).clamp(min=least)).sqrt().mean()),
@@ -204,8 +204,8 @@ def balanced(case: str, _: float, seed: int) -> Values:
 
 def less_noise(case: str, step: float, seed: int) -> Values:
     """B23: sigma = 10 and 1,795 steps against sigma = 5 and 448 steps, of one epsilon."""
-    method, _, sigma = case.partition(", sigma ")
-    changed = {"noise_multiplier": float(sigma), "steps": {"10": 1795, "5": 448}[sigma]}
+    method, sigma = case.split(", sigma ")
+    changed: dict[str, Any] = {"noise_multiplier": float(sigma), "steps": {"10": 1795, "5": 448}[sigma]}
     return by_size(last(training(task_of("classes"), method, step, seed, **changed)))
 
 
@@ -216,11 +216,11 @@ def unclipped(case: str, step: float, seed: int) -> Values:
     """
     shares = list[float]()
     stats = RawGradientStats()
-    changed = {"max_grad_norm": 2.89}
-    stops = training(task_of("classes"), case, step, seed, at=range(1790, 1796), observe=[stats.observe], **changed)
+    task, at = task_of("classes"), range(1790, 1796)
+    stops = training(task, case, step, seed, at=at, observe=[stats.observe], max_grad_norm=2.89)
     values: Values = {}
     for stop in stops:
-        values, x = by_size(stop), task_of("classes").train.tensors
+        values, x = by_size(stop), task.train.tensors
         with torch.no_grad():
             residual = F.softmax(stop.model(x[0]), 1) - F.one_hot(x[1], 31)
         shares.append(float((residual.norm(dim=1) * x[0].norm(dim=1) < 2.89).double().mean()))

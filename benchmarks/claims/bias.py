@@ -1,10 +1,12 @@
 """Checks of the paper on BAM, on a small network for digits. All are measured before the noise: NOT private."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +83,7 @@ def variance(case: str, _: float, seed: int) -> Values:
 
 def recorded(case: str, _: float, seed: int) -> Values:
     """D2, D8: bias, clipped mean and noise at a step of the trainings of bam/fig2, from their records."""
-    method, _, step = case.partition(", step ")
+    method, step = case.split(", step ")
     lines = (ROOT / "results/bam-fig2/runs.jsonl").read_text().splitlines()
     key = (method, seed, int(step), "plain")
     (found,) = [r for r in map(json.loads, lines) if (r["method"], r["seed"], r["step"], r["gradients"]) == key]
@@ -104,7 +106,7 @@ def crossing(curve: Sequence[tuple[float, float]], level: float) -> float:
     for (loss, bias), (following, other) in pairwise(curve):
         if following <= level < loss:
             return bias + (other - bias) * (loss - level) / (loss - following)
-    return float("nan")
+    return math.nan
 
 
 def at_equal_loss(case: str, _: float, seed: int) -> Values:
@@ -112,20 +114,21 @@ def at_equal_loss(case: str, _: float, seed: int) -> Values:
     digits, method = task_of("digits"), case.partition(" at ")[0].partition(" with ")[0]
     step = STEP * (0.4 if "a smaller step" in case else 1.0)
     decay = 0.005 if "weight decay" in case else 0.0
-    options = {"perturb": METHODS[method](), "decay": decay, "max_grad_norm": NORM}
-    curve: list[tuple[float, float]] = []
+    options: dict[str, Any] = {"perturb": METHODS[method](), "decay": decay, "max_grad_norm": NORM}
+    curve, result = list[tuple[float, float]](), Values()
     for stop in training(digits, "DP-GDM", step, seed, at=range(1, 201, 10), **options):
         found = probed(stop.model, NORM, [row[:512] for row in digits.train.tensors])
         curve.append((training_loss(stop.model), found["raw_bias"]))
+        result = scores(digits, stop.model)
     equal = {f"bias at loss {level:g}": crossing(curve, level) for level in LEVELS}
-    return {"final loss": curve[-1][0], "final bias": curve[-1][1], **equal} | scores(digits, stop.model)
+    return {"final loss": curve[-1][0], "final bias": curve[-1][1], **equal} | result
 
 
 def without_bias(case: str, step: float, seed: int) -> Values:
     """D15: the same noise with and without clipping. Without clipping it is NOT private."""
     digits = task_of("digits")
     norm = float(case.rpartition(" ")[2])
-    changed = {"max_grad_norm": norm}
+    changed: dict[str, Any] = {"max_grad_norm": norm}
     if case.startswith("not clipped"):
         changed = {"max_grad_norm": 1e4, "noise_multiplier": digits.plan(seed).noise_multiplier * norm / 1e4}
     return scores(digits, last(training(digits, "DP-GDM", step, seed, schedule="cosine", **changed)).model)
@@ -134,23 +137,23 @@ def without_bias(case: str, step: float, seed: int) -> Values:
 def batches(case: str, step: float, seed: int) -> Values:
     """D18, D19: trainings of 40 passes by batch size; the bias is probed on as many examples, and on 960."""
     digits = task_of("digits")
-    size, _, noise = case.partition(", ")
+    size, noise = case.split(", ")
     plan, batch = digits.plan(seed), int(size)
     steps = 40 * plan.num_examples // batch
-    numbers = {"num_examples": plan.num_examples, "expected_batch_size": batch, "steps": steps}
+    numbers: dict[str, Any] = {"num_examples": plan.num_examples, "expected_batch_size": batch, "steps": steps}
     if noise == "equal epsilon":
         own = pg.PrivacyPlan.for_budget(target_epsilon=3.0, delta=1e-5, max_grad_norm=NORM, **numbers)
         multiplier = own.noise_multiplier
     else:
         multiplier = plan.noise_multiplier * batch / plan.expected_batch_size
-    changed = {
+    changed: dict[str, Any] = {
         "noise_multiplier": multiplier,
         "expected_batch_size": batch,
         "sample_rate": batch / plan.num_examples,
         "steps": steps,
         "max_grad_norm": NORM,
     }
-    found: list[Values] = []
+    found, result = list[Values](), Values()
     at = [steps * part // 5 for part in range(1, 6)]
     rows = digits.train.tensors
     for stop in training(digits, "DP-GDM", step, seed, at=at, **changed):
@@ -164,8 +167,9 @@ def batches(case: str, step: float, seed: int) -> Values:
                 "cosine, 960 examples": whole["raw_cosine"],
             }
         )
+        result = {"training loss": training_loss(stop.model)} | scores(digits, stop.model)
     means = {key: sum(values[key] for values in found) / len(found) for key in found[0]}
-    return means | {"training loss": training_loss(stop.model)} | scores(digits, stop.model)
+    return means | result
 
 
 def ascent(model: nn.Module) -> float:
@@ -207,7 +211,7 @@ def largest_eigenvalue(model: nn.Module) -> float:
 def checkpoints(method: str, seed: int) -> dict[int, Values]:
     """Return by step: the bias, the norms and the sharpness along one training."""
     digits, found = task_of("digits"), dict[int, Values]()
-    options = {"perturb": METHODS[method](), "max_grad_norm": NORM}
+    options: dict[str, Any] = {"perturb": METHODS[method](), "max_grad_norm": NORM}
     for stop in training(digits, "DP-GDM", STEP, seed, at=STOPS, **options):
         own = probed(stop.model, NORM, digits.train.tensors)
         found[stop.step] = {
@@ -224,8 +228,8 @@ def checkpoints(method: str, seed: int) -> dict[int, Values]:
 
 def sharpness(case: str, _: float, seed: int) -> Values:
     """D4, D20: norms and sharpness at one step of a training."""
-    method, _, step = case.rpartition(", step ")
-    return checkpoints(method, seed)[int(step)]
+    method, number = case.split(", step ")
+    return checkpoints(method, seed)[int(number)]
 
 
 def causes(case: str, _: float, seed: int) -> Values:
@@ -243,8 +247,16 @@ def directions(case: str, rate: float, seed: int) -> Values:
     """D21: full batches without noise, along parts of the clipped mean s = a g + c. NOT private."""
     digits = task_of("digits")
     model = digits.model(seed)
-    numbers = {"sample_rate": 1.0, "expected_batch_size": digits.plan(0).num_examples, "noise_multiplier": 0.0}
-    plan = replace(digits.plan(seed), target_epsilon=None, max_grad_norm=NORM, **numbers)
+    plan = digits.plan(seed)
+    plan = replace(
+        plan,
+        target_epsilon=None,
+        max_grad_norm=NORM,
+        sample_rate=1.0,
+        expected_batch_size=plan.num_examples,
+        noise_multiplier=0.0,
+    )
+    same = math.nan
     private_grad = pg.PrivateGradient(model, digits.loss_fn, plan)
     for batch in plan.batches(digits.train):
         clipped = private_grad(batch)

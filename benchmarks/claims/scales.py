@@ -152,7 +152,7 @@ def rates(case: str, rate: float, seed: int) -> Values:
 
 def placement(case: str, step: float, seed: int) -> Values:
     """C28: users train a linear model on their own examples; scales divide each local gradient, or the update."""
-    place, _, rate = case.partition(", local rate ")
+    place, rate = case.split(", local rate ")
     item = toy_of(USERS * EXAMPLES)
     x, y, scales = problem(item)
     model = start(item, seed)
