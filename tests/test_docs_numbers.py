@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
+from benchmarks.claims.__main__ import CHECKS, read, table
 from pages import ROOT, blocks
 from privgrad import accounting, models
 
@@ -428,3 +429,37 @@ def test_what_helps_rare_classes_stands_in_the_records():
                 values = [100 * run[decision][key] for run in runs]
                 shown.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
         assert cells == shown, f"| {name} | {norm} | {' | '.join(shown)} |"
+
+
+VERDICTS = ("holds", "does not hold here", "false as stated", "not testable here (", "open: `")
+
+
+def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_records():
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        for line in (ROOT / "docs/papers/claims.md").read_text().splitlines()
+        if re.match(r"\| [A-D]\d+ \|", line)
+    ]
+    counts = {"A": 23, "B": 25, "C": 29, "D": 23}
+    assert [row[0] for row in rows] == [f"{paper}{n}" for paper, count in counts.items() for n in range(1, count + 1)]
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
+    shown: dict[str, str] = {}
+    for name, *_, ours, verdict in rows:
+        assert verdict.startswith(VERDICTS), name
+        named, links = set(re.findall(r"`(test_\w+)`", ours)), re.findall(r"\]\(\.\./\.\./(results/[^)]+)\)", ours)
+        assert named <= tests, name
+        if verdict.startswith("open"):
+            (command,) = re.findall(r"`(.+)`$", verdict)
+            program, _, what = command.rpartition(" ")
+            assert program in ("privgrad reproduce", "python -m benchmarks.claims --check"), name
+            item = ROOT / f"src/privgrad/papers/items/{what}.toml"
+            assert item.exists() if program.startswith("privgrad") else what in CHECKS, name
+        elif not verdict.startswith(("not testable", "false")):
+            assert named or links, name
+        checks = [link for link in links if link.startswith("results/claims/")]
+        for link in checks:
+            if link not in shown:
+                shown[link] = table(Path(link).stem, read(ROOT / link))
+        for number in re.findall(r"\d[\d.e-]* ± [\d.e-]*\d", ours) if checks else ():
+            assert any(number in shown[link] for link in checks), (name, number)

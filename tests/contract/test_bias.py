@@ -75,6 +75,16 @@ def test_the_bias_never_exceeds_what_is_cut_off(values: list[list[float]], max_n
     assert found["raw_bias"] <= found["raw_bound"] + 1e-9
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_mean_of_the_norms_is_at_least_the_norm_of_the_mean(values: list[list[float]]):
+    """Claim D20: BAM's penalty bounds the penalty on the norm of the mean gradient, with equality for one direction."""
+    norms = torch.tensor(values, dtype=torch.float64).norm(dim=1)
+    assert of_gradients(values, 1.0)["raw_norm"] <= float(norms.mean()) + 1e-9
+    aligned = (norms[:, None] * torch.tensor([0.6, 0.8, 0.0], dtype=torch.float64)).tolist()
+    assert of_gradients(aligned, 1.0)["raw_norm"] == pytest.approx(float(norms.mean()), abs=1e-9)
+
+
 def test_equal_norms_give_the_ascent_of_the_mean():
     """With |g_i| = r for all, the mean cosine is |g| / r."""
     angles = torch.linspace(0, 2, 7, dtype=torch.float64)

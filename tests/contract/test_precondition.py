@@ -232,6 +232,24 @@ def test_scales_of_one_change_no_bit():
         assert all(torch.equal(plain[name], divided[name]) for name in plain)
 
 
+def test_without_clipping_the_noise_in_the_weights_is_proportional_to_the_scales():
+    """Claim C4: A times the released gradient is the mean gradient, plus A times the noise of DP-SGD."""
+    plan = make_plan(seed=0, steps=1, max_grad_norm=1e6, noise_multiplier=1e-6)
+    scales = {name: torch.rand_like(p) + 0.5 for name, p in make_model(torch.float64).named_parameters()}
+    means: list[dict[str, Tensor]] = []
+
+    def released(**options: Any) -> pg.NoisyGradient:
+        private_grad = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, **options)
+        private_grad.register_raw_observer(lambda raw: means.append(dict(raw.raw_mean)))
+        return private_grad(first_batch(plan, make_data(dtype=torch.float64)))
+
+    plain, divided = released(), released(precondition=fixed(scales))
+    for name, mean in means[0].items():
+        noise = plain[name] - mean
+        assert float(noise.abs().max()) > 1e-3
+        torch.testing.assert_close(scales[name] * divided[name], mean + scales[name] * noise, rtol=1e-9, atol=1e-9)
+
+
 def test_norms_follow_scales_that_are_written_over():
     factor = Outer(torch.randn(4, 1, 6), torch.randn(4, 1, 5))
     inverse_scales = torch.rand(5, 6) + 0.5
