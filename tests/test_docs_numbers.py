@@ -123,24 +123,6 @@ def test_what_a_moving_c_reaches_without_tuning_stands_in_the_records():
         assert printed(statistics.mean((100 if percent else 1) * run[key] for run in runs), said) == said
 
 
-def test_what_methods_reached_while_they_were_tuned_stands_in_the_records():
-    names: dict[str, str] = {
-        "`SGD`, momentum": "DP-SGD", "`AdamBC` behind EMA": "DP-AdamBC behind EMA", "`AdamW`": "DP-AdamW",
-        "`AdamWBC`": "DP-AdamW, bias corrected", "`Muon`": "DP-Muon",
-    }  # fmt: skip
-    cells: dict[str, dict[str, list[float]]] = {}
-    for line in (ROOT / "results/more-tags/runs.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        cell = json.dumps([run["noise_step"], run["lr"], run["own"]])
-        cells.setdefault(run["method"], {}).setdefault(cell, []).append(100 * run["validation_accuracy"])
-    (section,) = re.findall(r"(?s)## A C that moves.*?(?=\n## |\Z)", CHOOSING.read_text())
-    found = re.findall(r"^\| ([^|]+) \| ([\d.]+) %[^|]* \|$", section, re.MULTILINE)
-    assert len(found) == 12
-    for name, said in found:
-        method = names.get(str(name), str(name).removesuffix(", from a C of 1"))
-        assert printed(max(map(statistics.mean, cells[method].values())), said) == said
-
-
 def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/features/runs.jsonl").read_text().splitlines()]
     lines = re.findall(
