@@ -19,9 +19,9 @@ TORCH = "torch==2.13.0"
 FASTDP = "git+https://github.com/awslabs/fast-differential-privacy@3d5cc561aa337c72f79873ccc4fe8b900b5493b5"
 REQUIREMENTS: dict[str, list[str]] = {
     "opacus": [TORCH, "opacus==1.6.0"],
-    "jax-privacy": ["jax-privacy==2.0.0", "keras==3.15.0"],
-    "dp-ebm": ["interpret-core==0.7.8", "scikit-learn"],
-    "diffprivlib": ["diffprivlib==0.6.6"],
+    "jax-privacy": ["jax-privacy==2.0.0", "keras==3.15.1"],
+    "dp-ebm": ["interpret-core==0.7.8", "scikit-learn==1.9.1"],
+    "diffprivlib": ["diffprivlib==0.6.6", "scikit-learn==1.6.1"],
     "steps": [TORCH, "typer", "rich", "opacus==1.6.0", "opake==0.16.1", "jax-privacy==2.0.0", "-e", str(ROOT)],
 }
 # What need not install: it comes from a repository, and the benchmark lists it as missing.

@@ -1,7 +1,7 @@
 """DP-EBM of interpret on a table: `.peers/dp-ebm/bin/python -m benchmarks.accuracy.with_dp_ebm FOLDER VARIANT SEED`.
 
 "example" is the class with its defaults, with the public categories and ranges that all libraries get, and the column
-education-num. "recipe" gives it the public bins of our recipe in place of numbers.
+education-num. "features" gives it the public bins of our recipe in place of numbers.
 benchmarks/dp_ebm.py also measures a learning rate that was chosen on test rows, which does not belong here.
 """
 
@@ -33,6 +33,7 @@ def trained(task: Task, variant: str, seed: int) -> Result:
         epsilon=task.epsilon,
         delta=task.delta,
         privacy_bounds=bounds,
+        n_jobs=1,
         random_state=seed,
     )
     with warnings.catch_warnings():

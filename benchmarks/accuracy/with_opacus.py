@@ -5,9 +5,9 @@
 - texts: examples/imdb.py. Embeddings of 16 numbers, their mean, two layers; Adam 0.02, batches of 64, 10 epochs, C = 1,
   256 tokens. Its tokenizer is that of BERT, cased; here it is uncased. It turns Poisson sampling off, which the
   accounting of Opacus does not cover, so it stays on here.
-- tables: Opacus has no example. A linear model with the settings of the README (SGD 0.05, batches of 1,024, C = 1), and
-  10 epochs as in the examples.
-"features" is a linear model on the features of our recipe, with the settings of the README.
+- tables: Opacus has no example. A linear model with the settings of examples/mnist.py, its first complete example.
+"readme" is the same with the settings of the README (SGD 0.05, batches of 1,024, C = 1), and 10 epochs.
+"features" is a linear model on the features of our recipe, with the settings of examples/mnist.py.
 "recipe" is our head and our settings on our features: what is left is the library.
 """
 
@@ -72,11 +72,11 @@ def parts(task: Task, variant: str) -> tuple[nn.Module, dict[str, Any], Tensor, 
     if variant == "example" and task.facts["kind"] == "texts":
         tokens = [torch.from_numpy(task.part("tokens", part)).long() for part in ("train", "test")]
         return SampleNet(task.facts["tokens"], task.outputs), SETTINGS["texts"], tokens[0], tokens[1]
-    get = task.plain if variant == "example" else task.features
+    get = task.plain if variant in ("example", "readme") else task.features
     rows = [torch.from_numpy(get(part)) for part in ("train", "test")]
     linear = nn.Linear(rows[0].shape[1], task.outputs, bias=variant != "recipe")
     if variant != "recipe":
-        return linear, SETTINGS["readme"], rows[0], rows[1]
+        return linear, SETTINGS["readme" if variant == "readme" else "images"], rows[0], rows[1]
     nn.init.zeros_(linear.weight)
     numbers = {name: task.recipe[name] for name in ("batch_size", "steps", "clip", "momentum")}
     return linear, numbers | {"optimizer": "SGD"}, rows[0], rows[1]
