@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test pages slow zoo bench lint docs dist clean
+.PHONY: help demo test pages slow zoo bench bench-peers bench-accuracy lint docs dist clean
 
 help:
 	@echo "make demo   install into .venv, train privately on real data, write report/index.html"
@@ -12,6 +12,8 @@ help:
 	@echo "make slow   the tests that take minutes"
 	@echo "make zoo    the tests of 99 architectures, which run each night"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
+	@echo "make bench-peers     the same beside other libraries, in an environment in .peers/ -> docs/peers.md"
+	@echo "make bench-accuracy  accuracy of other libraries at equal epsilon; takes hours, and continues -> docs/peers.md"
 	@echo "make lint   format, style, types, layers, prose"
 	@echo "make docs   the documentation as a site -> site/index.html"
 	@echo "make dist   wheel and source distribution -> dist/"
@@ -41,6 +43,15 @@ zoo: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run --all --out results/bench/$$(date +%F).jsonl
+
+bench-peers: .venv/installed
+	$(BIN)/python -m benchmarks.environments steps
+	.peers/steps/bin/python -m benchmarks.run --peers --continue --out results/peers/steps.jsonl
+	$(BIN)/python scripts/peers_page.py
+
+# The rows that could be run are in the page, even if others failed.
+bench-accuracy: .venv/installed
+	$(BIN)/python -m benchmarks.accuracy.run; status=$$?; $(BIN)/python scripts/peers_page.py && exit $$status
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -97,7 +97,11 @@ def table(recipe: Path) -> tuple[dict[str, tuple[Array, Array]], list[dict[str, 
     with Path(declared["file"]).expanduser().open(newline="") as file:
         for row in csv.DictReader(file, skipinitialspace=True):
             cells = {name.strip(): value.strip() for name, value in row.items()}
-            part = "test" if int(cells[declared["row_id"]]) % declared["test_every"] == declared["test_every"] - 1 else "train"
+            part = (
+                "test"
+                if int(cells[declared["row_id"]]) % declared["test_every"] == declared["test_every"] - 1
+                else "train"
+            )
             values = [
                 float(cells[c["name"]]) if c["kind"] == "number" else float(c["values"].index(cells[c["name"]]))
                 for c in described

@@ -37,7 +37,12 @@ def linear(task: Task, variant: str, seed: int) -> Result:
     rows, targets = get("train"), task.targets("train")
     own = variant != "recipe"
     numbers = EXAMPLE if own else task.recipe | {"bands": 1}
-    batch, steps, bands, clip = min(numbers["batch_size"], len(rows)), numbers["steps"], numbers["bands"], numbers["clip"]
+    batch, steps, bands, clip = (
+        min(numbers["batch_size"], len(rows)),
+        numbers["steps"],
+        numbers["bands"],
+        numbers["clip"],
+    )
     config: Any = execution_plan.BandMFExecutionPlanConfig.default(
         iterations=steps,
         num_bands=bands,
@@ -64,7 +69,9 @@ def linear(task: Task, variant: str, seed: int) -> Result:
         updates, state = optimizer.update(noisy, state)
         return optax.apply_updates(params, updates), noise, state
 
-    params: Any = {"weights": jnp.zeros((rows.shape[1], task.outputs))} | ({"bias": jnp.zeros(task.outputs)} if own else {})
+    params: Any = {"weights": jnp.zeros((rows.shape[1], task.outputs))} | (
+        {"bias": jnp.zeros(task.outputs)} if own else {}
+    )
     noise, state = plan.noise_addition_transform.init(params), optimizer.init(params)
     chosen: Any = plan.batch_selection_strategy.batch_iterator(len(rows), rng=np.random.default_rng(seed))
     for indices in chosen:

@@ -104,9 +104,7 @@ def trained(task: Task, variant: str, seed: int) -> Result:
     )
     taken = 0
     while taken < steps:
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=PHYSICAL, optimizer=optimizer
-        ) as batches:
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=PHYSICAL, optimizer=optimizer) as batches:
             for rows, targets in batches:
                 if variant == "recipe":
                     optimizer.param_groups[0]["lr"] = lr * task.decay(taken)
