@@ -76,7 +76,8 @@ script for each library.
 
 All libraries get the same training rows, the same test rows and the same public facts. Nothing is tuned for this page.
 Each row of a table is the mean over seeds, ± the standard deviation, best first. Epsilon is what the library itself
-accounts. Times are processor time on one thread, without loading the data and without computing our features.
+accounts. Times are processor time on one thread: calibration of the noise, compilation, training and prediction. They
+do not include our features.
 
 Read the rows like this:
 
@@ -99,9 +100,10 @@ UNFAIR = """## What is unfair
   for texts turns Poisson sampling off, which its accounting does not cover; here it stays on.
 - **JAX-Privacy has no example for texts** that starts without a large pretrained model. Its row has the settings of its
   logistic regression on frequencies of public words. That example has noise with memory, with four bands. Its
-  epsilon holds if one example is replaced by none; the others add or remove one.
+  epsilon holds if one example is replaced by none; privgrad and Opacus add or remove one.
 - **privgrad without features** trains the network of Opacus' example on images, with the batch size and the number of
   steps of a recipe of ours.
+- **privgrad stores calibrations of the noise** in a cache, so most of its times do not include one.
 - **diffprivlib promises more.** Its delta is 0. The others may fail with probability delta.
 - **DP-EBM and diffprivlib are for tables.** They do not apply to images or texts.
 - **The recipe for Adult counts 24,000 people**, a public number. The other libraries count the 24,421 rows, so they
