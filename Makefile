@@ -9,8 +9,8 @@ FUZZ_SECONDS ?= 600 # of each fuzzer
 torch_newest := --group torch
 torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject.toml)'
 
-.PHONY: help demo test pages wheel slow zoo browser fuzz audits examples bench bench-check lint docs docs-version dist \
-	windows ci data advisories lock sbom release clean
+.PHONY: help demo test pages wheel slow zoo browser fuzz audits examples bench bench-check bench-peers bench-accuracy lint docs \
+	docs-version dist windows ci data advisories lock sbom release clean
 
 help:
 	@echo "make demo     install into .venv, train privately on real data, write report/index.html"
@@ -34,6 +34,8 @@ help:
 	@echo "make advisories  known holes in the packages of requirements-dev.txt and in torch"
 	@echo
 	@echo "make bench    time and memory of a private step over an ordinary one -> results/bench/"
+	@echo "make bench-peers  the same next to other libraries, in an environment in .peers/ -> docs/peers.md"
+	@echo "make bench-accuracy  accuracy of other libraries at equal epsilon; takes hours, and continues -> docs/peers.md"
 	@echo "make lock     newest versions of the packages for development -> requirements-dev.txt"
 	@echo "make docs-version VERSION=0.1  the documentation of a version -> branch gh-pages, not pushed"
 	@echo "make dist     wheel and source distribution -> dist/"
@@ -91,6 +93,15 @@ bench-check: $(VENV)/installed
 	$(BIN)/python -m benchmarks.run --out runs/bench.jsonl \
 		--method plain --method preconditioned --method inputs --method inputs-refreshed
 	$(BIN)/python -m benchmarks.check runs/bench.jsonl
+
+bench-peers: $(VENV)/installed
+	$(BIN)/python -m benchmarks.environments steps
+	.peers/steps/bin/python -m benchmarks.run --peers --continue --out results/peers/steps.jsonl
+	$(BIN)/python scripts/peers_page.py
+
+# The rows that could be run are in the page, even if others failed.
+bench-accuracy: $(VENV)/installed
+	$(BIN)/python -m benchmarks.accuracy.run; status=$$?; $(BIN)/python scripts/peers_page.py && exit $$status
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ Each adapter imports its library when it is built, and skips what that library c
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 from collections.abc import Callable
@@ -180,16 +181,26 @@ def _require_equal(ours: Tensor, theirs: Any) -> None:
         raise RuntimeError("jax_models differs from workloads")
 
 
-_ADAPTERS: dict[str, tuple[str, Callable[[Setup], Step]]] = {
-    "opacus-hooks": ("opacus", partial(opacus, ghost=False)),
-    "opacus-ghost": ("opacus", partial(opacus, ghost=True)),
-    "opake": ("opake", opake),
-    "fastdp": ("fastDP", fastdp),
-    "jax-privacy": ("jax_privacy", jax_privacy),
+# By method: the package to import, the packages whose versions are recorded, and the adapter.
+_ADAPTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Setup], Step]]] = {
+    "opacus-hooks": ("opacus", ("opacus",), partial(opacus, ghost=False)),
+    "opacus-ghost": ("opacus", ("opacus",), partial(opacus, ghost=True)),
+    "opake": ("opake", ("opake",), opake),
+    "fastdp": ("fastDP", ("fastDP",), fastdp),
+    "jax-privacy": ("jax_privacy", ("jax-privacy", "jax"), jax_privacy),
 }
-PEERS = {name: build for name, (_, build) in _ADAPTERS.items()}
+PEERS = {name: build for name, (_, _, build) in _ADAPTERS.items()}
 
 
 def installed() -> list[str]:
     """The peers whose library can be imported here."""
-    return [name for name, (library, _) in _ADAPTERS.items() if importlib.util.find_spec(library)]
+    return [name for name, (library, _, _) in _ADAPTERS.items() if importlib.util.find_spec(library)]
+
+
+def versions(method: str) -> dict[str, str]:
+    """The versions of the packages behind a method; a clone on PYTHONPATH has none."""
+    found: dict[str, str] = {}
+    for name in _ADAPTERS[method][1] if method in _ADAPTERS else ("privgrad",):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.measure import METHODS, build, peak_memory, seconds_in_turn
 from benchmarks.methods import OURS, Setup, SkipError, Step
-from benchmarks.peers import installed
+from benchmarks.peers import PEERS, installed, versions
 from benchmarks.workloads import WORKLOADS
 
 Row = dict[str, Any]
@@ -85,6 +85,7 @@ def measure(
             "device": setup.device,
             "dtype": setup.dtype,
             "clock": clock,
+            "versions": {} if method == "ordinary" else versions(method),
             "ratio": None,
             "peak_memory_ratio": None,
         }
@@ -154,6 +155,7 @@ def main(
     everything: Annotated[
         bool, typer.Option("--all", help="All of privgrad's methods and all installed peers.")
     ] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="The default, privgrad's vmap and all peers.")] = False,
     engine: Annotated[Literal["factored", "vmap"], typer.Option(help="privgrad's engine.")] = "factored",
     microbatch_size: Annotated[int | None, typer.Option(help="privgrad's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Fewer examples than the workload's own.")] = None,
@@ -171,16 +173,22 @@ def main(
     memory_limit: Annotated[float, typer.Option(help="GiB of per-sample gradients above which to skip.")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file, tables beside it as .md.")] = None,
+    resume: Annotated[bool, typer.Option("--continue", help="Keep the workloads that the file of --out has.")] = False,
 ) -> None:
     """Time and memory of a private step over an ordinary one."""
     names, wanted = workload or list(WORKLOADS), method or ["plain", "preconditioned"]
     if everything:
         wanted = [*OURS, *installed()]
+    elif peers:
+        wanted = [*wanted, "vmap", *PEERS]  # a row says which peer is not installed
     for name, known in [*((n, WORKLOADS) for n in names), *((m, METHODS) for m in wanted)]:
         if name not in known:
             raise typer.BadParameter(f"{name} is none of {', '.join(known)}")
     torch.set_num_threads(threads or os.cpu_count() or 1)
     rows: list[Row] = []
+    if resume and out and out.exists():
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        names = [name for name in names if name not in {row["workload"] for row in rows}]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")
