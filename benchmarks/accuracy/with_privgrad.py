@@ -38,7 +38,7 @@ def network(task: Task, seed: int) -> Result:
     torch.manual_seed(seed)
     model = convolutional()
     train, test = (torch.from_numpy(task.part("pixels", part))[:, None] / 255 for part in ("train", "test"))
-    numbers = NETWORK | {"expected_batch_size": min(NETWORK["expected_batch_size"], len(train))}
+    numbers: dict[str, Any] = NETWORK | {"expected_batch_size": min(NETWORK["expected_batch_size"], len(train))}
     plan = pg.PrivacyPlan.for_budget(
         target_epsilon=task.epsilon,
         delta=task.delta,
@@ -75,9 +75,9 @@ def head(task: Task, variant: str, seed: int) -> Result:
     labels, rows = torch.from_numpy(task.labels("train")), torch.from_numpy(get("train"))
     examples: int = task.facts["num_examples"]
     if variant == "recipe":
-        numbers = {"steps": task.recipe["steps"], "max_grad_norm": task.recipe["clip"]}
+        numbers: dict[str, Any] = {"steps": task.recipe["steps"], "max_grad_norm": task.recipe["clip"]}
         numbers |= {"expected_batch_size": min(task.recipe["batch_size"], examples)}
-        options = {"schedule": task.recipe["schedule"], "noise_step": task.recipe["noise_step"]}
+        options: dict[str, Any] = {"schedule": task.recipe["schedule"], "noise_step": task.recipe["noise_step"]}
     else:
         numbers = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM, "expected_batch_size": min(LARGEST_BATCH, examples)}
         schedule: Any = "constant" if task.facts["kind"] == "texts" else "cosine"
