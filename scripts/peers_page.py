@@ -69,7 +69,7 @@ make bench-peers
 ```
 
 Each command installs the other libraries in environments of their own. Both continue after a stop.
-The records are in [results/peers/](../results/peers/), and [benchmarks/accuracy](../benchmarks/accuracy/) has one short
+The records are in [results/peers/](../results/peers/), and `benchmarks/accuracy/` has one short
 script for each library.
 
 ## Accuracy
@@ -82,7 +82,7 @@ do not include our features.
 Read the rows like this:
 
 - **Its example** takes the model and the settings of an example that the library itself publishes. The head of each
-  [script](../benchmarks/accuracy/) names the example. Noise is set so that epsilon is that of the task.
+  script names the example. Noise is set so that epsilon is that of the task.
 - **Its settings, our features** is a linear model on the features of our [recipe](recipes.md).
 - **Our features and settings** is our recipe, trained by the other library. It answers whether the library or the
   recipe decides.
