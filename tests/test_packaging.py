@@ -22,7 +22,11 @@ pytest.importorskip("hatch_fancy_pypi_readme")
 
 LOCK = (ROOT / "requirements-dev.txt").read_text()
 (TORCH,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["torch"]
-SELF_CONTAINED = [page for page in pages.pages() if blocks(page, "python") and not pages.given(page).names]
+SELF_CONTAINED = [
+    page
+    for page in pages.pages()
+    if any(not block.title for block in blocks(page, "python")) and not pages.given(page).names
+]
 
 
 def done(*command: object, folder: Path = ROOT) -> str:
@@ -118,7 +122,7 @@ def test_in_an_empty_environment_the_wheel_does_what_the_pages_say(built: tuple[
         folder = tmp_path / page.replace("/", "-")
         folder.mkdir()
         optional = pages.given(page).optional  # packages that the wheel does not bring
-        needed = [block for block in blocks(page, "python") if block.heading not in optional]
+        needed = [b for b in blocks(page, "python") if b.heading not in optional and not b.title]
         (folder / "page.py").write_text("\n".join(map(pages.smaller, needed)))
         done(binaries / "python", "page.py", folder=folder)
     for page in filter(commands, pages.pages()):
