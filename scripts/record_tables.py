@@ -3,7 +3,6 @@
 A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
 best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds a column for each group of classes, and
 `<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A table ends at the next empty line.
-`--check` writes nothing, and fails if a page is not what the records say.
 """
 
 import json
@@ -107,15 +106,8 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    stale = []
     for path in sorted(PAGES.glob("*.md")):
-        text = path.read_text()
-        if (new := page(text)) != text:
-            stale.append(path.name)
-            if "--check" not in sys.argv:
-                path.write_text(new)
-    print(f"{'stale' if '--check' in sys.argv else 'written'}: {', '.join(stale) or 'none'}")
-    sys.exit("--check" in sys.argv and bool(stale))
+        path.write_text(page(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -85,12 +85,20 @@ class Ledger:
 
         `cli.privacy` and `experiments.report.metadata` add up those of several ledgers.
         """
-        return [] if self._kind is None else [replace(self._kind, count=self._participations.count)]
+        return [] if self._kind is None else [replace(self._kind, count=self.participations)]
 
     @property
     def releases(self) -> int:
         """The number of releases charged so far."""
         return len(self._draws)
+
+    @property
+    def participations(self) -> int:
+        """The number of releases in which one person may have taken part, at most: all of them without memory.
+
+        `statement` and `cli.privacy` show it.
+        """
+        return self._participations.count
 
     @property
     def next_step(self) -> int:

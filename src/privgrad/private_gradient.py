@@ -778,11 +778,10 @@ class PrivateGradient:
         plan, drawn = self._plan, batch.sampling
         planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands, plan.max_batch_size)
         facts = (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands)
-        if (*facts, drawn.max_batch_size) != planned:
+        facts = (*facts, drawn.max_batch_size)
+        if facts != planned:
             condition = f"to be drawn by the plan's scheme and rate ({', '.join(map(str, planned))})"
-            raise refusal(
-                condition, ", ".join(map(str, (*facts, drawn.max_batch_size))), "take the batch from the same plan"
-            )
+            raise refusal(condition, ", ".join(map(str, facts)), "take the batch from the same plan")
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             remedy = "take the batches in their order: the noise with memory follows it"
             raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)

@@ -333,7 +333,7 @@ def _drawn(fact: Mapping[str, Any], ledger: Ledger) -> list[str]:
         lines += [
             f"The noise has memory: each person was in one of {memory['bands']} secret groups, which took turns.",
             "The sampling rate is that of the people in the group of a step.",
-            f"So a person took part in at most {sum(release.count for release in ledger.charged):,} of the gradients.",
+            f"So a person took part in at most {ledger.participations:,} of the gradients.",
         ]
     if fact["sampling"] == "truncated":
         lines.append(

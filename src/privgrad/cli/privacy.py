@@ -170,7 +170,7 @@ def _notes(ledger: Ledger) -> Iterator[str]:
     if ledger.plan_facts.get("simulates") is not None:
         yield "the training simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite"
     if ledger.plan_facts.get("noise_memory") is not None:
-        most = sum(release.count for release in ledger.charged)
+        most = ledger.participations
         yield f"noise with memory: a person took part in at most {most} releases, and epsilon counts these"
     if ledger.seeded_releases:
         yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"

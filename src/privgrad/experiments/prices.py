@@ -180,10 +180,9 @@ def require_total(spec: Spec) -> None:
     if spec.tuning is not None and not spec.tuning.seeds:
         remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
         raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
-    if spec.tunes_by_simulation and spec.privacy.simulate > 1:
+    if spec.tuning_scale > 1 and spec.privacy.simulate > 1:
         remedy = "keep one of the two: privacy.simulate holds for all trainings"
-        got = spec.tuning and spec.tuning.simulate
-        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", got, remedy)
+        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", spec.tuning_scale, remedy)
 
 
 def require_payable(spec: Spec) -> None:

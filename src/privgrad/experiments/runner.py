@@ -259,7 +259,7 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
 
     If tuning uses the training loss, a tuning run and a final run are the same training with the same measurements.
     """
-    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss" or spec.tunes_by_simulation:
+    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss" or spec.tuning_scale > 1:
         return None
     record = find_record(read_records(out), replace(run, phase="tuning"))
     return None if record is None else record | {"phase": "final"}
@@ -321,8 +321,8 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them. `paid_runner` also calls it."""
     plan = spec.plan(None)  # its refusals and warnings come before the data are loaded
-    if spec.tuning is not None and spec.tunes_by_simulation:
-        plan.scaled(1 / spec.tuning.simulate)
+    if spec.tuning_scale > 1:
+        plan.scaled(1 / spec.tuning_scale)
     data = make_data(spec)
     for method in spec.methods:
         require_model(*own(spec, method, data))

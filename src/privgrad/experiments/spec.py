@@ -226,9 +226,9 @@ class Spec(Table):
         return [Candidate(*values) for values in itertools.product(*grids)]
 
     @property
-    def tunes_by_simulation(self) -> bool:
-        """Return whether trainings of tuning have smaller batches than final ones. `runner` and the report read it."""
-        return self.tuning is not None and self.tuning.simulate > 1
+    def tuning_scale(self) -> int:
+        """Return K, by which tuning divides the batches of final trainings. `runner` and the report read it."""
+        return 1 if self.tuning is None else self.tuning.simulate
 
     def of(self, method: MethodTable) -> "Spec":
         """Return the spec with a method's own model and features. `featuring` calls it."""
@@ -289,7 +289,7 @@ class Spec(Table):
     def tuning_plan(self, seed: int | None, method: MethodTable, max_grad_norm: float) -> PrivacyPlan:
         """Return the plan of a method's trainings in tuning: that of `plan`, or a simulation of it."""
         plan = self.plan(seed, method, max_grad_norm)
-        return plan if self.tuning is None or self.tuning.simulate == 1 else plan.scaled(1 / self.tuning.simulate)
+        return plan if self.tuning_scale == 1 else plan.scaled(1 / self.tuning_scale)
 
     def _plan(self, seed: int | None, max_grad_norm: float, bands: int | Literal["auto"] | None) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm and a number of bands."""

@@ -152,5 +152,5 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
         "runs": len(ledgers),
         "covered": covered,
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
-        "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tunes_by_simulation else None,
+        "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tuning_scale > 1 else None,
     }
