@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import privgrad as pg
-from benchmarks.bias_map import CLASSES
+from benchmarks.bias_map import CLASSES, made
 from benchmarks.defaults import ROOT, TASKS, Task, of_tables
 from privgrad.gradient.contribution import Contribution
 from privgrad.private_gradient import RawStep
@@ -39,20 +40,16 @@ class Check:
     group: int = 0
 
 
-def by(kind: Any, **options: Any) -> Callable[[Any, float], pg.optim.PrivateOptimizer]:
-    return lambda parameters, step: kind(parameters, noise_step=step, **options)
-
-
 OPTIMIZERS = {
-    "DP-GD": by(pg.optim.SGD),
-    "DP-GDM": by(pg.optim.SGD, momentum=0.9),
-    "DP-Adam": by(pg.optim.Adam),
-    "DP-Adam, betas .5 .75": by(pg.optim.Adam, betas=(0.5, 0.75)),
-    "DP-Adam, betas .9 .99": by(pg.optim.Adam, betas=(0.9, 0.99)),
-    "DP-Adam, betas .99 .9999": by(pg.optim.Adam, betas=(0.99, 0.9999)),
-    "DP-AdamBC, floor 0.041": by(pg.optim.AdamBC, debias_floor=0.041),
-    "DP-AdamBC, floor 1": by(pg.optim.AdamBC, debias_floor=1.0),
-    "DP-AdamBC, floor 4": by(pg.optim.AdamBC, debias_floor=4.0),
+    "DP-GD": made(pg.optim.SGD),
+    "DP-GDM": made(pg.optim.SGD, momentum=0.9),
+    "DP-Adam": made(pg.optim.Adam),
+    "DP-Adam, betas .5 .75": made(pg.optim.Adam, betas=(0.5, 0.75)),
+    "DP-Adam, betas .9 .99": made(pg.optim.Adam, betas=(0.9, 0.99)),
+    "DP-Adam, betas .99 .9999": made(pg.optim.Adam, betas=(0.99, 0.9999)),
+    "DP-AdamBC, floor 0.041": made(pg.optim.AdamBC, debias_floor=0.041),
+    "DP-AdamBC, floor 1": made(pg.optim.AdamBC, debias_floor=1.0),
+    "DP-AdamBC, floor 4": made(pg.optim.AdamBC, debias_floor=4.0),
 }
 
 
@@ -130,13 +127,7 @@ def slope(values: Tensor, of: Tensor) -> float:
     return float((x * (y - y.mean())).sum() / x.square().sum())
 
 
-def ranks(values: Tensor) -> Tensor:
-    """Return the ranks; equal values get their mean rank."""
-    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0)
-    return (ends - (counts - 1) / 2.0).double()[inverse]
-
-
 def rank_correlation(one: Tensor, other: Tensor) -> float:
     """Return Spearman's correlation."""
-    return float(torch.corrcoef(torch.stack([ranks(one), ranks(other)]))[0, 1])
+    found: Any = spearmanr(one.double().numpy(), other.double().numpy())
+    return float(found.statistic)
