@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad import accounting, calibration_cache
+from privgrad import accounting, calibration_cache, composition
 from privgrad.gradient import clipping
 from privgrad.gradient.clipping import RawClipping
 from privgrad.gradient.factors.base import Factor
@@ -71,15 +71,15 @@ def account_by_rdp(patch: pytest.MonkeyPatch) -> None:
 
     What is found so is kept apart from what the library keeps, which other tests of this process read.
     """
-    real = accounting._epsilon.__wrapped__
+    real = composition.epsilon_of.__wrapped__
 
     @functools.cache
     def fast(mechanisms: tuple[tuple[float, float, int], ...], delta: float, _: accounting.Accountant) -> float:
         truncated = any(isinstance(mechanism, Truncated) for mechanism in mechanisms)
         return real(mechanisms, delta, "coarse rdp" if truncated else "rdp")  # RDP does not cover truncation
 
-    patch.setattr(accounting, "_RDP_ORDERS", (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
-    patch.setattr(accounting, "_epsilon", fast)
+    patch.setattr(composition, "RDP_ORDERS", (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
+    patch.setattr(composition, "epsilon_of", fast)
 
 
 @pytest.fixture(scope="module")

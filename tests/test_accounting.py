@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 import privgrad as pg
-from privgrad import accounting, calibration_cache
+from privgrad import calibration_cache, composition
 from privgrad.accounting import Release, calibrate_noise_multiplier, epsilon, steps_for_budget
 from reference.calibration import smallest_sigma
 
@@ -106,7 +106,7 @@ def test_the_search_ends_on_the_safe_side(target: float, q: float, steps: int, t
         return by_rdp if accountant == "rdp" else min(by_rdp, grid * math.ceil(tighter * by_rdp / grid))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accounting, "_epsilon", fast)
+        patch.setattr(composition, "epsilon_of", fast)
         patch.setattr(calibration_cache, "found", lambda key: None)  # another example's costs, with the same numbers
         sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
         assert (found := cost(q, sigma, steps, 1e-6)) <= target
@@ -141,8 +141,8 @@ def test_a_second_calibration_computes_nothing(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("computed")
 
     first = sigma()
-    real = accounting._epsilon
-    monkeypatch.setattr(accounting, "_epsilon", refuse)
+    real = composition.epsilon_of
+    monkeypatch.setattr(composition, "epsilon_of", refuse)
     assert sigma() == first
     for changed in ({"steps": 8}, {"delta": 1e-6}, {"besides": [Release(9.0, 1.0)]}, {"target_epsilon": 2.5}):
         with pytest.raises(AssertionError, match="computed"):
@@ -157,7 +157,7 @@ def test_a_second_calibration_computes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibration_cache, "version", lambda _: "another one")
     with pytest.raises(AssertionError, match="computed"):
         sigma()
-    monkeypatch.setattr(accounting, "_epsilon", real)
+    monkeypatch.setattr(composition, "epsilon_of", real)
     monkeypatch.setattr(calibration_cache, "folder", lambda: kept)  # a file, in which nothing can be kept
     assert sigma() == first
 

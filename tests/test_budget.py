@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan
-from privgrad import accounting, ledger_file
+from privgrad import accounting, composition, ledger_file
 from privgrad.accounting import Release, Selection
 from privgrad.budget import Budget
 from privgrad.budget_cost import cost_of
@@ -456,13 +456,13 @@ def splits(count: int) -> list[Commitment]:
 
 def test_the_work_for_two_hundred_splits_is_twice_that_for_a_hundred(monkeypatch: pytest.MonkeyPatch, fast: None):
     """A person may be in 2^200 combinations of groups."""
-    real, calls = accounting._renyi_costs, [0]
+    real, calls = composition._renyi_costs, [0]
 
     def counted(*given: Any) -> Any:
         calls[0] += 1
         return real(*given)
 
-    monkeypatch.setattr(accounting, "_renyi_costs", counted)
+    monkeypatch.setattr(composition, "_renyi_costs", counted)
     work: list[int] = []
     for count in (100, 200):
         calls[0] = 0

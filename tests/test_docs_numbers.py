@@ -14,7 +14,7 @@ import pytest
 import privgrad as pg
 from benchmarks.claims.__main__ import CHECKS, read, table
 from pages import ROOT, blocks
-from privgrad import accounting, models
+from privgrad import composition, models
 
 CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md", "features.md"))
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
@@ -306,8 +306,8 @@ def test_the_code_that_says_how_much_data_prints_its_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """By RDP, which takes milliseconds, and some percent more noise."""
-    real, page = accounting._epsilon, TUNING.read_text()
-    monkeypatch.setattr(accounting, "_epsilon", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
+    real, page = composition.epsilon_of, TUNING.read_text()
+    monkeypatch.setattr(composition, "epsilon_of", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
     (code,) = (block.text for block in blocks("docs/tuning.md", "python") if block.heading == "How much data")
     exec(code, {})
     for line in capsys.readouterr().out.splitlines():

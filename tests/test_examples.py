@@ -116,10 +116,10 @@ def test_several_processes(tmp_path: Path, name: str):
     script, job = str(EXAMPLES / name), tmp_path / "job.py"
     job.write_text(
         "import runpy\n"
-        "from privgrad import accounting\n"
-        "in_full = accounting._epsilon\n"
-        "accounting._RDP_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)\n"
-        "accounting._epsilon = lambda mechanisms, delta, _: in_full(mechanisms, delta, 'rdp')\n"
+        "from privgrad import composition\n"
+        "in_full = composition.epsilon_of\n"
+        "composition.RDP_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)\n"
+        "composition.epsilon_of = lambda mechanisms, delta, _: in_full(mechanisms, delta, 'rdp')\n"
         f"runpy.run_path({script!r}, run_name='__main__')\n"
     )
     # In a cache of its own: the user's must not keep a noise multiplier that RDP calibrated.

@@ -19,9 +19,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import privgrad as pg
-from privgrad.accounting import _RDP_ORDERS, Release, epsilon
+from privgrad.accounting import Release, epsilon
 from privgrad.budget import Budget
 from privgrad.cli import app
+from privgrad.composition import RDP_ORDERS
 from privgrad.data import DataSet, digits
 from privgrad.errors import BudgetExceededError, PrivacyError
 from privgrad.experiments import paid_runner, runner
@@ -82,7 +83,7 @@ def tree(cost: Any, spec: Spec) -> tuple[Any, Any]:
         assert spec.tuning is not None
         run = dp_event.ComposedDpEvent([training(cost.noise_multiplier), *scores])
         return dp_event.RepeatAndSelectDpEvent(run, spec.tuning.mean_runs, spec.tuning.shape), rdp.RdpAccountant(
-            _RDP_ORDERS
+            RDP_ORDERS
         )
     parts = [training(cost.noise_multiplier)]
     if cost.way == "trials":
@@ -109,7 +110,7 @@ def test_the_total_is_that_of_a_tree_of_events_built_by_hand(way: str, total: fl
     accountant.compose(event)
     by_hand = accountant.get_epsilon(spec.privacy.delta)
     if way != "select":  # the smaller of both accountants is valid
-        other = rdp.RdpAccountant(_RDP_ORDERS)
+        other = rdp.RdpAccountant(RDP_ORDERS)
         other.compose(event)
         by_hand = min(by_hand, other.get_epsilon(spec.privacy.delta))
     assert cost.epsilon <= total
@@ -119,7 +120,7 @@ def test_the_total_is_that_of_a_tree_of_events_built_by_hand(way: str, total: fl
     if score_on == "held-out":  # these people pay for their scores alone, and up to the same total
         score = dp_event.GaussianDpEvent(cost.score_noise)
         held = dp_event.RepeatAndSelectDpEvent(score, 8.0, 1.0) if way == "select" else score
-        other = rdp.RdpAccountant(_RDP_ORDERS) if way == "select" else pld.PLDAccountant()
+        other = rdp.RdpAccountant(RDP_ORDERS) if way == "select" else pld.PLDAccountant()
         other.compose(held, 1 if way == "select" else count)
         assert other.get_epsilon(spec.privacy.delta) == pytest.approx(total, rel=2e-3)
 

@@ -13,7 +13,7 @@ from scipy.special import gammaln
 from scipy.stats import chisquare
 
 import privgrad as pg
-from privgrad import accounting, privacy_filter
+from privgrad import composition, privacy_filter
 from privgrad.accounting import Release, Selection, attack_success, calibrate, calibrate_noise_multiplier, epsilon
 from privgrad.privacy_filter import filter_epsilon
 from privgrad.repetitions import draw_repetitions, halting_exponent
@@ -47,7 +47,7 @@ def tree(release: Release | Selection) -> dp_accounting.DpEvent:
 
 @pytest.mark.parametrize("releases", MIXED)
 def test_totals_are_those_of_event_trees(releases: list[Release | Selection]):
-    accountant = rdp.RdpAccountant(accounting._RDP_ORDERS)
+    accountant = rdp.RdpAccountant(composition.RDP_ORDERS)
     for release in releases:
         accountant.compose(tree(release))
     wanted = float(accountant.get_epsilon(1e-5))
@@ -63,7 +63,7 @@ def test_totals_are_those_of_event_trees(releases: list[Release | Selection]):
 @pytest.mark.parametrize("total", [0.5, 3.0])
 def test_the_orders_of_a_filter_share_delta(sigma: float, total: float):
     """The proof adds up one delta per order. For a Gaussian, RDP of order a is a / (2 sigma^2), and epsilon by hand."""
-    costs = {order: order / (2 * sigma**2) for order in accounting._RDP_ORDERS}
+    costs = {order: order / (2 * sigma**2) for order in composition.RDP_ORDERS}
     shares = privacy_filter._shares(costs, 1e-5, total)
     assert sum(delta for _, delta in shares) <= 1e-5 * (1 + 1e-12)
     assert len({order for order, _ in shares}) == len(shares) >= 10

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +338,13 @@ def test_every_file_with_a_rule_is_imported_with_the_package():
         path.stem for path in folder.glob("*.py") if re.search(r"^@register_(rule|forward)", path.read_text(), re.M)
     }
     assert with_rules == set(layers.__all__)
+
+
+def test_the_import_loads_nothing_that_takes_long_and_may_not_be_needed():
+    """With torch at hand, `import privgrad` takes a third of a second; scipy alone takes another half."""
+    code = "import sys, torch; held = set(sys.modules); import privgrad; print(*sorted(set(sys.modules) - held))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "privgrad" in loaded
+    slow = {"dp_accounting", "matplotlib", "pydantic", "scipy", "sklearn", "transformers", "typer"}
+    assert loaded & slow == set()

@@ -1,4 +1,4 @@
-"""The privacy cost of releases. Only this file imports dp_accounting.
+"""The privacy cost of releases. `composition` computes it, by dp_accounting.
 
 Every epsilon is an upper bound for neighboring data sets that differ by adding or removing one unit, by RDP (Mironov
 et al. 2019) or PLD (discretized pessimistically). Nothing here reads data.
@@ -8,17 +8,9 @@ privacy guarantee rests on this file, because it computes every epsilon that pri
 `steps_for_budget`.
 """
 
-import functools
 import json
-import logging
-import math
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
-
-import dp_accounting
-import numpy as np
-from dp_accounting import dp_event, pld, rdp
-from dp_accounting.rdp import rdp_privacy_accountant
 
 from privgrad import calibration_cache
 from privgrad.calibration_search import last_within, noise_within
@@ -31,16 +23,9 @@ from privgrad.errors import (
     require_positive,
     require_rate,
 )
-from privgrad.mechanisms import Mechanism, Release, Repeated, Selection, Split, Truncated, each_group, mechanisms_of
+from privgrad.mechanisms import Release, Repeated, Selection, Split, each_group, mechanisms_of
 
 Accountant = Literal["pld", "rdp"]
-
-_RDP_ORDERS = (
-    *(1 + tenth / 10 for tenth in range(1, 100)),
-    *range(11, 64),
-    *(64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
-)
-_COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 
 def epsilon(
@@ -74,10 +59,12 @@ def epsilon(
         Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380); on Selections,
         Papernot, Steinke 2022 (arXiv 2110.03620).
     """
+    from privgrad.composition import epsilon_of
+
     require_delta("epsilon", delta)
     require_choice("epsilon", "accountant", accountant, get_args(Accountant))
     found = [mechanisms_of("epsilon", own, assume_poisson=assume_poisson) for own in each_group("epsilon", releases)]
-    return max(_epsilon(mechanisms, float(delta), accountant) for mechanisms in found)
+    return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
 
 
 def attack_success(
@@ -104,170 +91,12 @@ def attack_success(
     Reference:
         Kairouz, Oh, Viswanath 2015 (arXiv 1311.0776).
     """
+    from privgrad.composition import attack_success_of
+
     function, alpha = "attack_success", false_positive_rate
     require_rate(function, alpha)
     found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
-    return max(_attack_success(mechanisms, alpha) for mechanisms in found)
-
-
-def _attack_success(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
-    """Compute `attack_success` of one group of people."""
-    if not mechanisms:
-        return alpha
-    if _lacks_noise(mechanisms):
-        return 1.0
-    by_pld = pld.PLDAccountant(value_discretization_interval=1e-3)
-    by_rdp = rdp.RdpAccountant(_RDP_ORDERS)
-    has_selection = any(isinstance(mechanism, Repeated) for mechanism in mechanisms)
-    if has_selection and _is_truncated(mechanisms):
-        return 1.0
-    if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
-        return 1.0
-    costs: list[float] = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
-    bound = 1.0
-    for eps in np.linspace(0.0, 12.0, 121):
-        delta = float(
-            rdp_privacy_accountant.compute_delta(_RDP_ORDERS, costs, eps)[0] if has_selection else by_pld.get_delta(eps)
-        )
-        bound = min(bound, math.exp(eps) * alpha + delta, 1 - math.exp(-eps) * (1 - delta - alpha))
-    return max(alpha, bound)
-
-
-@functools.lru_cache(maxsize=4096)
-def _epsilon(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -> float:
-    """Compute the epsilon of releases, as `mechanisms_of` returns them; cached.
-
-    Besides the accountants of `epsilon`, it has "coarse rdp" and "coarse pld": faster and looser.
-    """
-    if not mechanisms:
-        return 0.0
-    if _lacks_noise(mechanisms):
-        return math.inf
-    is_coarse = accountant.startswith("coarse")
-    orders = _COARSE_ORDERS if is_coarse else _RDP_ORDERS
-    truncated = _is_truncated(mechanisms)
-    if truncated and (accountant == "rdp" or any(isinstance(mechanism, Repeated) for mechanism in mechanisms)):
-        return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
-    # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
-    covered = tuple(one.untruncated if isinstance(one, Truncated) else one for one in mechanisms)
-    by_rdp = _compose(rdp.RdpAccountant(orders), covered, delta)
-    if accountant.endswith("rdp") or any(isinstance(mechanism, Repeated) for mechanism in mechanisms):
-        return by_rdp
-    # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
-    finest = 1e-3 if is_coarse else 1e-4
-    interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
-    by_pld = _compose(pld.PLDAccountant(value_discretization_interval=interval), mechanisms, delta)
-    return by_pld if truncated else min(by_rdp, by_pld)
-
-
-def _compose(
-    accountant: "rdp.RdpAccountant | pld.PLDAccountant",
-    mechanisms: tuple[Mechanism, ...],
-    delta: float,
-) -> float:
-    """Return the epsilon of all mechanisms by one accountant; infinity if its arithmetic gives no bound."""
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_worth_telling)
-    try:
-        for mechanism in mechanisms:
-            accountant.compose(_event(mechanism), mechanism[-1])
-        if isinstance(accountant, rdp.RdpAccountant):
-            costs = _safe_costs(accountant, mechanisms)
-            if (costs != accountant.rdp).any():
-                return max(0.0, float(rdp.compute_epsilon(accountant.orders.tolist(), costs.tolist(), delta)[0]))
-        found = float(accountant.get_epsilon(delta))
-        return math.inf if math.isnan(found) else max(0.0, found)
-    except (ArithmeticError, ValueError):
-        return math.inf  # beyond the accountant's arithmetic: no bound
-    finally:
-        logger.removeFilter(_is_worth_telling)
-
-
-def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
-    """Return order -> RDP of releases, as `mechanisms_of` returns them. `privacy_filter` calls it.
-
-    An RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound. Each kind of release
-    is computed once and kept, so that one more commitment of a budget costs little time.
-    """
-    each = [_renyi_costs(mechanism, _RDP_ORDERS) for mechanism in mechanisms]
-    together = np.sum(each, axis=0) if each else np.zeros(len(_RDP_ORDERS))
-    return dict(zip(_RDP_ORDERS, together.tolist(), strict=True))
-
-
-@functools.lru_cache(maxsize=4096)
-def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
-    accountant = rdp.RdpAccountant(orders)
-    if _is_truncated((mechanism,)):
-        return (math.inf,) * len(orders)
-    if _lacks_noise((mechanism,)) or not math.isfinite(_compose(accountant, (mechanism,), 1e-6)):
-        return (math.inf,) * len(orders)
-    return tuple(_safe_costs(accountant, (mechanism,)).tolist())
-
-
-def epsilon_at(order: float, cost: float, delta: float) -> float:
-    """Return the epsilon at delta of a mechanism with this RDP of this order. `privacy_filter` calls it."""
-    return max(0.0, float(rdp.compute_epsilon([order], [cost], delta)[0]))
-
-
-def _event(mechanism: Mechanism) -> dp_accounting.DpEvent:
-    """Return one of the releases, not its count, in dp_accounting's form."""
-    if isinstance(mechanism, Repeated):
-        events = [dp_accounting.SelfComposedDpEvent(_event(one), one[-1]) for one in mechanism.mechanisms]
-        # Rounding may lower the RDP of one run. It is added here, because the selection multiplies it.
-        rounding = dp_accounting.ZCDpEvent(rho=_rounding_rate(mechanism.mechanisms))
-        run = dp_accounting.ComposedDpEvent([*events, rounding])
-        return dp_event.RepeatAndSelectDpEvent(run, mechanism.mean, mechanism.shape)
-    if isinstance(mechanism, Truncated):
-        sigma, rate, largest, examples, _ = mechanism
-        return dp_event.TruncatedSubsampledGaussianDpEvent(examples, rate, largest, sigma)
-    noise_multiplier, sample_rate, _ = mechanism
-    event = dp_accounting.GaussianDpEvent(noise_multiplier)
-    return event if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, event)
-
-
-def _safe_costs(accountant: rdp.RdpAccountant, mechanisms: Iterable[Mechanism]) -> np.ndarray:
-    """Return the RDP of each order, or a little more if rounding may have brought one of them to zero or below.
-
-    An RDP of zero or below would make its order cost nothing.
-    """
-    costs = accountant.rdp
-    rounding = accountant.orders * _rounding_rate(mechanisms)
-    return np.maximum(costs, 0.0) + rounding if (costs < rounding).any() else costs
-
-
-def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
-    """Return by how much rounding may lower the RDP of an order, divided by the order.
-
-    Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
-    relative error of 2^-39. This matters at rates below about 1e-10. `_event` adds that of a Selection itself.
-    """
-    plain = (mechanism for mechanism in mechanisms if not isinstance(mechanism, Repeated))
-    return 2.0**-36 * sum(one[1] * one[-1] for one in plain if one[1] < 1)
-
-
-def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
-    """Return whether a release has no noise, or so little that its square underflows to 0."""
-    return any(
-        _lacks_noise(mechanism.mechanisms) if isinstance(mechanism, Repeated) else mechanism[0] < 1e-100
-        for mechanism in mechanisms
-    )
-
-
-def _is_truncated(mechanisms: Iterable[Mechanism]) -> bool:
-    """Return whether a release is from truncated batches, also one in a Selection."""
-    return any(
-        _is_truncated(mechanism.mechanisms) if isinstance(mechanism, Repeated) else isinstance(mechanism, Truncated)
-        for mechanism in mechanisms
-    )
-
-
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Return False for dp_accounting's log message that it excluded an RDP order, which only loosens the bound.
-
-    `logging` calls it for each message. No epsilon depends on it.
-    """
-    return "Excluding this order" not in record.getMessage()
+    return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
 
 
 def calibrate_noise_multiplier(
@@ -295,6 +124,8 @@ def calibrate_noise_multiplier(
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked when it was found.
     """
+    from privgrad.composition import epsilon_of
+
     function = "calibrate_noise_multiplier"
     require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
     require_delta(function, delta)
@@ -306,14 +137,14 @@ def calibrate_noise_multiplier(
     key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
     if (kept := calibration_cache.found(key)) is not None:
         return kept
-    if others and (spent := _epsilon(others, float(delta), "pld")) >= target_epsilon:
+    if others and (spent := epsilon_of(others, float(delta), "pld")) >= target_epsilon:
         condition = f"to be above {spent:.6g}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
 
     def cost(noise_multiplier: float, accountant: str) -> float:
         own = (noise_multiplier, float(sample_rate), steps)
         together = sorted((own, *others), key=lambda mechanism: (isinstance(mechanism, Repeated), mechanism))
-        return _epsilon(tuple(together), float(delta), accountant)
+        return epsilon_of(tuple(together), float(delta), accountant)
 
     found = noise_within(cost, target_epsilon)
     if found is None:
@@ -345,12 +176,14 @@ def calibrate(
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked when it was found.
     """
+    from privgrad.composition import epsilon_of
+
     require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
     require_positive("calibrate", "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
     require_delta("calibrate", delta)
 
     def cost(noise_multiplier: float, accountant: str) -> float:
-        return _epsilon(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
+        return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
 
     found = noise_within(cost, target_epsilon)
     if found is None:

@@ -6,7 +6,6 @@
 import math
 from collections.abc import Iterable
 
-from privgrad.accounting import epsilon_at, renyi_costs
 from privgrad.errors import require_delta, require_positive
 from privgrad.mechanisms import Release, Selection, Split, mechanisms_of
 
@@ -54,6 +53,8 @@ def filter_epsilon(
         Feldman, Zrnic 2021 (arXiv 2008.11193); Lecuyer 2021 (arXiv 2103.01379). Filters by whole privacy profiles are
         not free in general: arXiv 2602.15815.
     """
+    from privgrad.composition import epsilon_at
+
     require_delta("filter_epsilon", delta)
     require_positive("filter_epsilon", "total_epsilon", total_epsilon, "give a total, usually from 1 to 10")
     costs = _costs(releases)
@@ -66,6 +67,8 @@ def _costs(releases: Iterable[Release | Selection | Split]) -> dict[float, float
 
     The time grows with the number of releases, not with the number of combinations of groups.
     """
+    from privgrad.composition import renyi_costs
+
     given = list(releases) if isinstance(releases, Iterable) else [releases]  # pyright: ignore[reportUnnecessaryIsInstance]
     plain = (release for release in given if not isinstance(release, Split))
     costs = renyi_costs(mechanisms_of("filter_epsilon", plain))

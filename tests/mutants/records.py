@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger_file, plan_numbers, training_run
+from privgrad import accounting, checkpoint, composition, ledger_file, plan_numbers, training_run
 from privgrad.accounting import Release
 
 
@@ -42,14 +42,14 @@ def wrong_conversion(patch: Patch) -> None:
 
 
 def uncached(patch: Patch) -> None:
-    patch.setattr(accounting, "_epsilon", accounting._epsilon.__wrapped__)
+    patch.setattr(composition, "epsilon_of", composition.epsilon_of.__wrapped__)
 
 
 def mechanisms(planted: Callable[[float, float, int], tuple[float, float, int]]) -> Callable[[Patch], None]:
     """Plants another (sigma, q, T) that is accounted."""
 
     def plant(patch: Patch) -> None:
-        real = accounting._compose
+        real = composition._compose
         uncached(patch)
         everywhere(patch, real, lambda acct, found, delta: real(acct, tuple(planted(*one) for one in found), delta))
 

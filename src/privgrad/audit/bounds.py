@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from scipy import optimize, stats
 
 from privgrad import accounting
 from privgrad.accounting import Release
@@ -36,6 +35,8 @@ def clopper_pearson(errors: Any, trials: Any, confidence: float) -> Any:
     Reference:
         Clopper, Pearson 1934. Exact: the probability is never below the confidence, and often above it.
     """
+    from scipy import stats  # in functions: it takes longer to import than all of privgrad
+
     require_confidence("clopper_pearson", confidence)
     errors, trials = np.asarray(errors, float), np.asarray(trials, float)
     bound = stats.beta.ppf(confidence, errors + 1, np.maximum(trials - errors, 1e-9))
@@ -71,6 +72,8 @@ def mu_of_rates(false_positive: Any, false_negative: Any) -> Any:
 
     Computes: -Phi^-1(FPR) - Phi^-1(FNR); at least 0.
     """
+    from scipy import stats
+
     return np.maximum(-stats.norm.ppf(false_positive) - stats.norm.ppf(false_negative), 0.0)
 
 
@@ -92,6 +95,8 @@ def epsilon_of_gaussian(mu: float, delta: float) -> float:
     Reference:
         Balle, Wang 2018 (arXiv 1805.06530), theorem 8; in an audit: Nasr et al. 2023 (arXiv 2302.07956).
     """
+    from scipy import optimize, stats
+
     require_delta("epsilon_of_gaussian", delta)
 
     def excess(epsilon: float) -> float:
@@ -172,6 +177,8 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), theorem 5.2 and appendix D.
     """
+    from scipy import stats
+
     require_integer("one_run_p_value", "canaries", canaries, 1)
     if not 0 <= correct <= guesses <= canaries:
         got, remedy = f"{correct}, {guesses} and {canaries}", "check the three counts"
