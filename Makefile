@@ -9,8 +9,8 @@ FUZZ_SECONDS ?= 600 # of each fuzzer
 torch_newest := --group torch
 torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject.toml)'
 
-.PHONY: help demo test pages wheel slow zoo browser fuzz audits examples bench bench-check bench-peers bench-accuracy lint docs \
-	docs-version dist windows ci data advisories lock sbom release clean
+.PHONY: help demo test pages wheel slow zoo lowest browser fuzz audits examples bench bench-check bench-peers bench-accuracy \
+	lint docs docs-version dist windows ci data advisories lock sbom release clean
 
 help:
 	@echo "make demo     install into .venv, train privately on real data, write report/index.html"
@@ -27,6 +27,7 @@ help:
 	@echo "each night:"
 	@echo "make slow     the tests that take minutes"
 	@echo "make zoo      the tests of 99 architectures"
+	@echo "make lowest   the tests with the lowest versions that pyproject.toml allows, without integrations and with all"
 	@echo "make fuzz     damaged files, then models that break the bound: ten minutes each; FUZZ_SECONDS=60: one"
 	@echo "make audits   lower bounds on epsilon, by attacks; fails if one is above its claim"
 	@echo "make examples the tests of examples/, those that take minutes too"
@@ -70,6 +71,17 @@ slow: $(VENV)/installed
 zoo: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group torch --group zoo
 	$(PYTEST) -m "slow or not slow" tests/zoo
+
+# uv chooses the versions, as it does for `make lock`. Integrations need newer versions of others, so they are apart.
+lowest: $(VENV)/installed
+	for extras in "--extra experiments" "--all-extras --group trl"; do \
+		$(PYTHON) -m venv --clear .venv-lowest && \
+		$(BIN)/uv pip compile --no-config --quiet --resolution lowest-direct --python .venv-lowest \
+			--output-file .venv-lowest/versions.txt pyproject.toml $$extras && \
+		$(BIN)/uv pip install --no-config --quiet --python .venv-lowest \
+			--requirement .venv-lowest/versions.txt --group test --editable . && \
+		OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n 2 --dist worksteal || exit 1; \
+	done
 
 browser: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group browser
@@ -116,7 +128,7 @@ docs: $(VENV)/installed
 windows:
 	PYTHONPATH=src $(PYTHON) tests/refusal.py
 
-ci: lint docs test pages wheel windows
+ci: lint docs test pages wheel browser windows
 	@echo "Green here. Other systems, Pythons and the oldest torch run on the public host: .github/workflows/ci.yml"
 
 # A set that cannot be fetched here is left out, and its tests are skipped.
@@ -156,4 +168,4 @@ release: $(VENV)/installed
 	$(MAKE) sbom
 
 clean:
-	rm -rf .venv .venv-oldest .venv-wheel dist privgrad.cdx.json report runs site
+	rm -rf .venv .venv-oldest .venv-lowest .venv-wheel dist privgrad.cdx.json report runs site

@@ -26,7 +26,7 @@ MAY_WRITE = {
     ("release", "announce"): {"contents"},
     ("docs", "publish"): {"contents"},
 }
-MAY_CALL = {"release": {"gh"}, "docs": {"git"}}
+MAY_CALL = {"ci": {"apt-get"}, "release": {"gh"}, "docs": {"git"}}
 
 
 def commands(workflow: dict[str, Any]) -> set[str]:
@@ -151,7 +151,8 @@ def locked(text: str) -> dict[str, list[str]]:
 def test_the_lock_has_every_package_for_development_with_its_hash():
     held = locked((ROOT / "requirements-dev.txt").read_text())
     options, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
-    named = [*PROJECT["project"]["dependencies"], *(one for one in groups["dev"] if isinstance(one, str))]
+    grouped = [one for group in ("dev", "test", "trl") for one in groups[group] if isinstance(one, str)]
+    named = [*PROJECT["project"]["dependencies"], *grouped]
     named += [one for extra in ("docs", "experiments", "tensorboard") for one in options[extra]]
     for needed in map(Requirement, named):
         if needed.name != "torch":
