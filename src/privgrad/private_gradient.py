@@ -440,7 +440,7 @@ class PrivateGradient:
             step = batch.sampling.step if self._follows_draws else self._step
             try:
                 begins = self._begin_noise(batch.sampling)
-                mine = int(self._dropout_stream.uint64(step, 1)[0] >> 1), self.max_grad_norm, begins
+                mine = int(self._dropout_stream.uint64(step, 1)[0]) >> 1, self.max_grad_norm, begins
                 seed, bound, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
