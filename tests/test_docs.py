@@ -1,5 +1,6 @@
 """What the documents say is run, or looked up."""
 
+import codeop
 import re
 import subprocess
 import sys
@@ -69,6 +70,33 @@ def test_the_pages_code_runs(
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_pages_commands_run(page: str, tmp_path: Path):
     pages.run_commands(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page.startswith(pages.LESSONS)])
+def test_lessons_can_be_pasted_into_the_prompt_of_python(page: str):
+    """The prompt of Python 3.11 reads line by line: a blank line must end each loop, and no function may hold one."""
+    for block in blocks(page, "python"):
+        require_pasteable("" if block.title else block.text, f"{page}:{block.line}")
+
+
+def require_pasteable(text: str, place: str) -> None:
+    compile_command, lines = codeop.CommandCompiler(), list[str]()
+    for line in [*text.splitlines(), ""]:
+        lines.append(line)
+        try:
+            if compile_command("\n".join(lines), place, "single") is not None:
+                lines.clear()
+        except SyntaxError as error:
+            raise AssertionError(f"{place}: the prompt refuses {line!r}: {error.msg}") from error
+    assert not lines, f"{place}: the prompt waits for more"
+
+
+@pytest.mark.parametrize(
+    "text", ["for k in (1, 2):\n    pass\nprint(k)\n", "def f():\n    k = 1\n\n    return k\n", "f(\n"]
+)
+def test_text_that_the_prompt_refuses_is_found(text: str):
+    with pytest.raises(AssertionError, match="the prompt"):
+        require_pasteable(text, "page")
 
 
 @pytest.mark.parametrize("page", [page for page in pages.pages() if blocks(page, "toml")])

@@ -201,6 +201,7 @@ def test_the_public_count_is_compared_with_the_training_part(tmp_path: Path, uni
         "classes": 2,
         "declared": 3,
         "training": len(loaded.train),
+        "unused": ["person"] if units == "rows" else [],
     }
     assert 0 < size["training"] < 300
     for count, words in {
@@ -240,6 +241,39 @@ def test_a_clean_file_says_what_was_looked_at(tmp_path: Path):
     assert "people.csv, NOT PRIVATE: 300 rows of 100 persons in 2 of 3 declared classes; 100 persons in the tr" in shown
     assert "later.csv, NOT PRIVATE: 1 rows of 1 persons in 1 of 3 declared classes; the test part." in shown
     assert "privacy.num_examples is not given: nothing was compared" in shown
+
+
+def test_columns_that_are_not_declared_are_named(tmp_path: Path):
+    people(tmp_path)
+    path = written(tmp_path, f'{PEOPLE}unit = "row"\n')
+    shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"})
+    assert shown.exit_code == 0
+    assert "people.csv: columns that are not declared, so that no training uses them: person." in shown.output
+    assert told(path)["raw_sizes"]["people.csv"]["unused"] == ["person"]
+    (tmp_path / "people.csv").write_text(f"{','.join(f'[c{k}]' for k in range(12))},age,returned\n{'1,' * 12}40,no\n")
+    shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"}).output
+    assert "uses them: [c0], [c1], [c2], [c3], [c4], [c5], [c6], [c7], [c8], [c9] and 2 more." in shown
+    path = written(tmp_path, f'{PEOPLE}unit = "row"\n'.replace("age =", "height ="))
+    with pytest.raises(pg.PrivacyError, match="every declared one, got 'height'"):
+        raise CliRunner().invoke(app, ["doctor", path]).exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("delta", "more", "found"),
+    [
+        ("0.02", "", ["delta = 0.02 is above 1 / num_examples = 0.0167"]),
+        ("0.02", "simulate = 2", []),  # it has no guarantee anyway
+        ("0.016", "", []),
+        ("'1e-5'", "", []),  # `privgrad train` refuses it
+    ],
+)
+def test_a_delta_that_is_too_large_is_found(tmp_path: Path, delta: str, more: str, found: list[str]):
+    people(tmp_path)
+    path = written(tmp_path, f'{PEOPLE}unit = "person"\nmax_rows = 4\n{PRIVACY.format(60)}\ndelta = {delta}\n{more}')
+    shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"})
+    assert shown.exit_code == 0  # as a training, which only warns
+    assert [one["what"] for one in told(path)["raw_findings"].get("data.toml", [])] == found
+    assert ("lower delta far below" in shown.output, "num_examples = 60 suits" in shown.output) == (bool(found), True)
 
 
 @pytest.mark.parametrize(

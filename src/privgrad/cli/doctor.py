@@ -57,9 +57,10 @@ def doctor(
     gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
 
     For a TOML file: rows of its data that are missing, repeated, out of range or of the same person, and images that
-    cannot be read; how much there is, and whether num_examples suits the training part. Errors alone block a training;
-    the rest is for you to judge. This is NOT private: do not publish it. A file with tables model and privacy is also
-    checked as `privgrad train` checks it before it loads the data.
+    cannot be read; columns that are not declared; how much there is, and whether num_examples suits the training part;
+    a delta above 1 / num_examples. Errors alone block a training; the rest is for you to judge. This is NOT private: do
+    not publish it. A file with tables model and privacy is also checked as `privgrad train` checks it before it loads
+    the data.
     """
     if factory.endswith(".toml"):
         if batch is not None:
@@ -110,7 +111,8 @@ def _examine(path: Path, *, as_json: bool) -> int:
     declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
     declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
     split = {key: data[key] for key in SPLIT if key in data}
-    counted: object = tables["privacy"].get("num_examples") if isinstance(tables.get("privacy"), dict) else None
+    privacy: object = tables.get("privacy")
+    counted: object = cast("dict[str, Any]", privacy).get("num_examples") if isinstance(privacy, dict) else None
     found: dict[str, list[RawFinding]] = {}
     sizes: dict[str, RawSize] = {}
     for name, own in ((data.get("file") or data.get("folder"), split), (data.get("test"), None)):
@@ -120,6 +122,8 @@ def _examine(path: Path, *, as_json: bool) -> int:
             size = (raw_table_size if is_table else raw_folder_size)(place, declared, own)
             found[place.name] = several + raw_count_findings(size, counted)
             sizes[place.name] = size
+    if isinstance(privacy, dict) and (too_large := _of_delta(cast("dict[str, Any]", privacy))):
+        found[path.name] = too_large
     blocked = any(one.blocks for several in found.values() for one in several)
     if as_json:
         findings = {name: [asdict(one) for one in several] for name, several in found.items()}
@@ -127,9 +131,12 @@ def _examine(path: Path, *, as_json: bool) -> int:
         print_json(raw | {"private": False})
         return int(blocked)
     for name, several in found.items():
-        STDOUT.print(f"{name}, NOT PRIVATE: {sizes[name].text()}.", highlight=False, soft_wrap=True)
+        if name in sizes:
+            STDOUT.print(f"{name}, NOT PRIVATE: {sizes[name].text()}.", highlight=False, soft_wrap=True)
+            if note := sizes[name].note():
+                STDOUT.print(escape(f"{name}: {note}."), highlight=False, soft_wrap=True)
         if several:
-            STDOUT.print(_table(name, several))
+            STDOUT.print(_table(f"{name}: NOT PRIVATE" if name in sizes else name, several))
         else:
             STDOUT.print(f"{name}: {fits}.", highlight=False)
     if isinstance(counted, int):
@@ -144,9 +151,19 @@ def _examine(path: Path, *, as_json: bool) -> int:
     return int(blocked)
 
 
-def _table(name: str, several: Sequence[RawFinding]) -> Table:
+def _of_delta(privacy: dict[str, Any]) -> list[RawFinding]:
+    """Return a finding if delta is so large that `PrivacyPlan` warns of it. It depends on public numbers alone."""
+    delta, count = privacy.get("delta"), privacy.get("num_examples")
+    if "simulate" in privacy or not (isinstance(delta, float) and isinstance(count, int) and count > 0):
+        return []
+    what = f"delta = {delta:g} is above 1 / num_examples = {1 / count:.3g}"
+    remedy = "lower delta far below: such a delta allows a mechanism that publishes one whole record"
+    return [RawFinding("", what, 1, (), remedy)] if delta > 1 / count else []
+
+
+def _table(title: str, several: Sequence[RawFinding]) -> Table:
     """Return the findings of one file or folder as a table."""
-    shown = Table(title=f"{name}: NOT PRIVATE")
+    shown = Table(title=title)
     for column in ("column", "finding", "count", "first rows", "remedy"):
         shown.add_column(column, overflow="fold")
     for one in several:

@@ -16,6 +16,7 @@ from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import ROW, Schema, Where, is_missing, schema_of
 
 SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
+_SHOWN = 10  # columns that are not used
 _FAR = 4  # times num_examples: more training units than this waste much of the epsilon
 
 
@@ -30,6 +31,7 @@ class RawSize:
         classes: the number of declared classes that occur.
         declared: the number of declared classes.
         training: the number of units in the training part; None for a file that is the test part.
+        unused: the columns of a table that are not declared.
     """
 
     rows: int
@@ -38,6 +40,7 @@ class RawSize:
     classes: int
     declared: int
     training: int | None
+    unused: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return the sizes as one line."""
@@ -45,6 +48,12 @@ class RawSize:
         of = "" if self.units is None else f" of {self.units:,} persons"
         part = "the test part" if self.training is None else f"{self.training:,} {name} in the training part"
         return f"{self.rows:,} {self.kind}{of} in {self.classes} of {self.declared} declared classes; {part}"
+
+    def note(self) -> str:
+        """Return a sentence on the columns that are not used, or "" if there are none."""
+        more = f" and {len(self.unused) - _SHOWN:,} more" if len(self.unused) > _SHOWN else ""
+        names = ", ".join(self.unused[:_SHOWN]) + more
+        return f"columns that are not declared, so that no training uses them: {names}" if names else ""
 
 
 def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, Any] | None) -> RawSize:
@@ -61,13 +70,17 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
     """
     where, options = Where("doctor"), {name: value for name, value in declared.items() if name != "table"}
     schema = schema_of(where, **options)
-    content = read_columns("doctor", path, list(dict.fromkeys(schema.names)), declared.get("table"))
-    texts = {name: [text_or_kind(value) for value in column] for name, column in content.items()}
+    names, table = list(dict.fromkeys(schema.names)), declared.get("table")
+    content = read_columns("doctor", path, None, table)
+    if not content.keys() >= set(names):
+        read_columns("doctor", path, names, table)  # raises the error that names the column
+    texts = {name: [text_or_kind(value) for value in content[name]] for name in names}
     keys = _keys(schema, texts)
     training = None if split is None else _training(path.name, keys, schema.identifier, split)
     labels = texts[schema.label]
     found = len(set(labels) & set(schema.classes))
-    return RawSize(len(labels), "rows", len(keys) if schema.by_person else None, found, len(schema.classes), training)
+    units, unused = len(keys) if schema.by_person else None, tuple(name for name in content if name not in names)
+    return RawSize(len(labels), "rows", units, found, len(schema.classes), training, unused)
 
 
 def raw_folder_size(folder: Path, declared: Mapping[str, Any], split: Mapping[str, Any] | None) -> RawSize:
