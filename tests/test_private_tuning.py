@@ -259,7 +259,7 @@ def test_killed_at_twenty_places_it_resumes_and_costs_the_same(tmp_path: Path):
             process.join()
     try:
         records = paid_runner.compare(spec, out, progress=False)
-    except pg.BudgetExceededError:  # on a slow machine: all six steps were lost, each charged but killed before a save
+    except BudgetExceededError:  # on a slow machine: all six steps were lost, each charged but killed before a save
         assert max(Ledger(path, read_only=True).releases for path in out.rglob("ledger.jsonl")) == 6
         return
     assert [record["phase"] for record in records] == ["tuning", "tuning", "final"]
