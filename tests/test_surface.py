@@ -121,7 +121,7 @@ SIGNATURES = {
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
-    pg.clip.TargetFraction: "target rate",
+    pg.clip.TargetFraction: "target rate steps",
     pg.clip.Quantile: "quantile rate count_std",
     pg.clip.SquaredError: "weight",
     pg.audit.Game: "name release data directions claim delta steps",

@@ -144,8 +144,8 @@ class PrivateGradient:
             released gradient then has as `norm_distribution`. It is private, costs no epsilon and leaves the gradient
             as it is. "auto" takes 8 to 64, as the noise allows (see `norm_statistics.chosen_slots`). None: no
             distribution.
-        adaptive_clip: changes C at each step: clip.TargetFraction(), at no cost, or a rule of `clip` with a release of
-            its own. The plan's `max_grad_norm` is the first C, and the property `max_grad_norm` is the current one.
+        adaptive_clip: changes C during training: clip.TargetFraction(), at no cost, or a rule of `clip` with a release
+            of its own. The plan's `max_grad_norm` is the first C, and the property `max_grad_norm` is the current one.
             It does not suit clip.Automatic(). None keeps C.
         filter: a linear filter of the released gradients (see `filters`); the gradient that a call returns is then the
             filtered one. perturb.DiSK(weight) needs filters.EMA(weight). None: no filter.

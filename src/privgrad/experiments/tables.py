@@ -197,7 +197,7 @@ class PerturbTable(Table):
 
 
 class AdaptiveClipTable(Table):
-    """A rule that moves C at each step, starting at the method's C; `options` are those of its class in `clip`."""
+    """A rule that moves C, starting at the method's C; `options` are those of its class in `clip`."""
 
     rule: Literal["TargetFraction", "Quantile", "SquaredError"]
     options: dict[str, Any] = Field(default_factory=dict)
