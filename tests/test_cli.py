@@ -166,7 +166,7 @@ tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
     page = (tmp_path / "out/index.html").read_text()
     assert "Noise or clipping?" in page
     words = " ".join(page.split())
-    assert "Clipping norm: 1 at first, moved by TargetFraction(0.5, rate=0.5, steps=30)" in words
+    assert "Clipping norm: 1 at first, moved by TargetFraction(0.5, rate=0.5, steps=50)" in words
     assert "<td>DiSK(0." in words
     assert "ahead of the weights (DiSK)" in words
     assert "shortened about" in words

@@ -171,7 +171,7 @@ def test_a_clipping_norm_that_moves_is_named():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
     private_grad(next(iter(plan.batches(make_data()))))
     private_grad.ledger.close()
-    assert "clipping norm 1, moved by TargetFraction(0.9, rate=0.5, steps=30)" in str(statement([private_grad.ledger]))
+    assert "clipping norm 1, moved by TargetFraction(0.75, rate=0.5, steps=50)" in str(statement([private_grad.ledger]))
 
 
 @pytest.mark.parametrize(

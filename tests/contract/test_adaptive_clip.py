@@ -145,7 +145,7 @@ def test_a_resumed_run_needs_the_same_rule():
         resumed = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=other)
         with pytest.raises(pg.PrivacyError, match="adaptive_clip"):
             resumed.load_state_dict(state)
-    assert private_grad.settings["adaptive_clip"] == "TargetFraction(0.9, rate=0.5, steps=30)"
+    assert private_grad.settings["adaptive_clip"] == "TargetFraction(0.75, rate=0.5, steps=50)"
 
 
 def test_c_of_each_step_is_in_the_ledger(tmp_path: Path):
@@ -159,7 +159,7 @@ def test_c_of_each_step_is_in_the_ledger(tmp_path: Path):
     first, *steps = map(json.loads, path.read_text().splitlines())
     assert [step["max_grad_norm"] for step in steps] == bounds
     assert len(set(bounds)) == 4
-    assert first["plan"]["adaptive_clip"] == "TargetFraction(0.9, rate=0.5, steps=30)"
+    assert first["plan"]["adaptive_clip"] == "TargetFraction(0.75, rate=0.5, steps=50)"
     assert first["plan"]["max_grad_norm"] == bounds[0]
     assert private_grad.ledger.epsilon(delta=1e-5) == pytest.approx(plan.epsilon(delta=1e-5))
 
@@ -301,7 +301,7 @@ def private_grad_with(rule: Any, norm_bins: Any = None, clip: Any = None, **chan
 @pytest.mark.parametrize(
     ("name", "fraction", "factor"),
     [
-        *(("target fraction", 0.0, 0.64), ("target fraction", 1.0, 1.05)),
+        *(("target fraction", 0.0, 0.69), ("target fraction", 1.0, 1.13)),
         *(("quantile", 0.0, 0.86), ("quantile", 1.0, 1.05)),
     ],
 )

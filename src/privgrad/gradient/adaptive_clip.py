@@ -109,7 +109,7 @@ class TargetFraction(AdaptiveClip):
     Args:
         target: the share, in (0, 1).
         rate: > 0. A step multiplies C by exp(-rate target) to exp(rate (1 - target)). With the defaults, C falls by at
-            most 36 % and rises by at most 5 %, so begin with a C that is too large rather than too small.
+            most 31 % and rises by at most 13 %.
         steps: the number of steps in which C moves, >= 1; None: all.
     Raises:
         PrivacyError: a number is out of its range.
@@ -121,8 +121,8 @@ class TargetFraction(AdaptiveClip):
         after `steps`.
     """
 
-    def __init__(self, target: float = 0.9, *, rate: float = 0.5, steps: int | None = 30) -> None:
-        _require_fraction("TargetFraction", "target", target, "0.9 is the default")
+    def __init__(self, target: float = 0.75, *, rate: float = 0.5, steps: int | None = 50) -> None:
+        _require_fraction("TargetFraction", "target", target, "0.75 is the default")
         require_positive("TargetFraction", "rate", rate, "0.5 is the default")
         if steps is not None:
             require_integer("TargetFraction", "steps", steps, 1)
