@@ -111,16 +111,22 @@ def test_the_defaults_without_tuning_stand_in_the_records():
 
 def test_what_a_moving_c_reaches_without_tuning_stands_in_the_records():
     (section,) = re.findall(r"(?s)## Defaults without tuning\n.*?(?=## )", CHOOSING.read_text())
-    names = {"tags at epsilon 1": "tags1", "toy regression": "toy"}
-    row = r"^\| ([\w ]+?)(?: \([^|]*)? \| ([\d.]+)( %)? \| [\d.]+(?: %)? \|$"
-    found = re.findall(row, section, re.MULTILINE)
-    assert len(found) == 6
-    for name, said, percent in found:
+    names = {"tags at epsilon 1": "tags1", "toy regression": "toy", "small CNN on clothing": "clothing"}
+    rules = ("C by target fraction", "three quarters, to the end", "C by squared error")
+    cell = r" (–|[\d.]+(?: %)?) \|"
+    found = re.findall(
+        rf"^\| ([\w ]+?)(?:,[^|]*| \([^|]*)? \|{cell}{cell}{cell} [\d.]+(?: %)? \|$", section, re.MULTILINE
+    )
+    assert len(found) == 7
+    for name, *cells in found:
         lines = (ROOT / f"results/moving-c/{names.get(name, name)}.jsonl").read_text().splitlines()
-        runs = [json.loads(line) for line in lines]
-        key = "test_accuracy" if percent else "raw_train_loss" if name == "toy regression" else "test_loss"
-        assert len(runs) == 3
-        assert printed(statistics.mean((100 if percent else 1) * run[key] for run in runs), said) == said
+        for rule, said in zip(rules, cells, strict=True):
+            runs = [run for run in map(json.loads, lines) if (run["method"], run["phase"]) == (rule, "final")]
+            assert len(runs) == (0 if said == "–" else 3)
+            if runs:
+                percent, number = said.endswith(" %"), said.removesuffix(" %")
+                key = "test_accuracy" if percent else "raw_train_loss" if name == "toy regression" else "test_loss"
+                assert printed(statistics.mean((100 if percent else 1) * run[key] for run in runs), number) == number
 
 
 def test_what_the_page_on_features_says_was_measured_stands_in_the_records():

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_declared_codes_for_missing_and_other_values_do_not_block(visits: Path):
 
 
 def test_a_table_of_sqlite_is_read_with_all_of_its_columns(tmp_path: Path):
-    with sqlite3.connect(tmp_path / "visits.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "visits.db")) as connection, connection:
         connection.execute("CREATE TABLE v (user_id, age, returned)")
         connection.executemany("INSERT INTO v VALUES (?, ?, ?)", [(1, 30, "yes"), (1, 31, "no"), (2, 31.5, "no")])
     schema: dict[str, Any] = SCHEMA | {"columns": {"age": {"kind": "number", "range": [18, 100]}}}

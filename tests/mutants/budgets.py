@@ -1,5 +1,7 @@
 """Faults of a budget: its cap, its file, its filter, and the ledgers of its commitments."""
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -80,6 +82,17 @@ def ledger_without_its_limit(patch: Patch) -> None:
     patch.setattr(pg.Ledger, "limit_to", lambda *_: None)
 
 
+def files_without_locks(patch: Patch) -> None:
+    """No locks, and writes that wait, so that other processes read the same end meanwhile, however busy the machine."""
+
+    def write(descriptor: int, data: bytes) -> int:
+        time.sleep(0.02)
+        return os.write(descriptor, data)
+
+    edited(ledger_file, "fcntl", flock=lambda descriptor, operation: None)(patch)
+    edited(ledger_file, "os", write=write)(patch)
+
+
 def any_place(patch: Patch) -> None:
     """The same name resumes from any folder."""
     real: Any = budget_file.Commitment.terms.fget
@@ -153,7 +166,7 @@ BUDGET = [
     ),
     Mutant(
         "two processes that commit the same rest",
-        edited(ledger_file, "fcntl", flock=lambda descriptor, operation: None),
+        files_without_locks,
         "test_budget.test_processes_at_once_do_not_overdraw",
     ),
     Mutant(
