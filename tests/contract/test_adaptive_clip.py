@@ -169,6 +169,13 @@ def test_one_rule_serves_several_trainings():
     one, two = (pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=rule) for _ in range(2))
     one(next(iter(plan.batches(make_data()))))
     assert one.max_grad_norm != two.max_grad_norm == plan.max_grad_norm
+    used, batches = pg.clip.TargetFraction(steps=1), list(plan.batches(make_data()))[:2]
+    for _ in range(2):  # a rule that another training used up begins anew
+        three = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=used)
+        three(batches[0])
+        assert three.max_grad_norm != plan.max_grad_norm
+        assert three._adaptive is not None
+        used = three._adaptive
 
 
 def test_a_preconditioner_gets_the_noise_of_the_step():

@@ -101,16 +101,17 @@ class AdaptiveClip:
 
 
 class TargetFraction(AdaptiveClip):
-    """A rule that moves C until a given share of the gradients is clipped. It costs no privacy and no noise.
+    """A rule that moves C towards a share of clipped gradients, in the first steps. It costs no privacy and no noise.
 
     Computes: C exp(rate (f - target)) in the first steps, where f is the private share of clipped gradients. Then C
-        stays. If C followed f to the end, it would follow the gradients of well learned examples towards 0.
+        stays, whether or not f is the target. If C followed f to the end, it would follow the gradients of well learned
+        examples towards 0.
 
     Args:
         target: the share, in (0, 1).
         rate: > 0. A step multiplies C by exp(-rate target) to exp(rate (1 - target)). With the defaults, C falls by at
             most 31 % and rises by at most 13 %.
-        steps: the number of steps in which C moves, >= 1; None: all.
+        steps: the number of steps in which C moves, >= 1; None: all. Steps that an interruption lost do not count.
     Raises:
         PrivacyError: a number is out of its range.
     Privacy:
@@ -130,7 +131,16 @@ class TargetFraction(AdaptiveClip):
         self._taken = 0
 
     def __repr__(self) -> str:
-        return f"TargetFraction({self._target:g}, rate={self._rate:g}, steps={self._steps})"
+        return f"{type(self).__name__}({self._target:g}, rate={self._rate:g}, steps={self._steps})"
+
+    def begun(
+        self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
+    ) -> "AdaptiveClip":
+        numbers: dict[str, Any] = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
+        begun = super().begun(**numbers, divisor=divisor, norm_bins=norm_bins, size=size)
+        assert isinstance(begun, TargetFraction)
+        begun._taken = 0
+        return begun
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
@@ -186,7 +196,7 @@ class Quantile(AdaptiveClip):
         self._quantile, self._rate, self._count_std = float(quantile), float(rate), count_std
 
     def __repr__(self) -> str:
-        return f"Quantile({self._quantile:g}, rate={self._rate:g}, count_std={self._count_std})"
+        return f"{type(self).__name__}({self._quantile:g}, rate={self._rate:g}, count_std={self._count_std})"
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
@@ -228,7 +238,7 @@ class SquaredError(AdaptiveClip):
         self._noise_per_norm = 0.0
 
     def __repr__(self) -> str:
-        return f"SquaredError(weight={self._weight:g})"
+        return f"{type(self).__name__}(weight={self._weight:g})"
 
     def begun(
         self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
