@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -282,7 +282,7 @@ def test_rules_know_the_noise_of_groups(name: str):
         (lambda: pg.clip.TargetFraction(True), "to be a number, got True"),
         (lambda: pg.clip.TargetFraction(rate=-1.0), "rate"),
         (lambda: pg.clip.TargetFraction(steps=0), "steps to be an integer >= 1, got 0"),
-        (lambda: pg.clip.TargetFraction(steps=2.5), "steps to be an integer >= 1, got 2.5"),
+        (lambda: pg.clip.TargetFraction(steps=cast("Any", 2.5)), "steps to be an integer >= 1, got 2.5"),
         (lambda: pg.clip.Quantile(1.5), "to be below 1, got 1.5; 0.25 is the default"),
         (lambda: pg.clip.Quantile(count_std=0.0), "count_std"),
         (lambda: pg.clip.SquaredError(0.0), "weight"),
