@@ -109,7 +109,8 @@ bench-check: $(VENV)/installed
 
 bench-peers: $(VENV)/installed
 	$(BIN)/python -m benchmarks.environments steps
-	.peers/steps/bin/python -m benchmarks.run --peers --continue --out results/peers/steps.jsonl
+	.peers/steps/bin/python -m benchmarks.run --peers --continue --threads 1 --clock processor --time-limit 60 \
+		--out results/peers/steps.jsonl
 	$(BIN)/python scripts/peers_page.py
 
 # The rows that could be run are in the page, even if others failed.

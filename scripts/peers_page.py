@@ -192,8 +192,9 @@ def steps(records: list[Row]) -> str:
             text + "There are no records of `make bench-peers` yet. [performance.md](performance.md) has older ones.\n"
         )
     text += (
-        "All methods of a workload take turns in one process. The numbers are ratios to an ordinary step,\n"
-        "with torch's Adam and without privacy. [performance.md](performance.md) explains the workloads.\n\n"
+        "All methods of a workload take turns in one process. The numbers are ratios to an ordinary step, with\n"
+        "torch's Adam and without privacy, of processor time on one thread. [performance.md](performance.md) explains\n"
+        "the workloads.\n\n"
     )
     methods = [name for name in STEPS if any(row["method"] == name for row in records)]
     for field, title in {"ratio": "Time", "peak_memory_ratio": "Peak memory"}.items():
