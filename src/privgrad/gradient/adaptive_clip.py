@@ -61,7 +61,11 @@ class AdaptiveClip:
         begun.max_grad_norm = max_grad_norm
         begun._limits = max(max_grad_norm / _WIDEST, least), max(max_grad_norm, min(max_grad_norm * _WIDEST, most))
         begun.statistic = self._statistic(max_grad_norm, noise_multiplier, divisor, norm_bins)
+        begun._begin(noise_multiplier, divisor, size)
         return begun
+
+    def _begin(self, noise_multiplier: float, divisor: int, size: int) -> None:
+        """Set the state of a subclass for a new PrivateGradient, after C and the statistic."""
 
     def update(self, distribution: NormDistribution) -> None:
         """Choose C of the next step. Post-processing."""
@@ -133,14 +137,8 @@ class TargetFraction(AdaptiveClip):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._target:g}, rate={self._rate:g}, steps={self._steps})"
 
-    def begun(
-        self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
-    ) -> "AdaptiveClip":
-        numbers: dict[str, Any] = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
-        begun = super().begun(**numbers, divisor=divisor, norm_bins=norm_bins, size=size)
-        assert isinstance(begun, TargetFraction)
-        begun._taken = 0
-        return begun
+    def _begin(self, noise_multiplier: float, divisor: int, size: int) -> None:
+        self._taken = 0
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
@@ -240,14 +238,8 @@ class SquaredError(AdaptiveClip):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(weight={self._weight:g})"
 
-    def begun(
-        self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
-    ) -> "AdaptiveClip":
-        numbers: dict[str, Any] = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
-        begun = super().begun(**numbers, divisor=divisor, norm_bins=norm_bins, size=size)
-        assert isinstance(begun, SquaredError)
-        begun._noise_per_norm = begun.statistic.sensitivity(1.0) * noise_multiplier * math.sqrt(size) / divisor
-        return begun
+    def _begin(self, noise_multiplier: float, divisor: int, size: int) -> None:
+        self._noise_per_norm = self.statistic.sensitivity(1.0) * noise_multiplier * math.sqrt(size) / divisor
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
