@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Built, build, peak_memory, seconds_in_turn
+from benchmarks.measure import Built, build, peak_memory, seconds_in_turn, set_precision
 from benchmarks.methods import OURS, Setup, SkipError
 from benchmarks.run import machine
 from tests.zoo.architectures import ARCHITECTURES, REAL, make
@@ -56,7 +56,7 @@ def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: flo
         limit: seconds for the process that measures the memory of one method.
     """
     clock = "processor" if setup.device == "cpu" else "wall"
-    torch.set_float32_matmul_precision("high" if setup.dtype == "tf32" else "highest")
+    set_precision(setup.dtype)
     ordinary = build(setup, "ordinary", clock=clock)
     row: Row = {
         "name": setup.name, "batch_size": setup.batch_size, "device": setup.device, "precision": setup.dtype,

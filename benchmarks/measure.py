@@ -106,12 +106,12 @@ def seconds_in_turn(
 
 
 def peak_memory(setup: Setup, method: str, *, threads: int, limit: float) -> dict[str, float]:
-    """Measure one step in a new process.
+    """Measure the memory of one step.
 
-    On CPU: resident memory, which the kernel counts. The process builds model, optimizer and data, takes a step,
-    gives back what the allocator holds without need, and starts the kernel's count of the peak anew; then takes the
-    second step. The allocator is told to give back every freed block above 128 KiB at once, so that the count is of
-    memory in use, not of the allocator's history.
+    On CPU, in a new process: resident memory, which the kernel counts. The process builds model, optimizer and data,
+    takes a step, gives back what the allocator holds without need, and starts the kernel's count of the peak anew;
+    then takes the second step. The allocator is told to give back every freed block above 128 KiB at once, so that the
+    count is of memory in use, not of the allocator's history. On a GPU torch counts its tensors, in this process.
 
     Returns:
         MiB: `peak` of the second step above the state between steps; `kept`, what the first step added to that state:
@@ -119,6 +119,8 @@ def peak_memory(setup: Setup, method: str, *, threads: int, limit: float) -> dic
     Raises:
         SkipError: the method cannot take this workload, or its process failed or took more than `limit` seconds.
     """
+    if setup.device == "cuda":
+        return _measure_memory(setup, method)
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": str(2**17),
         "MALLOC_TRIM_THRESHOLD_": str(2**17),
@@ -138,14 +140,26 @@ def peak_memory(setup: Setup, method: str, *, threads: int, limit: float) -> dic
 
 def _measure_memory(setup: Setup, method: str) -> dict[str, float]:
     _ = setup.batch
-    warnings.simplefilter("ignore")
-    step = METHODS[method](setup)
-    built = _memory(setup)
-    step()
-    warm = _memory(setup)
-    _start_peak(setup)
-    step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            step = METHODS[method](setup)
+            built = _memory(setup)
+            step()
+            warm = _memory(setup)
+            _start_peak(setup)
+            step()
+        except SkipError:
+            raise
+        except Exception as error:  # as in `build`
+            raise SkipError(f"{type(error).__name__}: {error}"[:600]) from error
     return {"peak": (_peak(setup) - warm) / 2**20, "kept": (warm - built) / 2**20}
+
+
+def set_precision(dtype: str) -> None:
+    """Allow TensorFloat-32 on a GPU for "tf32" only; torch would always allow it to convolutions."""
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
 
 
 def _memory(setup: Setup) -> int:

@@ -31,7 +31,7 @@ class Setup:
     Attributes:
         name: key of WORKLOADS.
         device: "cpu" or "cuda".
-        dtype: "float32", or "bf16" for a forward pass under autocast.
+        dtype: "float32", "tf32" for products in this precision, or "bf16" for a forward pass under autocast.
         engine: privgrad's.
         microbatch_size: privgrad's; None is the whole batch.
         memory_limit: GiB that a method may spend on per-sample gradients.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.measure import METHODS, build, peak_memory, seconds_in_turn
+from benchmarks.measure import METHODS, build, peak_memory, seconds_in_turn, set_precision
 from benchmarks.methods import OURS, Setup, SkipError, Step
 from benchmarks.peers import PEERS, installed, versions
 from benchmarks.workloads import WORKLOADS
@@ -160,7 +160,10 @@ def main(
     microbatch_size: Annotated[int | None, typer.Option(help="privgrad's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Fewer examples than the workload's own.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
-    dtype: Annotated[Literal["float32", "bf16"], typer.Option(help="bf16: forward pass under autocast.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "tf32", "bf16"],
+        typer.Option(help="tf32: products of float32 on a GPU; bf16: forward pass under autocast."),
+    ] = "float32",
     threads: Annotated[int, typer.Option(help="Of torch on CPU; 0: all cores.")] = 0,
     repetitions: Annotated[int, typer.Option(help="Rounds at least; 3 for a step above 5 s.")] = 10,
     clock: Annotated[
@@ -185,6 +188,7 @@ def main(
         if name not in known:
             raise typer.BadParameter(f"{name} is none of {', '.join(known)}")
     torch.set_num_threads(threads or os.cpu_count() or 1)
+    set_precision(dtype)
     rows: list[Row] = []
     if resume and out and out.exists():
         rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -173,6 +173,24 @@ def test_what_preconditioned_inputs_cost_stands_in_the_records():
         assert printed((second + (third - second) / 100) / first, total) == total
 
 
+def test_what_a_step_costs_on_a_gpu_stands_in_the_records():
+    records: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in ("gpu-earlier", "gpu"):  # the last run has the last word
+        lines = map(json.loads, (ROOT / f"results/bench/{name}.jsonl").read_text().splitlines())
+        records |= {(row["workload"], row["dtype"], row["method"]): row for row in lines}
+    (section,) = re.findall(r"(?s)## On a GPU\n.*?(?=## )", (ROOT / "docs/performance.md").read_text())
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| W")]
+    assert len(rows) == 13
+    for workload, precision, milliseconds, *cells in rows:
+        found = {method: row for (at, dtype, method), row in records.items() if (at, dtype) == (workload, precision)}
+        assert printed(1000 * found["ordinary"]["seconds"], milliseconds[:-3]) == milliseconds[:-3]
+        fields = [(m, "ratio") for m in ("plain", "preconditioned", "bam", "opacus-ghost")]
+        fields += [(m, "peak_memory_ratio") for m in ("plain", "opacus-ghost")]
+        for cell, (method, field) in zip(cells, fields, strict=True):
+            value = found.get(method, {}).get(field)
+            assert cell == ("–" if value is None else f"{value:.2f}")
+
+
 def test_the_tables_of_the_papers_are_written_from_the_records():
     script = runpy.run_path(str(ROOT / "scripts/record_tables.py"))
     found = 0

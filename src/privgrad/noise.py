@@ -25,7 +25,9 @@ __all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "st
 _ROUNDING = 2.0**-10
 _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
 _FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
+_torch: Any = torch  # the types do not know its operators on lists of tensors
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
+_TOGETHER = 1 << 24  # most numbers of several values that are drawn at once on a device other than the CPU
 
 
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
@@ -340,7 +342,7 @@ def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
 
 def _release_on_device(
     values: list[Tensor],
-    add: Callable[[Tensor, Tensor], None],
+    add: Callable[[list[Tensor], list[Tensor]], None],
     stream: Stream,
     step: int,
     recursion: Recursion | None,
@@ -348,16 +350,31 @@ def _release_on_device(
     """Draw and add the noise on a device other than the CPU, by torch's generator there."""
     device = values[0].device
     generator = stream.generator(step, device)
-    for number, value in enumerate(values):
-        noise = torch.randn(value.shape, dtype=value.dtype, device=device, generator=generator)
+    for number, group in enumerate(_groups(values)):
+        sizes = [value.numel() for value in group]
+        noise = torch.randn(sum(sizes), dtype=group[0].dtype, device=device, generator=generator)
         if recursion is not None:
             recursion.moved_on_device((device, number), noise, step)
-        add(value, noise)
+        parts = cast("tuple[Tensor, ...]", noise.split(sizes))
+        add(group, [part.view(value.shape) for value, part in zip(group, parts, strict=True)])
 
 
-def _add_on_device(value: Tensor, noise: Tensor, *, std: float, divisor: int) -> None:
-    """Overwrite a sum with its release."""
-    value.add_(noise, alpha=std).div_(divisor)
+def _groups(values: list[Tensor]) -> list[list[Tensor]]:
+    """Split the values, in order, into groups of one dtype that are drawn at once; a small group costs a fixed time."""
+    groups, room = list[list[Tensor]](), 0
+    for value in values:
+        if not groups or groups[-1][0].dtype != value.dtype or value.numel() > room:
+            groups.append([])
+            room = _TOGETHER
+        groups[-1].append(value)
+        room -= value.numel()
+    return groups
+
+
+def _add_on_device(values: list[Tensor], noises: list[Tensor], *, std: float, divisor: int) -> None:
+    """Overwrite sums with their releases."""
+    _torch._foreach_add_(values, noises, alpha=std)
+    _torch._foreach_div_(values, divisor)
 
 
 def _skip(value: object, noise: object) -> None:

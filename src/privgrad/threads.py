@@ -24,6 +24,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NUMBERS_A_THREAD = 1 << 19
 # Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
 _BLOCK = 1 << 18
+_PROCESSORS = frozenset({"cpu"})  # types of devices; tests take the paths of others by an empty set
 
 
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
@@ -84,17 +85,26 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
+def is_on_processor(x: Tensor) -> bool:
+    """Return whether a tensor is on the CPU. `blocks`, `gradient` and `optim.debiased` call it.
+
+    Elsewhere each kernel and each look at a result costs a fixed time. Few large ones are faster there, even if they
+    compute more.
+    """
+    return x.device.type in _PROCESSORS
+
+
 def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
     """Split tensors into aligned blocks for elementwise work; each tuple holds one block per tensor.
 
     Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
     tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
-    `filters`, `gradient.factors.outer`, `gradient.moments` and `optim.adaptive` call it.
+    `filters`, `gradient.factors.outer`, `gradient.moments` and `optim.debiased` call it.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]
     if first.numel() <= _BLOCK or any(
-        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" or is_traceable_wrapper_subclass(t)
+        not t.is_contiguous() or t.shape != first.shape or not is_on_processor(t) or is_traceable_wrapper_subclass(t)
         for t in tensors
     ):
         return [values]

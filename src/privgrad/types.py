@@ -328,7 +328,7 @@ class NoisyGradient(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def noise_std_of(self, name: str) -> float | Tensor:
-        """Return the standard deviation of the noise for one parameter. `optim.adaptive` and `diagnostics` call it."""
+        """Return the standard deviation of the noise for one parameter. `optim.debiased` and `diagnostics` call it."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
     def noise_variance_of(self, name: str) -> float:

@@ -16,9 +16,9 @@ from privgrad.gradient.engines import vmap as engines
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.moments import Moments
 from privgrad.optim import base
-from privgrad.optim.adaptive import Debiased
 from privgrad.optim.base import PrivateOptimizer
 from privgrad.optim.debias import debias, noise_floor
+from privgrad.optim.debiased import Debiased
 from privgrad.types import NoisyGradient, Provenance
 
 

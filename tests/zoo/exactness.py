@@ -102,7 +102,7 @@ def made_up_scales(case: Case, kind: str) -> dict[str, Tensor]:
     if kind != "preconditioned":
         return {name: torch.ones_like(p) for name, p in trainable(case).items()}
     return {
-        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).exp().to(p.dtype)
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).exp().to(p)
         for name, p in trainable(case).items()
     }
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_decays
-from privgrad.optim.adaptive import DEFAULT_FLOOR
 from privgrad.optim.debias import debias, noise_floor
+from privgrad.optim.debiased import DEFAULT_FLOOR
 from privgrad.private_gradient import PrivateGradient, RawStep
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from privgrad.diagnostics.gradient_stats import RawGradientStats, by_module
 from privgrad.diagnostics.moments import RawMoments
 from privgrad.optim import PrivateOptimizer
-from privgrad.optim.adaptive import Debiased
+from privgrad.optim.debiased import Debiased
 from privgrad.private_gradient import RawStep
 
 # Eight bins per power of ten, in units of the noise's variance.

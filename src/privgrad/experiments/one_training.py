@@ -28,7 +28,7 @@ from privgrad.experiments.records import own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
 from privgrad.heads.head import declared
-from privgrad.optim.adaptive import Debiased
+from privgrad.optim.debiased import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.training_run import FitResult

@@ -383,7 +383,7 @@ def _add_clipped(
     terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
     if canceling_B is not None and bool(canceling_B.any()):
         # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
-        few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()))
+        few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()), norm_B)
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
             alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
             apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales)))

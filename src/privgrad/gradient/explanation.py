@@ -6,7 +6,7 @@ from the steps so far. The privacy guarantee does not rest on this file: it read
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -203,7 +203,8 @@ def explain(
             for step in (*steps.values(), *steps.values()):  # the engine checks the first, second, fourth ... step
                 step()
             seconds, ratios = _seconds(steps)
-            peak_mb = {name: _peak_of(step) for name, step in steps.items()}
+            devices = {parameter.device for parameter in own.values()}
+            peak_mb = {name: _peak_of(step, devices) for name, step in steps.items()}
         parts = parts_of(model, computes.uses())
     finally:
         for name in unused:
@@ -283,13 +284,20 @@ def _finish() -> None:
         torch.accelerator.synchronize()
 
 
-def _peak_of(step: Callable[[], None]) -> float:
-    """Return the most memory that a step holds at a time besides what it was given, in MiB, as torch counts it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+def _peak_of(step: Callable[[], None], devices: Collection[torch.device]) -> float:
+    """Return the most memory that a step holds at a time besides what it was given, in MiB, as torch counts it.
+
+    Args:
+        step: takes the step.
+        devices: those of the model. On GPUs, only their memory counts, summed over them.
+    """
+    if gpus := [device for device in devices if device.type == "cuda"]:
+        before = 0
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+            before += torch.cuda.memory_allocated(gpu)
         step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) - before) / 2**20
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _without_output():
         recorder.start()

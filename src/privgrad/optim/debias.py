@@ -1,15 +1,17 @@
 """The formula of debiasing: second moment minus noise variance, with a floor.
 
-All `*BC` optimizers, in `adaptive`, call the functions of this file. `diagnostics.moments` calls `debias` and
-`noise_floor`; users can call both. The privacy guarantee does not rest on this file.
+`debiased`, the base class of all `*BC` optimizers, calls the functions of this file. `diagnostics.moments` calls
+`debias` and `noise_floor`; users can call both. The privacy guarantee does not rest on this file.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_nonnegative, require_positive
+
+_torch: Any = torch  # the types do not know its operators on lists of tensors
 
 FloorRule = Literal["max", "negative_only", "moment", "add"]
 
@@ -63,6 +65,19 @@ def debias(
         remedy = "pass the square of the first moment, which the rule 'moment' needs"
         raise expected("debias", "moment_sq", "to be given", None, remedy)
     return torch.maximum(difference, moment_sq).add_(floor)
+
+
+def debias_lists(squares: list[Tensor], stds: list[float], floors: list[float]) -> list[Tensor]:
+    """Return `debias` with the rule "max" of several tensors, by as many kernels as one tensor needs.
+
+    `optim.debiased` calls it. Arguments, errors and privacy are those of `debias`, one entry for each tensor.
+    """
+    for std, floor in zip(stds, floors, strict=True):
+        require_nonnegative("debias", "noise_std", std, "give sigma C / B")
+        require_positive("debias", "floor", floor, "give the smallest denominator squared")
+    differences = _torch._foreach_add(squares, [-(std**2) for std in stds])
+    _torch._foreach_clamp_min_(differences, floors)
+    return differences
 
 
 def require_rule(function: str, rule: str) -> None:

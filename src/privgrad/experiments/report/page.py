@@ -52,7 +52,7 @@ from privgrad.experiments.report.texts import (
     total_text,
     trainings_text,
 )
-from privgrad.optim.adaptive import Debiased
+from privgrad.optim.debiased import Debiased
 from privgrad.types import COVERED
 
 _TUNED_BY = {

@@ -2,15 +2,18 @@
 
 `factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`.
 
-The bound on rounding rests on this file (docs/rounding.md): the answers depend on the model, on
-the shapes of the examples and on public numbers only, never on the number of examples that were drawn. If one example
-could split a pass in two, or change how a gradient is stored, all others would be rounded differently.
+The bound on rounding rests on this file (docs/rounding.md): the answers depend on the model and its
+device, on the shapes of the examples and on public numbers only, never on the number of examples that were drawn. If
+one example could split a pass in two, or change how a gradient is stored, all others would be rounded differently.
 """
 
 from torch import nn
 
+from privgrad.threads import is_on_processor
+
 _TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
 _FEW = 1 << 22  # floats of output gradients that are never split in two passes, however small the model is
+_ON_DEVICE = 1 << 26  # both of these numbers on a device other than the CPU, where a pass costs a fixed time
 
 
 class MemoryPlan:
@@ -31,7 +34,7 @@ class MemoryPlan:
     def examples(self, usual_size: int, floats: int) -> int:
         """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
         most = max(1, self._together // max(1, floats))
-        if self._room is None and usual_size * floats > _FEW and usual_size * floats > 12 * self._size:
+        if self._room is None and usual_size * floats > self._few and usual_size * floats > 12 * self._size:
             # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
             # ordinary training.
             most = min(most, -(-usual_size // 2))
@@ -46,7 +49,7 @@ class MemoryPlan:
             written: the number of parameters that are written out for each example.
             exact: whether Hessian products are computed.
         """
-        if exact and size * floats > max(_FEW, 2 * self._size):
+        if exact and size * floats > max(self._few, 2 * self._size):
             # The graph of the backward pass needs about as much memory as the graph of the forward pass.
             size = -(-size // 2)
         # 2: the weights themselves, and their gradients.
@@ -59,7 +62,17 @@ class MemoryPlan:
     @property
     def _together(self) -> int:
         """The number of floats to hold in memory for the examples of one pass."""
-        return max(_TOGETHER, 4 * self._size) if self._room is None else self._room
+        together = _TOGETHER if self._is_on_processor else _ON_DEVICE
+        return max(together, 4 * self._size) if self._room is None else self._room
+
+    @property
+    def _few(self) -> int:
+        """The number of floats of output gradients that are never split in two passes."""
+        return _FEW if self._is_on_processor else _ON_DEVICE
+
+    @property
+    def _is_on_processor(self) -> bool:
+        return all(is_on_processor(p) for p in self._model.parameters())
 
     @property
     def _size(self) -> int:

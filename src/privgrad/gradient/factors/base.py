@@ -9,8 +9,7 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
-from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ class Factor(ABC):
     usual_terms: ClassVar[float] = 4.0
 
     def __init__(self, examples: int, shape: torch.Size) -> None:
-        self.examples = examples
-        self.shape = shape
+        self.examples, self.shape = examples, shape
 
     @abstractmethod
     def __getitem__(self, examples: Examples) -> "Factor":
@@ -89,11 +87,9 @@ class Factor(ABC):
         float64 adds up the terms instead.
         """
         parts = self._split()
-        ends = accumulate(part.examples for part in parts)
-        pairs = [(part, weight_B[end - part.examples : end]) for part, end in zip(parts, ends, strict=True)]
-        return added_up([weights.double() @ flattened(part.dense()).double() for part, weights in pairs]).view(
-            self.shape
-        )
+        weights = cast("tuple[Tensor, ...]", weight_B.double().split([part.examples for part in parts]))
+        sums = [own_B @ flattened(part.dense()).double() for own_B, part in zip(weights, parts, strict=True)]
+        return added_up(sums).view(self.shape)
 
     def sum_and_rounding(
         self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
@@ -178,20 +174,20 @@ class Factor(ABC):
 
     def gram(self) -> Tensor:
         """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
-        rows_BP = flattened(self.dense())
-        return rows_BP @ rows_BP.mT
+        return (rows_BP := flattened(self.dense())) @ rows_BP.mT
 
     def __add__(self, other: "Factor") -> "Factor":
         """Add the gradients of a parameter that is used in two places of the model."""
         return Sum([self, other])
 
     def _split(self, few: int | None = None) -> "list[Factor]":
-        """Split the factor into parts of `few` examples; at least one part, perhaps empty.
-
-        By default, a part has as many examples as the cache holds gradients written out.
-        """
-        few = examples_per_block(int(self.shape.numel())) if few is None else few
+        """Split the factor into parts of `few` examples, by default as `_per_block` says: one part at least."""
+        few = self._per_block(int(self.shape.numel())) if few is None else few
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
+
+    def _per_block(self, floats: int) -> int:
+        """Return `examples_per_block` on the device of the gradients, which is the CPU unless a subclass knows."""
+        return examples_per_block(floats)
 
 
 class LinearMapFactor(Factor):
@@ -319,6 +315,9 @@ class Dense(LinearMapFactor):
 
     def written_out(self) -> "Dense":
         return self
+
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.grads_BP)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return (weight_B.to(self.grads_BP.dtype) @ flattened(self.grads_BP)).view(self.shape)

@@ -25,8 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, as_linear_map
-from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, masked, position_norms
+from privgrad.gradient.factors.norms import (
+    at_least_float32,
+    examples_per_block,
+    masked,
+    position_norms,
+)
 from privgrad.gradient.factors.outer import Outer, bounding_product
+from privgrad.threads import is_on_processor
 
 _FEW = 64  # most output positions for which patches are written out
 _FEWEST = 16  # most output positions for which products of patches are faster than a grouped convolution
@@ -66,7 +72,7 @@ class Geometry:
         if self.is_pointwise:
             return x.flatten(2).mT
         space = x.dim() - 2
-        if space <= 2:  # F.unfold is fast, but only knows 2 dimensions
+        if space <= 2 and is_on_processor(x):  # F.unfold is fast there, but only knows 2 dimensions
             flat = (1,) * (2 - space)
             kernel, stride, dilation = ((*flat, *sizes) for sizes in (self.kernel, self.stride, self.dilation))
             padding = (*(0 for _ in flat), *self.padding)
@@ -141,13 +147,13 @@ class Convolution(LinearMapFactor):
     def dense(self) -> Tensor:
         """Return all gradients, shape (B, *P).
 
-        Computes: for very few positions or a pointwise convolution, products of patches and output gradients. For a
-        depthwise one, a convolution of inputs with output gradients. Otherwise one grouped convolution with one group
-        per example.
+        Computes: for very few positions or a pointwise convolution, products of patches and output gradients; on a
+        graphics card for any positions, because its kernels take the groups one after the other. For a depthwise
+        convolution, one of inputs with output gradients. Otherwise one grouped convolution with one group per example.
         """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        if self.geometry.is_pointwise or (self._few_positions and self._positions <= _FEWEST):
+        if self._by_products:
             return self.of_patches().dense().view(self.examples, *self.shape)
         if self._is_correlation:
             return self._correlation()
@@ -204,7 +210,7 @@ class Convolution(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
-        chunks = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
+        chunks = self._split(self._per_block(self.positions * int(self.shape[1:].numel())))
         return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
 
     def of_patches(self) -> Outer:
@@ -232,13 +238,23 @@ class Convolution(LinearMapFactor):
         return self.geometry.by_patches(self.b.shape[2:])
 
     @property
+    def _by_products(self) -> bool:
+        """Whether products of patches and output gradients compute the gradients."""
+        few = self._few_positions and self._positions <= _FEWEST
+        return self.geometry.is_pointwise or few or (self.geometry.groups == 1 and not is_on_processor(self.b))
+
+    def _per_block(self, floats: int) -> int:
+        patches = 0 if is_on_processor(self.b) else self.positions * int(self.shape[1:].numel())
+        return examples_per_block(max(floats, patches), self.b)
+
+    @property
     def _is_correlation(self) -> bool:
         """Whether `_correlation` computes the gradients, which is for one output per channel, on a processor.
 
         It excludes graphics cards, whose kernels are not made for it, and dilation in one dimension.
         """
         depthwise = self.shape[1] == 1 and self.shape[0] == self.geometry.groups > 1
-        return depthwise and self.x.device.type == "cpu" and (self.x.dim() > 3 or self.geometry.dilation == (1,))
+        return depthwise and is_on_processor(self.x) and (self.x.dim() > 3 or self.geometry.dilation == (1,))
 
     def _correlation(self) -> Tensor:
         """Return all gradients of a depthwise convolution, shape (B, O, 1, *kernel).

@@ -137,8 +137,8 @@ class PerSampleWeight:
         return next(iter(self._displacements.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
-        """Return slices of a few examples each, whose weights of this shape stay in the cache."""
-        few = examples_per_block(int(shape.numel()))
+        """Return slices of a few examples each, whose weights of this shape are written out together."""
+        few = examples_per_block(int(shape.numel()), self._weight)
         return [slice(start, start + few) for start in range(0, self._examples, few)]
 
     def _points(self, part: slice) -> dict[str, Tensor]:

@@ -16,16 +16,28 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from privgrad.threads import is_on_processor
+
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
+_ON_DEVICE = 1 << 24  # the same elsewhere, where a kernel takes longer to start than to work on a cache of numbers
+_COPIED = 1 << 22  # numbers that a device other than the CPU copies to float64 faster than it answers
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
 _LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 
 
-def examples_per_block(floats: int) -> int:
-    """Return how many examples of `floats` numbers stay in a core's cache together, at least one."""
-    return max(1, _CACHED // max(1, floats))
+def examples_per_block(floats: int, like: Tensor | None = None) -> int:
+    """Return how many examples of `floats` numbers to write out together, at least one.
+
+    On the CPU they stay in a core's cache.
+
+    Args:
+        floats: per example.
+        like: a tensor on the same device; None: the CPU.
+    """
+    most = _CACHED if like is None or is_on_processor(like) else _ON_DEVICE
+    return max(1, most // max(1, floats))
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -71,8 +83,11 @@ def native_norms(x: Tensor) -> Tensor:
 def position_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
 
-    Only norms that are tiny or not finite are summed in float64; the others are `native_norms`.
+    Of large tensors and on the CPU, only norms that are tiny or not finite are summed in float64; the others are
+    `native_norms`.
     """
+    if not is_on_processor(x) and x.numel() <= _COPIED:
+        return float64_norms(x)
     norms = native_norms(x).double()
     lost = (norms < TINY) | ~torch.isfinite(norms)
     if bool(lost.any()):
@@ -103,6 +118,8 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+    if not is_on_processor(grads_BP) and grads_BP.shape[1] < _BLOCK:  # this takes less time than to look at the norms
+        return float64_norms(grads_BP)
     norm_B = _blockwise_norms(grads_BP)
     # Squares of entries below 1e-19 vanish in float32: compute the norms of such rows again.
     if len(norm_B) > 0 and float(norm_B.min()) < TINY:
@@ -121,7 +138,8 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
         return torch.cat([norms_of(grads_BP) for grads_BP in parts])
     found, scratch = list[Tensor](), None
     for grads_BP in parts:
-        if grads_BP.numel() > _CACHED:  # one huge gradient: do not hold its product while the next is computed
+        # One huge gradient: do not hold its product while the next is computed.
+        if grads_BP.numel() > _CACHED or not is_on_processor(grads_BP):
             found.append(norms_of(grads_BP, inverse_scales))
             continue
         if scratch is None:

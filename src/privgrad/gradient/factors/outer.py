@@ -34,7 +34,7 @@ from privgrad.gradient.factors.norms import (
     position_norms,
     scale_rows,
 )
-from privgrad.threads import blocks
+from privgrad.threads import blocks, is_on_processor
 
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
 
@@ -80,9 +80,21 @@ class Outer(LinearMapFactor):
         b_TO, a_TI = self._weighted(weight_B)
         return b_TO.mT @ a_TI
 
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
+        whole = 0 if most is None else self.examples - self.examples % most
+        if most is None or self.examples <= most or self._kept is not None or is_on_processor(self.b_BTO):
+            return super().sum_in_parts(weight_B, most)
+        # The same parts, each of them one matrix of a batch of products.
+        weighted_BTO = self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
+        b, a = (x[:whole].reshape(whole // most, -1, x.shape[2]) for x in (weighted_BTO, self.a_BTI))
+        total = (b.mT @ a).sum(0, dtype=torch.float64)
+        if whole < self.examples:
+            total += weighted_BTO[whole:].flatten(0, 1).mT @ self.a_BTI[whole:].flatten(0, 1)
+        return total
+
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
-        size = examples_per_block(self.positions * sum(self.shape))
+        size = self._per_block(self.positions * sum(self.shape))
         for start in range(0, self.examples, size):
             part = slice(start, start + size)
             b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
@@ -178,6 +190,11 @@ class Outer(LinearMapFactor):
         outputs, inputs = self.shape
         return self.positions * (inputs + outputs) < inputs * outputs
 
+    @property
+    def _fits_written_out(self) -> bool:
+        """Whether all gradients are so small that a device other than the CPU writes them out by one kernel."""
+        return not is_on_processor(self.b_BTO) and self._per_block(int(self.shape.numel())) >= self.examples
+
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms by the cheapest exact formula for the shapes.
 
@@ -191,18 +208,21 @@ class Outer(LinearMapFactor):
         if positions == 1:
             scales = at_least_float32(cast(Tensor, inverse_scales))
             largest, square = _unit_squares(scales)
-            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(examples_per_block(inputs))]
+            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(self._per_block(inputs))]
             norm_B = torch.cat(parts) * largest
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and self._has_few_positions:
-            chunks = self._split(examples_per_block(positions**2))
+        if inverse_scales is None and self._has_few_positions and not self._fits_written_out:
+            chunks = self._split(self._per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         if self.keeps:
             self._kept = self.dense()
             return Dense(self._kept).norms(inverse_scales)
         return super().norms(inverse_scales) if self._kept is not None else self._norms_in_place(inverse_scales)
+
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.b_BTO)
 
     def _norms_in_place(self, inverse_scales: Tensor | None) -> Tensor:
         """Return the norms of gradients that are written out and scaled in chunks, all in the same memory.
@@ -252,7 +272,8 @@ class Outer(LinearMapFactor):
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
         for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
             lost_BT = (small_BT < TINY) & (large_BT > 1)
-            if x_BTD.shape[2] > 0 and bool(lost_BT.any()):  # exact zeros, as at padded positions, hide nothing
+            looks = not is_on_processor(x_BTD)  # there it costs less to look than to ask whether to
+            if x_BTD.shape[2] > 0 and (looks or bool(lost_BT.any())):  # exact zeros, as at padding, hide nothing
                 nonzero_BT = (x_BTD.amax(2) != 0) | (x_BTD.amin(2) != 0)
                 found_B |= (lost_BT & nonzero_BT).any(1)
         return found_B

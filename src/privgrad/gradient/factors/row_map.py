@@ -116,7 +116,7 @@ class RowSums(NamedTuple):
         """
         outer = _is_outer(grads)
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
-        few = examples_per_block(floats)
+        few = examples_per_block(floats, unit_OF)
         parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
         sums = [cls._of_outer(part, unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
         return cls(*map(torch.cat, zip(*sums, strict=True)))

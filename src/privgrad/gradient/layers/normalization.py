@@ -68,7 +68,7 @@ class _Normalization(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(self.over_positions(layer, at_least_float32(grad)))
-        few = examples_per_block(int(x[:1].numel()))
+        few = examples_per_block(int(x[:1].numel()), x)
         parts: list[Tensor] = []
         with torch.no_grad():
             for start in range(0, len(x), few):
