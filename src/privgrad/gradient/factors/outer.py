@@ -81,12 +81,13 @@ class Outer(LinearMapFactor):
         return b_TO.mT @ a_TI
 
     def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        whole = 0 if most is None else self.examples - self.examples % most
-        if most is None or self.examples <= most or self._kept is not None or is_on_processor(self.b_BTO):
+        parts = 0 if most is None else self.examples // most
+        fits = parts <= self._per_block(int(self.shape.numel()))  # in memory, with one weight for each part
+        if most is None or parts < 2 or self._kept is not None or is_on_processor(self.b_BTO) or not fits:
             return super().sum_in_parts(weight_B, most)
         # The same parts, each of them one matrix of a batch of products.
-        weighted_BTO = self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
-        b, a = (x[:whole].reshape(whole // most, -1, x.shape[2]) for x in (weighted_BTO, self.a_BTI))
+        weighted_BTO, whole = self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None], parts * most
+        b, a = (x[:whole].reshape(parts, -1, x.shape[2]) for x in (weighted_BTO, self.a_BTI))
         total = (b.mT @ a).sum(0, dtype=torch.float64)
         if whole < self.examples:
             total += weighted_BTO[whole:].flatten(0, 1).mT @ self.a_BTI[whole:].flatten(0, 1)
