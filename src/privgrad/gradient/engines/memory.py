@@ -2,10 +2,12 @@
 
 `factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`.
 
-The bound on rounding rests on this file (docs/rounding.md): the answers depend on the model and its
-device, on the shapes of the examples and on public numbers only, never on the number of examples that were drawn. If
-one example could split a pass in two, or change how a gradient is stored, all others would be rounded differently.
+The bound on rounding rests on this file (docs/rounding.md): the answers depend on the model, its device, the shapes of
+the examples and public numbers only, never on the number of examples that were drawn. If one example could split a pass
+in two, or change how a gradient is stored, all others would be rounded differently.
 """
+
+from itertools import islice
 
 from torch import nn
 
@@ -72,7 +74,7 @@ class MemoryPlan:
 
     @property
     def _is_on_processor(self) -> bool:
-        return all(is_on_processor(p) for p in self._model.parameters())
+        return all(map(is_on_processor, islice(self._model.parameters(), 1)))  # a model is on one device
 
     @property
     def _size(self) -> int:
