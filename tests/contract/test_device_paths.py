@@ -15,7 +15,6 @@ from privgrad import threads
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.factors.conv import Convolution, Geometry
 from privgrad.gradient.factors.norms import norms_of, position_norms
-from privgrad.gradient.factors.outer import Outer
 
 SHARED = {
     test_factored: [
@@ -49,15 +48,6 @@ def test_norms_are_right_where_squares_are_lost(entries: int, size: float):
     expected_B = torch.linalg.vector_norm(rows_BP.double(), dim=1)
     torch.testing.assert_close(norms_of(rows_BP), expected_B, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(position_norms(rows_BP), expected_B, rtol=1e-3, atol=0.0)  # a bound only
-
-
-@pytest.mark.parametrize("most", [1, 4, 5, 12, 20])
-def test_sums_in_parts_are_the_weighted_sum(most: int):
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(12, 7, width, generator=generator, dtype=torch.float64) for width in (3, 5))
-    weight_B = torch.rand(12, generator=generator, dtype=torch.float64)
-    factor = Outer(a, b)
-    torch.testing.assert_close(factor.sum_in_parts(weight_B, most), factor.exact_sum(weight_B), rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from privgrad.gradient.factors.norms import (
 from privgrad.threads import blocks, is_on_processor
 
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
+_SMALL = 1 << 18  # entries of a gradient that a device other than the CPU writes out while it would start few kernels
 
 
 class Outer(LinearMapFactor):
@@ -79,19 +80,6 @@ class Outer(LinearMapFactor):
             return Dense(self._kept).weighted_sum(weight_B)
         b_TO, a_TI = self._weighted(weight_B)
         return b_TO.mT @ a_TI
-
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        parts = 0 if most is None else self.examples // most
-        fits = parts <= self._per_block(int(self.shape.numel()))  # in memory, with one weight for each part
-        if most is None or parts < 2 or self._kept is not None or is_on_processor(self.b_BTO) or not fits:
-            return super().sum_in_parts(weight_B, most)
-        # The same parts, each of them one matrix of a batch of products.
-        weighted_BTO, whole = self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None], parts * most
-        b, a = (x[:whole].reshape(parts, -1, x.shape[2]) for x in (weighted_BTO, self.a_BTI))
-        total = (b.mT @ a).sum(0, dtype=torch.float64)
-        if whole < self.examples:
-            total += weighted_BTO[whole:].flatten(0, 1).mT @ self.a_BTI[whole:].flatten(0, 1)
-        return total
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
@@ -192,9 +180,12 @@ class Outer(LinearMapFactor):
         return self.positions * (inputs + outputs) < inputs * outputs
 
     @property
-    def _fits_written_out(self) -> bool:
-        """Whether all gradients are so small that a device other than the CPU writes them out by one kernel."""
-        return not is_on_processor(self.b_BTO) and self._per_block(int(self.shape.numel())) >= self.examples
+    def _is_cheap_written_out(self) -> bool:
+        """Whether a device other than the CPU writes a gradient out in less time than it starts further kernels.
+
+        The number of examples must not decide: the norms of all others would be rounded differently.
+        """
+        return not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms by the cheapest exact formula for the shapes.
@@ -214,7 +205,7 @@ class Outer(LinearMapFactor):
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and self._has_few_positions and not self._fits_written_out:
+        if inverse_scales is None and self._has_few_positions and not self._is_cheap_written_out:
             chunks = self._split(self._per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         if self.keeps:
