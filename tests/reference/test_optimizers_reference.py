@@ -118,7 +118,7 @@ def test_fifty_steps_agree_with_the_plain_version(name: str, by_coordinate: bool
                 np.testing.assert_allclose(np.asarray(found), getattr(twin, theirs), rtol=tolerance, atol=1e-14)
 
 
-@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (3, 2, 2, 2), (5, 1)])
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (3, 2, 2, 2), (5, 1), (3, 20), (20, 3), (1, 9)])
 def test_muon_orthogonalizes_matrices_as_the_plain_version_does(shape: tuple[int, ...]):
     rng = np.random.default_rng(2)
     theta = rng.normal(size=shape)

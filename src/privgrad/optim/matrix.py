@@ -144,10 +144,29 @@ def orthogonalized(moment: Tensor, iterations: int) -> Tensor:
     if min(x.shape) == 1:
         return moment / norm
     x = x / norm
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    if x.shape[1] > 2 * x.shape[0]:
+        x = _polynomial_of_rows(x @ x.T, iterations) @ x
+    else:
+        for _ in range(iterations):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * (gram @ gram)) @ x
     return (x.T if is_tall else x).reshape(moment.shape)
+
+
+def _polynomial_of_rows(gram: Tensor, iterations: int) -> Tensor:
+    """Return the matrix P with P X = the iterations on X, given X X^T.
+
+    Computes: Y = a I + b G + c G^2, then P = Y P and G = Y G Y, in each iteration. All of them are polynomials of the
+    first G. For wide matrices this takes far fewer operations than products with X.
+    """
+    (a, b, c), product = _COEFFICIENTS, None
+    for left in reversed(range(iterations)):
+        step = b * gram + c * (gram @ gram)
+        step.diagonal().add_(a)
+        product = step if product is None else step @ product
+        if left:
+            gram = step @ gram @ step
+    return cast(Tensor, product)
 
 
 def gathered(value: Any) -> Any:
