@@ -17,7 +17,7 @@ from torch import Tensor
 from privgrad.correlation import Banded
 from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
 from privgrad.rng import BLOCK, Stream
-from privgrad.threads import in_threads
+from privgrad.threads import AT_ONCE, in_threads
 from privgrad.types import ClippedSum, NoiseMemory, NoisyGradient
 
 __all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "std_of_noise"]
@@ -27,7 +27,6 @@ _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integ
 _FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
 _torch: Any = torch  # the types do not know its operators on lists of tensors
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
-_TOGETHER = 1 << 24  # most numbers of several values that are drawn at once on a device other than the CPU
 
 
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
@@ -365,7 +364,7 @@ def _groups(values: list[Tensor]) -> list[list[Tensor]]:
     for value in values:
         if not groups or groups[-1][0].dtype != value.dtype or value.numel() > room:
             groups.append([])
-            room = _TOGETHER
+            room = AT_ONCE
         groups[-1].append(value)
         room -= value.numel()
     return groups

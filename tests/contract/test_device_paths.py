@@ -11,10 +11,16 @@ import test_rounding
 import test_row_map
 import torch
 
+import privgrad as pg
+from conftest import make_model
 from privgrad import threads
 from privgrad.gradient.engines.memory import MemoryPlan
+from privgrad.gradient.factors import conv, norms
 from privgrad.gradient.factors.conv import Convolution, Geometry
 from privgrad.gradient.factors.norms import norms_of, position_norms
+from privgrad.gradient.factors.outer import Outer
+from privgrad.optim import debiased
+from privgrad.types import NoisyGradient
 
 SHARED = {
     test_factored: [
@@ -84,6 +90,57 @@ def test_convolutions_equal_torchs_gradient_of_one_example(
         assert own.grad is not None
         torch.testing.assert_close(factor.dense()[index], own.grad, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(factor.norms()[index], own.grad.norm(), rtol=1e-10, atol=1e-10)
+
+
+def test_no_number_of_examples_chooses_how_norms_and_bounds_are_computed():
+    """If it did, one more example could change the rounding of all others. The sizes are on both sides of a block."""
+    generator = torch.Generator().manual_seed(0)
+    few, many = (torch.randn(300, 40, width, generator=generator) for width in (500, 400))
+    images = torch.randn(300, 4, 30, 30, generator=generator)
+    by_patches = Convolution(
+        images, torch.randn(300, 6, 30, 30, generator=generator), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    )
+    for factor in (Outer(few, many), Outer(few[:, :1], many[:, :1]), by_patches):
+        norm_B, bound_B = factor.norms(), factor.term_bound()
+        for size in (1, 2, 64, 209, 210, 211, 299):
+            assert torch.equal(factor[:size].norms(), norm_B[:size])
+            if bound_B is not None:
+                bound = factor[:size].term_bound()
+                assert bound is not None
+                assert torch.equal(bound, bound_B[:size])
+
+
+@pytest.mark.parametrize(("side", "most"), [(20, 40_000), (60, 0)])
+def test_patches_are_written_out_for_a_few_examples_at_a_time(side: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    """One example's patches take 14,400 floats, or 129,600, which are too many."""
+    for module in (conv, norms):
+        monkeypatch.setattr(module, "AT_ONCE", 40_000)
+    sizes, real = [0], Geometry.patches
+
+    def seen(self: Geometry, x: torch.Tensor) -> torch.Tensor:
+        patches = real(self, x)
+        sizes.append(patches.numel())
+        return patches
+
+    monkeypatch.setattr(Geometry, "patches", seen)
+    x, b = torch.randn(9, 4, side, side), torch.randn(9, 5, side, side)
+    assert Convolution(x, b, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)).dense().shape == (9, 5, 4, 3, 3)
+    assert max(sizes) <= most
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1000])
+def test_lists_of_any_length_move_parameters_alike(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(debiased, "AT_ONCE", at_once)
+    models = [make_model(), make_model()]
+    for model, processors in zip(models, (frozenset({"cpu"}), frozenset[str]()), strict=True):
+        monkeypatch.setattr(threads, "_PROCESSORS", processors)
+        optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.1)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            values = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+            optimizer.step(grad=NoisyGradient(values, 0.1))
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_pass_holds_more_examples_than_on_the_cpu(monkeypatch: pytest.MonkeyPatch):

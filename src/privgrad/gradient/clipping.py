@@ -182,8 +182,8 @@ class ClippingAccumulator:
     """An accumulator that clips every example's gradient, adds it, and returns the sum with its sensitivity.
 
     Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A. It computes in float32 or wider, with or
-    without autocast. An example whose norm is not finite counts as 0. In float32 this includes gradients with entries
-    above 1e17, whose squares are infinite.
+    without autocast. An example whose norm is not finite counts as 0. In float32 this includes most gradients with
+    entries above 1e17, whose squares are infinite.
 
     Args:
         like: the parameters: names, shapes, devices.

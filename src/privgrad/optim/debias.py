@@ -51,8 +51,7 @@ def debias(
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), eq. (3); docs/mathematics.md (5.2) and (5.3).
     """
-    require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
-    require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
+    require_denominator(noise_std, floor)
     difference = exp_avg_sq_hat - noise_std**2
     if rule == "max":
         return difference.clamp_(min=floor)
@@ -70,14 +69,17 @@ def debias(
 def debias_lists(squares: list[Tensor], stds: list[float], floors: list[float]) -> list[Tensor]:
     """Return `debias` with the rule "max" of several tensors, by as many kernels as one tensor needs.
 
-    `optim.debiased` calls it. Arguments, errors and privacy are those of `debias`, one entry for each tensor.
+    `optim.debiased` calls it after `require_denominator`. There is one noise_std and one floor for each tensor.
     """
-    for std, floor in zip(stds, floors, strict=True):
-        require_nonnegative("debias", "noise_std", std, "give sigma C / B")
-        require_positive("debias", "floor", floor, "give the smallest denominator squared")
     differences = _torch._foreach_add(squares, [-(std**2) for std in stds])
     _torch._foreach_clamp_min_(differences, floors)
     return differences
+
+
+def require_denominator(noise_std: float | Tensor, floor: float | Tensor) -> None:
+    """Raise PrivacyError if noise_std is negative or floor is not positive."""
+    require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
+    require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
 
 
 def require_rule(function: str, rule: str) -> None:
@@ -106,5 +108,5 @@ def noise_floor(noise_std: float | Tensor, multiple: float) -> float | Tensor:
 
 
 def _smallest(value: float | Tensor) -> float:
-    """Return the smallest entry of a tensor, or the number itself."""
-    return float(value.min()) if isinstance(value, Tensor) else value
+    """Return the smallest entry of a tensor, 1 if it has none, or the number itself."""
+    return (float(value.min()) if value.numel() else 1.0) if isinstance(value, Tensor) else value

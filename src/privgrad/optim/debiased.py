@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from privgrad.errors import require_decays, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, widened
-from privgrad.optim.debias import debias, debias_lists, noise_floor, require_rule
-from privgrad.threads import blocks, is_on_processor
+from privgrad.optim.debias import debias, debias_lists, noise_floor, require_denominator, require_rule
+from privgrad.threads import AT_ONCE, blocks, is_on_processor
 from privgrad.types import NoisyGradient
 
 _torch: Any = torch  # the types do not know its operators on lists of tensors
@@ -117,7 +117,7 @@ class Debiased(PrivateOptimizer):
     def _update(self, gradient: NoisyGradient) -> None:
         """Move the parameters by the gradient, as the class describes."""
         for group in self.param_groups:
-            moved: dict[tuple[float, float], list[_Moved]] = {}
+            lists: dict[tuple[float, float], list[_Moved]] = {}
             for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
@@ -133,36 +133,40 @@ class Debiased(PrivateOptimizer):
                 std, floor, average = state[self._noise] ** 0.5, self._floor(group, state), state.get("exp_avg")
                 coefficients = self._coefficients(group, state)
                 one = _Moved(parameter, given, square, average, std, floor, self._moment_scale(group, state))
-                moved.setdefault(coefficients, []).append(one)
-            for coefficients, those in moved.items():
-                self._move(group, coefficients, those)
+                if not one.suits_lists or group.get("floor_rule", "max") != "max":
+                    self._move(group, coefficients, one)
+                    continue
+                require_denominator(std, floor)
+                those = lists.setdefault(coefficients, [])
+                if those and sum(other.values.numel() for other in those) + parameter.numel() > AT_ONCE:
+                    self._move_by_lists(group, coefficients, those)
+                    those.clear()
+                those.append(one)
+            for coefficients, those in lists.items():
+                self._move_by_lists(group, coefficients, those)
 
-    def _move(self, group: Group, coefficients: tuple[float, float], moved: list[_Moved]) -> None:
-        """Update moments and parameters that have the same coefficients of gradient and average."""
+    def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved) -> None:
+        """Update the moments and values of a parameter."""
         beta, (keep, add), rule = self._beta(group), self._weights(group), group.get("floor_rule", "max")
         decay, (of_gradient, of_average) = group["lr"] * group.get("weight_decay", 0.0), coefficients
-        if rule == "max" and all(one.suits_lists for one in moved):
-            self._move_by_lists(group, coefficients, moved)
-            return
-        for one in moved:
-            for values, grad, square, average, std, lowest in blocks(*one[:6]):
-                if keep != 1:
-                    square.mul_(keep)
-                square.addcmul_(grad, grad, value=add)
-                moment_sq = None
-                if beta is not None:
-                    average.lerp_(grad, 1 - beta)
-                    moment_sq = average.square().mul_(one.moment_scale) if rule == "moment" else None
-                root = debias(square, std, floor=lowest, rule=rule, moment_sq=moment_sq).sqrt_()
-                if decay:
-                    values.mul_(1 - decay)
-                if of_gradient:
-                    values.addcdiv_(grad, root, value=-of_gradient)
-                if of_average:
-                    values.addcdiv_(average, root, value=-of_average)
+        for values, grad, square, average, std, lowest in blocks(*one[:6]):
+            if keep != 1:
+                square.mul_(keep)
+            square.addcmul_(grad, grad, value=add)
+            moment_sq = None
+            if beta is not None:
+                average.lerp_(grad, 1 - beta)
+                moment_sq = average.square().mul_(one.moment_scale) if rule == "moment" else None
+            root = debias(square, std, floor=lowest, rule=rule, moment_sq=moment_sq).sqrt_()
+            if decay:
+                values.mul_(1 - decay)
+            if of_gradient:
+                values.addcdiv_(grad, root, value=-of_gradient)
+            if of_average:
+                values.addcdiv_(average, root, value=-of_average)
 
     def _move_by_lists(self, group: Group, coefficients: tuple[float, float], moved: list[_Moved]) -> None:
-        """Do the same with a few kernels for all parameters together, for the rule "max"."""
+        """Do the same to several parameters with a few kernels, for the rule "max"."""
         values, grads, squares, averages, stds, floors, _ = (list(column) for column in zip(*moved, strict=True))
         beta, (keep, add) = self._beta(group), self._weights(group)
         decay, (of_gradient, of_average) = group["lr"] * group.get("weight_decay", 0.0), coefficients

@@ -32,7 +32,7 @@ from privgrad.gradient.factors.norms import (
     position_norms,
 )
 from privgrad.gradient.factors.outer import Outer, bounding_product
-from privgrad.threads import is_on_processor
+from privgrad.threads import AT_ONCE, is_on_processor
 
 _FEW = 64  # most output positions for which patches are written out
 _FEWEST = 16  # most output positions for which products of patches are faster than a grouped convolution
@@ -154,6 +154,8 @@ class Convolution(LinearMapFactor):
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
         if self._by_products:
+            if not is_on_processor(self.b) and self.examples > self._per_block(int(self.shape.numel())):
+                return self.written_out().grads_BP  # in parts: the patches of all take too much memory
             return self.of_patches().dense().view(self.examples, *self.shape)
         if self._is_correlation:
             return self._correlation()
@@ -210,7 +212,7 @@ class Convolution(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
-        chunks = self._split(self._per_block(self.positions * int(self.shape[1:].numel())))
+        chunks = self._split(self._per_block(self._patches))
         return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
 
     def of_patches(self) -> Outer:
@@ -241,11 +243,16 @@ class Convolution(LinearMapFactor):
     def _by_products(self) -> bool:
         """Whether products of patches and output gradients compute the gradients."""
         few = self._few_positions and self._positions <= _FEWEST
-        return self.geometry.is_pointwise or few or (self.geometry.groups == 1 and not is_on_processor(self.b))
+        small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
+        return self.geometry.is_pointwise or few or small
+
+    @property
+    def _patches(self) -> int:
+        """The number of floats that an example's patches take."""
+        return self.positions * int(self.shape[1:].numel())
 
     def _per_block(self, floats: int) -> int:
-        patches = 0 if is_on_processor(self.b) else self.positions * int(self.shape[1:].numel())
-        return examples_per_block(max(floats, patches), self.b)
+        return examples_per_block(floats if is_on_processor(self.b) else max(floats, self._patches), self.b)
 
     @property
     def _is_correlation(self) -> bool:

@@ -16,12 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.threads import is_on_processor
+from privgrad.threads import AT_ONCE, is_on_processor
 
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
-_ON_DEVICE = 1 << 24  # the same elsewhere, where a kernel takes longer to start than to work on a cache of numbers
-_COPIED = 1 << 22  # numbers that a device other than the CPU copies to float64 faster than it answers
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
 _LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
@@ -36,7 +34,7 @@ def examples_per_block(floats: int, like: Tensor | None = None) -> int:
         floats: per example.
         like: a tensor on the same device; None: the CPU.
     """
-    most = _CACHED if like is None or is_on_processor(like) else _ON_DEVICE
+    most = _CACHED if like is None or is_on_processor(like) else AT_ONCE
     return max(1, most // max(1, floats))
 
 
@@ -83,11 +81,12 @@ def native_norms(x: Tensor) -> Tensor:
 def position_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
 
-    Of large tensors and on the CPU, only norms that are tiny or not finite are summed in float64; the others are
-    `native_norms`.
+    On the CPU, only norms that are tiny or not finite are summed in float64; the others are `native_norms`. The number
+    of examples, the first dimension, must not decide: the bounds of all others would be rounded differently.
     """
-    if not is_on_processor(x) and x.numel() <= _COPIED:
-        return float64_norms(x)
+    if not is_on_processor(x):
+        parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
+        return torch.cat([float64_norms(part) for part in parts])
     norms = native_norms(x).double()
     lost = (norms < TINY) | ~torch.isfinite(norms)
     if bool(lost.any()):
