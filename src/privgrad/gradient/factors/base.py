@@ -174,7 +174,8 @@ class Factor(ABC):
 
     def gram(self) -> Tensor:
         """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
-        return (rows_BP := flattened(self.dense())) @ rows_BP.mT
+        rows_BP = flattened(self.dense())
+        return rows_BP @ rows_BP.mT
 
     def __add__(self, other: "Factor") -> "Factor":
         """Add the gradients of a parameter that is used in two places of the model."""

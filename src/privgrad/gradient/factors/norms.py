@@ -137,7 +137,7 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
         return torch.cat([norms_of(grads_BP) for grads_BP in parts])
     found, scratch = list[Tensor](), None
     for grads_BP in parts:
-        # One huge gradient: do not hold its product while the next is computed.
+        # Do not hold the product of a huge gradient while the next is computed. Elsewhere, new memory costs nothing.
         if grads_BP.numel() > _CACHED or not is_on_processor(grads_BP):
             found.append(norms_of(grads_BP, inverse_scales))
             continue

@@ -264,8 +264,8 @@ class Outer(LinearMapFactor):
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
         for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
             lost_BT = (small_BT < TINY) & (large_BT > 1)
-            looks = not is_on_processor(x_BTD)  # there it costs less to look than to ask whether to
-            if x_BTD.shape[2] > 0 and (looks or bool(lost_BT.any())):  # exact zeros, as at padding, hide nothing
+            always = not is_on_processor(x_BTD)  # there, the answer takes longer than the work
+            if x_BTD.shape[2] > 0 and (always or bool(lost_BT.any())):  # exact zeros, as at padding, hide nothing
                 nonzero_BT = (x_BTD.amax(2) != 0) | (x_BTD.amin(2) != 0)
                 found_B |= (lost_BT & nonzero_BT).any(1)
         return found_B
