@@ -1,8 +1,9 @@
 """Write the tables of docs/papers/ from the records in results/: `python scripts/record_tables.py`.
 
 A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
-best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds a column for each group of classes, and
-`<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A table ends at the next empty line.
+best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds the accuracy of each group of classes,
+and `losses` in its place the loss. `<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A
+table ends at the next empty line.
 """
 
 import json
@@ -60,8 +61,8 @@ def shown(value: float | None, percent: bool) -> str:
     return "–" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
 
 
-def table(folder: Path, *, groups: bool) -> str:
-    """One comparison as a table of Markdown."""
+def table(folder: Path, groups: str | None) -> str:
+    """One comparison as a table of Markdown, with what is given for groups of classes."""
     runs = finals(folder)
     paper = json.loads((folder / "spec.json").read_text()).get("paper", {})
     scored = next(iter(runs.values()))[0]["test_accuracy"] is not None
@@ -85,9 +86,10 @@ def table(folder: Path, *, groups: bool) -> str:
         if "paper" in headers:
             cells.append(shown(theirs[name], scored))
         for index, group in enumerate(kinds):
-            values = [run["curve"][-1]["raw_groups"][index]["accuracy"] for run in runs[name]]
-            number = paper.get(name, {}).get(f"{group['from']:g}", {}).get("accuracy")
-            cells.append(spread(values, percent=True) + ("" if number is None else f" ({100 * number:.3g})"))
+            values = [run["curve"][-1]["raw_groups"][index][groups or ""] for run in runs[name]]
+            number, percent = paper.get(name, {}).get(f"{group['from']:g}", {}).get(groups or ""), groups == "accuracy"
+            theirs_too = "" if number is None else f" ({100 * number if percent else number:.3g})"
+            cells.append(spread(values, percent) + theirs_too)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -100,7 +102,7 @@ def page(text: str) -> str:
         if folder.name == "bias-map":
             records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
             return match[1] + bias_map.table(match[3], records)
-        return match[1] + table(folder, groups=match[3] == "groups")
+        return match[1] + table(folder, {"groups": "accuracy", "losses": "loss"}.get(match[3] or ""))
 
     return PLACE.sub(written, text)
 
