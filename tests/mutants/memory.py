@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import privgrad as pg
-from mutants.mutant import Mutant, Patch
+from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import correlation, mechanisms, noise, plan_base, sampling
 from privgrad.gradient.clipping import ClippingAccumulator
 from privgrad.noise import Recursion
@@ -27,6 +27,17 @@ def z_reused(patch: Patch) -> None:
         real(values, add, stream, step // 2 * 2, *rest)
 
     patch.setattr(noise, "_release_on_cpu", wrong)
+
+
+def one_draw_for_a_group(patch: Patch) -> None:
+    """On other devices, parameters that are drawn at once get the same numbers."""
+    real = noise._add_on_device
+
+    def wrong(values: Any, noises: Any, **numbers: Any) -> None:
+        first = noises[0].flatten()
+        real(values, [n if n.numel() > first.numel() else first[: n.numel()].view(n.shape) for n in noises], **numbers)
+
+    everywhere(patch, real, wrong)
 
 
 def past_forgotten(patch: Patch) -> None:
@@ -117,6 +128,11 @@ TRUNCATION = [
 ]
 MEMORY = [
     Mutant("z that two steps share", z_reused, COVARIANCE, {"changed": {}}),
+    Mutant(
+        "parameters drawn at once that share their noise",
+        one_draw_for_a_group,
+        "test_noise.test_parameters_that_other_devices_draw_at_once_have_noise_of_their_own",
+    ),
     Mutant("noise whose past is forgotten", past_forgotten, COVARIANCE, {"changed": {}}),
     Mutant(
         "coefficients longer than the sensitivity",

@@ -15,6 +15,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
+from privgrad import noise
 from privgrad.noise import _add_on_device, _release_on_device, add_noise
 from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 from privgrad.types import ClippedSum
@@ -130,6 +131,19 @@ def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
     seeds.append(RandomSource(seed_of(1)).stream("other").generator(4, cpu).initial_seed())
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 3
+
+
+def test_parameters_that_other_devices_draw_at_once_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(noise, "AT_ONCE", 50_000)  # the first two are drawn at once, and so are the last three
+    sizes = [(20_000,), (100, 200), (20_000,), (70_000,), (20_000,), (0,), ()]
+    kinds = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32, torch.float32, torch.float32]
+    values = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
+    stream = RandomSource(seed_of(6)).stream("noise")
+    _release_on_device(values, partial(_add_on_device, std=1.5, divisor=3), stream, 4, None)
+    assert all(value.all() for value in values)
+    rows = torch.stack([value.double().flatten()[:20_000] for value in values[:5]])
+    assert all(has_std(row, 0.5) for row in [*rows, values[3].double()])
+    assert (torch.corrcoef(rows) - torch.eye(5)).abs().max() < 5 / math.sqrt(20_000)
 
 
 def test_steps_streams_and_sources_are_independent():
