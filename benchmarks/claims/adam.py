@@ -306,7 +306,7 @@ CHECKS = {
     "stability": Check("B1, B4, B15", stability, TAIL, CLASS_STEPS, best="loss", compared="loss"),
     "second-moments": Check("B5, B6", second_moments, tuple(floors_by_size())),
     "rows": Check("B3, B7", rows, ("step 0", "step 10", "step 100", "step 300")),
-    "balanced": Check("B13", balanced, ("DP-GD", "DP-GDM", "DP-Adam", "DP-AdamBC")),
+    "balanced": Check("B13", balanced, ("DP-GD", "DP-GDM", "DP-Adam", "DP-AdamBC", "DP-AdamBC, floor 0.041")),
     "less-noise": Check(
         "B23",
         less_noise,
