@@ -61,7 +61,7 @@ def shown(value: float | None, percent: bool) -> str:
     return "–" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
 
 
-def table(folder: Path, groups: str | None) -> str:
+def table(folder: Path, groups: str) -> str:
     """One comparison as a table of Markdown, with what is given for groups of classes."""
     runs = finals(folder)
     paper = json.loads((folder / "spec.json").read_text()).get("paper", {})
@@ -86,8 +86,8 @@ def table(folder: Path, groups: str | None) -> str:
         if "paper" in headers:
             cells.append(shown(theirs[name], scored))
         for index, group in enumerate(kinds):
-            values = [run["curve"][-1]["raw_groups"][index][groups or ""] for run in runs[name]]
-            number, percent = paper.get(name, {}).get(f"{group['from']:g}", {}).get(groups or ""), groups == "accuracy"
+            values = [run["curve"][-1]["raw_groups"][index][groups] for run in runs[name]]
+            number, percent = paper.get(name, {}).get(f"{group['from']:g}", {}).get(groups), groups == "accuracy"
             theirs_too = "" if number is None else f" ({100 * number if percent else number:.3g})"
             cells.append(spread(values, percent) + theirs_too)
         lines.append("| " + " | ".join(cells) + " |")
@@ -102,7 +102,7 @@ def page(text: str) -> str:
         if folder.name == "bias-map":
             records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
             return match[1] + bias_map.table(match[3], records)
-        return match[1] + table(folder, {"groups": "accuracy", "losses": "loss"}.get(match[3] or ""))
+        return match[1] + table(folder, {"groups": "accuracy", "losses": "loss"}.get(match[3], ""))
 
     return PLACE.sub(written, text)
 

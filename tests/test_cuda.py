@@ -78,7 +78,7 @@ def released(model: nn.Module, options: dict[str, Any], steps: int = 3, **change
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = make_plan(seed=0, max_grad_norm=0.5, **changed)
-        private_grad = pg.PrivateGradient(model, changed.pop("loss_fn", loss_fn), plan, **options)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, **options)
         batches = plan.batches(make_data(32, torch.float64))
         return [private_grad(next(batches)) for _ in range(steps)]
 

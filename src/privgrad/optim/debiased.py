@@ -117,7 +117,7 @@ class Debiased(PrivateOptimizer):
     def _update(self, gradient: NoisyGradient) -> None:
         """Move the parameters by the gradient, as the class describes."""
         for group in self.param_groups:
-            lists: dict[tuple[float, float], list[_Moved]] = {}
+            lists, held = dict[tuple[float, float], list[_Moved]](), 0
             for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
@@ -137,13 +137,12 @@ class Debiased(PrivateOptimizer):
                     self._move(group, coefficients, one)
                     continue
                 require_denominator(std, floor)
-                those = lists.setdefault(coefficients, [])
-                if those and sum(other.values.numel() for other in those) + parameter.numel() > AT_ONCE:
-                    self._move_by_lists(group, coefficients, those)
-                    those.clear()
-                those.append(one)
-            for coefficients, those in lists.items():
-                self._move_by_lists(group, coefficients, those)
+                lists.setdefault(coefficients, []).append(one)
+                held += parameter.numel()
+                if held >= AT_ONCE:
+                    self._move_by_lists(group, lists)
+                    lists, held = {}, 0
+            self._move_by_lists(group, lists)
 
     def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved) -> None:
         """Update the moments and values of a parameter."""
@@ -165,23 +164,24 @@ class Debiased(PrivateOptimizer):
             if of_average:
                 values.addcdiv_(average, root, value=-of_average)
 
-    def _move_by_lists(self, group: Group, coefficients: tuple[float, float], moved: list[_Moved]) -> None:
-        """Do the same to several parameters with a few kernels, for the rule "max"."""
-        values, grads, squares, averages, stds, floors, _ = (list(column) for column in zip(*moved, strict=True))
+    def _move_by_lists(self, group: Group, lists: Mapping[tuple[float, float], list[_Moved]]) -> None:
+        """Do the same to the parameters of each pair of coefficients, with a few kernels, for the rule "max"."""
         beta, (keep, add) = self._beta(group), self._weights(group)
-        decay, (of_gradient, of_average) = group["lr"] * group.get("weight_decay", 0.0), coefficients
-        if keep != 1:
-            _torch._foreach_mul_(squares, keep)
-        _torch._foreach_addcmul_(squares, grads, grads, value=add)
-        if beta is not None:
-            _torch._foreach_lerp_(averages, grads, 1 - beta)
-        roots = debias_lists(squares, stds, floors)
-        _torch._foreach_sqrt_(roots)
-        if decay:
-            _torch._foreach_mul_(values, 1 - decay)
-        for numerators, coefficient in ((grads, of_gradient), (averages, of_average)):
-            if coefficient:
-                _torch._foreach_addcdiv_(values, numerators, roots, value=-coefficient)
+        decay = group["lr"] * group.get("weight_decay", 0.0)
+        for (of_gradient, of_average), moved in lists.items():
+            values, grads, squares, averages, stds, floors, _ = (list(column) for column in zip(*moved, strict=True))
+            if keep != 1:
+                _torch._foreach_mul_(squares, keep)
+            _torch._foreach_addcmul_(squares, grads, grads, value=add)
+            if beta is not None:
+                _torch._foreach_lerp_(averages, grads, 1 - beta)
+            roots = debias_lists(squares, stds, floors)
+            _torch._foreach_sqrt_(roots)
+            if decay:
+                _torch._foreach_mul_(values, 1 - decay)
+            for numerators, coefficient in ((grads, of_gradient), (averages, of_average)):
+                if coefficient:
+                    _torch._foreach_addcdiv_(values, numerators, roots, value=-coefficient)
 
     def _beta(self, group: Group) -> float | None:
         """Return the decay of the first moment, or None if the optimizer has no first moment."""
