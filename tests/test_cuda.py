@@ -16,6 +16,7 @@ from conftest import make_data, make_plan
 from contract.test_optimizers import OPTIMIZERS, noisy
 from privgrad.noise import Banded
 from privgrad.types import NoisyGradient
+from statistical.test_noise_memory import expected_covariance
 
 DEVICE = "cuda"
 if not torch.cuda.is_available():
@@ -156,16 +157,12 @@ def test_noise_follows_its_seed_and_nothing_else():
 def test_noise_with_memory_has_its_covariance():
     steps, banded = 8, Banded(4).for_steps(10)
     found = noises(steps, correlation=banded)
-    c = torch.tensor(banded.chosen, dtype=torch.float64)
-    factor = sum(c[back] * torch.diag(torch.ones(steps - back, dtype=torch.float64), -back) for back in range(len(c)))
-    inverse = torch.linalg.inv(factor)
-    values = torch.stack([gradient["weight"].double().cpu() for gradient in found])
-    size = found[0].noise_std
-    assert isinstance(size, float)
-    expected = inverse @ inverse.T / inverse[0, 0].square() * size**2
-    torch.testing.assert_close(values @ values.T / COORDINATES / size**2, expected / size**2, rtol=0, atol=0.02)
+    unit = make_plan(noise_multiplier=1.5).noise_std
+    expected = torch.from_numpy(expected_covariance(banded, steps))
+    values = torch.stack([gradient["weight"].double().cpu() for gradient in found]) / unit
+    torch.testing.assert_close(values @ values.T / COORDINATES, expected, rtol=0, atol=0.02)
     for step, gradient in enumerate(found):
-        assert gradient.noise_std == pytest.approx(float(expected[step, step].sqrt()), rel=1e-6)
+        assert gradient.noise_std == pytest.approx(unit * float(expected[step, step].sqrt()), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from privgrad.correlation import Banded
 from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
 from privgrad.rng import BLOCK, Stream
-from privgrad.threads import AT_ONCE, in_threads
+from privgrad.threads import AT_ONCE, in_threads, on_lists
 from privgrad.types import ClippedSum, NoiseMemory, NoisyGradient
 
 __all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "std_of_noise"]
@@ -25,7 +25,6 @@ __all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "st
 _ROUNDING = 2.0**-10
 _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
 _FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
-_torch: Any = torch  # the types do not know its operators on lists of tensors
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
 
 
@@ -372,8 +371,8 @@ def _groups(values: list[Tensor]) -> list[list[Tensor]]:
 
 def _add_on_device(values: list[Tensor], noises: list[Tensor], *, std: float, divisor: int) -> None:
     """Overwrite sums with their releases."""
-    _torch._foreach_add_(values, noises, alpha=std)
-    _torch._foreach_div_(values, divisor)
+    on_lists._foreach_add_(values, noises, alpha=std)
+    on_lists._foreach_div_(values, divisor)
 
 
 def _skip(value: object, noise: object) -> None:

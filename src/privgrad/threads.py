@@ -25,6 +25,7 @@ _NUMBERS_A_THREAD = 1 << 19
 # Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
 _BLOCK = 1 << 18
 AT_ONCE = 1 << 24  # numbers to compute with at once on other devices than the CPU: more take as long as a part of them
+on_lists: Any = torch  # for its operators on lists of tensors, which the types do not know
 _PROCESSORS = frozenset({"cpu"})  # types of devices; tests take the paths of others by an empty set
 
 

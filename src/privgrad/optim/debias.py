@@ -4,14 +4,13 @@
 `debias` and `noise_floor`; users can call both. The privacy guarantee does not rest on this file.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_nonnegative, require_positive
-
-_torch: Any = torch  # the types do not know its operators on lists of tensors
+from privgrad.threads import on_lists
 
 FloorRule = Literal["max", "negative_only", "moment", "add"]
 
@@ -71,8 +70,8 @@ def debias_lists(squares: list[Tensor], stds: list[float], floors: list[float]) 
 
     `optim.debiased` calls it after `require_denominator`. There is one noise_std and one floor for each tensor.
     """
-    differences = _torch._foreach_add(squares, [-(std**2) for std in stds])
-    _torch._foreach_clamp_min_(differences, floors)
+    differences = on_lists._foreach_add(squares, [-(std**2) for std in stds])
+    on_lists._foreach_clamp_min_(differences, floors)
     return differences
 
 

@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from privgrad.errors import require_decays, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, widened
 from privgrad.optim.debias import debias, debias_lists, noise_floor, require_denominator, require_rule
-from privgrad.threads import AT_ONCE, blocks, is_on_processor
+from privgrad.threads import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
-
-_torch: Any = torch  # the types do not know its operators on lists of tensors
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -171,17 +169,17 @@ class Debiased(PrivateOptimizer):
         for (of_gradient, of_average), moved in lists.items():
             values, grads, squares, averages, stds, floors, _ = (list(column) for column in zip(*moved, strict=True))
             if keep != 1:
-                _torch._foreach_mul_(squares, keep)
-            _torch._foreach_addcmul_(squares, grads, grads, value=add)
+                on_lists._foreach_mul_(squares, keep)
+            on_lists._foreach_addcmul_(squares, grads, grads, value=add)
             if beta is not None:
-                _torch._foreach_lerp_(averages, grads, 1 - beta)
+                on_lists._foreach_lerp_(averages, grads, 1 - beta)
             roots = debias_lists(squares, stds, floors)
-            _torch._foreach_sqrt_(roots)
+            on_lists._foreach_sqrt_(roots)
             if decay:
-                _torch._foreach_mul_(values, 1 - decay)
+                on_lists._foreach_mul_(values, 1 - decay)
             for numerators, coefficient in ((grads, of_gradient), (averages, of_average)):
                 if coefficient:
-                    _torch._foreach_addcdiv_(values, numerators, roots, value=-coefficient)
+                    on_lists._foreach_addcdiv_(values, numerators, roots, value=-coefficient)
 
     def _beta(self, group: Group) -> float | None:
         """Return the decay of the first moment, or None if the optimizer has no first moment."""
