@@ -235,6 +235,18 @@ def test_a_copied_folder_does_not_train_again(tmp_path: Path):
         paid_runner.compare(spec, tmp_path / "two", progress=False)
 
 
+def test_a_comparison_killed_after_a_score_reads_it_back(tmp_path: Path):
+    """The score is in its ledger, its record is not in runs.jsonl. Warnings are errors here."""
+    spec = spec_of()
+    records = paid_runner.compare(spec, tmp_path, progress=False)
+    (tmp_path / "runs.jsonl").write_text("")
+    again = paid_runner.compare(spec, tmp_path, progress=False)
+    assert [record.get("validation_accuracy") for record in again[:2]] == [
+        record["validation_accuracy"] for record in records[:2]
+    ]
+    assert all(Ledger(path, read_only=True).releases == 1 for path in tmp_path.rglob("score/ledger.jsonl"))
+
+
 def _compare(out: Path) -> None:
     paid_runner.compare(spec_of(steps=6), out, progress=False)
 

@@ -230,6 +230,7 @@ def _train_scored(
     count, path = public_count(spec), folder / "score" / "ledger.jsonl"
     with closing(place.ledger(path, Release(cost.score_noise, 1.0))) as ledger, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "NOT PRIVATE")  # each row is a unit, and their public count may be lower
+        warnings.filterwarnings("ignore", ".* was released before")  # by this training, before an interruption
         score = release_mean(
             values.unsqueeze(1),
             bound=1.0,
