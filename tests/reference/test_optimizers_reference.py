@@ -148,6 +148,23 @@ def test_muons_step_is_that_of_torch():
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(6, 9), (40, 30), (3, 40), (8, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_muon_in_bfloat16_is_close_to_its_own_precision(shape: tuple[int, ...], dtype: torch.dtype):
+    moment = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    steps = []
+    for bfloat16 in (False, True):
+        for kind in (pg.optim.Muon, pg.optim.MuonBC):
+            parameter = nn.Parameter(torch.zeros_like(moment))
+            kind([("p", parameter)], 1.0, bfloat16=bfloat16).step(grad=NoisyGradient({"p": moment}, 0.1))
+            steps.append(parameter.detach())
+    is_wide = shape == (3, 40)
+    for own, half, most in zip(steps[:2], steps[2:], (0.06, 0.13), strict=True):  # MuonBC adds three of them
+        assert half.dtype == dtype
+        assert torch.equal(own, half) == is_wide
+        assert (own - half).norm() < most * own.norm()
+
+
 def test_muonbc_removes_the_leading_bias_of_the_orthogonalization():
     """Over many draws of noise that is small beside the singular values; beside Muon, which keeps the bias."""
     generator = torch.Generator().manual_seed(0)

@@ -32,6 +32,9 @@ class Muon(PrivateOptimizer):
         lr: learning rate, >= 0: about the size of the singular values of a step. Param groups may have their own.
         momentum: in [0, 1).
         iterations: >= 1.
+        bfloat16: compute the iterations in bfloat16, as torch.optim.Muon does. With a processor or GPU that has
+            instructions for it, they take about a third of the time; a step of Muon differs by about 3 % of its norm,
+            one of MuonBC by about 7 %. A matrix more than twice as long as wide keeps its own precision.
     Raises:
         PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
@@ -44,9 +47,16 @@ class Muon(PrivateOptimizer):
     _without_noise_step = "Muon, whose steps have the same size at any noise"
 
     def __init__(
-        self, params: NamedParameters, lr: float | None = None, *, momentum: float = 0.95, iterations: int = 5
+        self,
+        params: NamedParameters,
+        lr: float | None = None,
+        *,
+        momentum: float = 0.95,
+        iterations: int = 5,
+        bfloat16: bool = False,
     ) -> None:
-        super().__init__(params, defaults={"lr": lr, "momentum": momentum, "iterations": iterations})
+        options = {"lr": lr, "momentum": momentum, "iterations": iterations, "bfloat16": bfloat16}
+        super().__init__(params, defaults=options)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         require_decays(type(self).__name__, "momentum", group["momentum"], 0.95)
@@ -69,7 +79,7 @@ class Muon(PrivateOptimizer):
     ) -> Tensor:
         """Return the step of one parameter, given its momentum and the noise of its last gradient."""
         del state, name, noise_std
-        return orthogonalized(moment, group["iterations"])
+        return orthogonalized(moment, group["iterations"], group["bfloat16"])
 
 
 class MuonBC(Muon):
@@ -82,7 +92,7 @@ class MuonBC(Muon):
     a filter, and without memory.
 
     Args:
-        params, lr, momentum, iterations, Raises, Privacy: as Muon.
+        params, lr, momentum, iterations, bfloat16, Raises, Privacy: as Muon.
         probes: >= 1.
     Reference:
         Kim, Fan 2026 (DP-MuonBC, arXiv 2605.12994), the output-level bias; the estimate by probes is ours.
@@ -95,9 +105,10 @@ class MuonBC(Muon):
         *,
         momentum: float = 0.95,
         iterations: int = 5,
+        bfloat16: bool = False,
         probes: int = 1,
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "iterations": iterations, "probes": probes}
+        options = {"lr": lr, "momentum": momentum, "iterations": iterations, "bfloat16": bfloat16, "probes": probes}
         PrivateOptimizer.__init__(self, params, defaults=options)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
@@ -124,11 +135,11 @@ class MuonBC(Muon):
             drawn = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment)
             z = drawn * noise_var**0.5
             for moved in (moment + z, moment - z):
-                around += orthogonalized(moved, group["iterations"])
-        return 2 * orthogonalized(moment, group["iterations"]) - around / (2 * group["probes"])
+                around += super()._step_of(moved, group, state, name, noise_std)
+        return 2 * super()._step_of(moment, group, state, name, noise_std) - around / (2 * group["probes"])
 
 
-def orthogonalized(moment: Tensor, iterations: int) -> Tensor:
+def orthogonalized(moment: Tensor, iterations: int, bfloat16: bool = False) -> Tensor:
     """Return a tensor whose matrix has about the singular vectors of the given one, and singular values of about 1.
 
     Computes: X = M / |M|, then X = a X + (b X X^T + c (X X^T)^2) X in each iteration, on the side with fewer rows.
@@ -145,12 +156,13 @@ def orthogonalized(moment: Tensor, iterations: int) -> Tensor:
         return moment / norm
     x = x / norm
     if x.shape[1] > 2 * x.shape[0]:
-        x = _polynomial_of_rows(x @ x.T, iterations) @ x
+        x = _polynomial_of_rows(x @ x.T, iterations) @ x  # in bfloat16 it would lose small singular values
     else:
+        x = x.bfloat16() if bfloat16 else x
         for _ in range(iterations):
             gram = x @ x.T
             x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.T if is_tall else x).reshape(moment.shape)
+    return (x.T if is_tall else x).reshape(moment.shape).to(moment)
 
 
 def _polynomial_of_rows(gram: Tensor, iterations: int) -> Tensor:
