@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def test_a_batch_serves_once():
     private_grad(first_batch(seeded, make_data()))
     with pytest.raises(pg.SamplingError, match="already charged"):
         private_grad(first_batch(seeded, make_data()))  # the same draw, iterated anew
+
+
+def test_a_seeded_draw_that_is_computed_again_with_other_values_is_refused(tmp_path: Path):
+    """The same values are no second release; other ones are, though the seed is the same."""
+    plan, model = make_plan(seed=1), make_model()
+    for again in range(3):
+        private_grad = pg.PrivateGradient(model, loss_fn, plan)
+        with closing(pg.Ledger(tmp_path / "ledger.jsonl")) as ledger:
+            private_grad.record_in(ledger)
+            if again < 2:
+                private_grad(first_batch(plan, make_data()))
+                continue
+            with torch.no_grad():
+                next(iter(model.parameters())).add_(1.0)
+            with pytest.raises(pg.SamplingError, match="already charged with other values"):
+                private_grad(first_batch(plan, make_data()))
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 1
 
 
 @pytest.mark.parametrize("seed", [None, 1])

@@ -293,8 +293,12 @@ class Ledger:
         if max_grad_norm is not None:
             line["max_grad_norm"] = max_grad_norm
         with self._one_at_a_time():
-            if digest is not None and self._draws.get(draw) == digest:
-                return
+            if digest is not None and (before := self._draws.get(draw)) is not None:
+                if before == digest:
+                    return
+                got = f"draw {draw}, which is already charged with other values"
+                remedy = "take the next batch; or resume with the code and the machine that began, or begin anew"
+                raise expected("Ledger.charge", "a seeded draw", "to repeat its values", got, remedy, SamplingError)
             self.admit(draw, limit=limit, repeatable=False)
             if self._checked(line) != release:
                 raise expected("Ledger.charge", "release", "to have count 1", release, "charge each release separately")
