@@ -300,7 +300,7 @@ CHECKS = {
     "sharpness": Check("D4, D20", sharpness, tuple(f"{method}, step {step}" for method in METHODS for step in STOPS)),
     "causes": Check("D22", causes, (*(f"step {step}" for step in STOPS), "all steps")),
     "directions": Check(
-        "D21", directions, ("g", "a g", "g + c", "g + c, of one size", "a g + c"), (0.3, 1.0, 3.0),
+        "D21", directions, ("g", "a g", "g + c", "g + c, of one size", "a g + c"), (0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
         best="training loss",
     ),
 }  # fmt: skip
