@@ -297,7 +297,7 @@ class Ledger:
                 if before == digest:
                     return
                 got = f"draw {draw}, which is already charged with other values"
-                remedy = "take the next batch; or resume with the code and the machine that began, or begin anew"
+                remedy = "take the next batch; or resume with the code and machine that began, or in a new folder"
                 raise expected("Ledger.charge", "a seeded draw", "to repeat its values", got, remedy, SamplingError)
             self.admit(draw, limit=limit, repeatable=False)
             if self._checked(line) != release:
