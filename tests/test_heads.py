@@ -385,6 +385,13 @@ def test_rows_without_a_prediction_are_refused(rows: Any, message: str, by_extra
             predict(rows)
 
 
+def test_one_row_is_refused_with_a_remedy_that_works():
+    head = pg.fit_head(X, Y, num_classes=3, plan=make_plan(1.0), **FACTS)
+    with pytest.raises(pg.PrivacyError, match=r"got \(7,\); for one row, give row\[None\]"):
+        head.predict(X[0])
+    assert head.predict(X[0][None]).shape == (1,)
+
+
 def test_rows_of_another_width_than_in_training_are_refused():
     extractor = Scaled(-9.0, 9.0)
     head = pg.fit_head(extractor(X), Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)

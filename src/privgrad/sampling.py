@@ -251,6 +251,8 @@ def _other_container(dataset: object) -> tuple[str, str] | None:
         return described(f"{dataset}"), f"read the file, and pass {tensors}(inputs, labels)"
     if isinstance(dataset, type):
         return f"the class {dataset.__name__}", f"pass an instance: {dataset.__name__}(...)"
+    if library == "privgrad" and hasattr(dataset, "train"):
+        return f"a {kind} of privgrad", "pass its .train"
     if library in ("pandas", "polars") and kind == "DataFrame":
         dropped = "data.drop(columns='label')" if library == "pandas" else "data.drop('label')"
         inputs = f"torch.tensor({dropped}.to_numpy(), dtype=torch.float32)"

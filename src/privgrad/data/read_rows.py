@@ -62,7 +62,8 @@ def read_columns(function: str, path: Path, names: Sequence[str] | None, table: 
         raise
     except Exception as error:  # a damaged file can raise anything
         got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
-        raise expected(function, f"{path.name}", "to be a readable table", got, "write the file again") from error
+        remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "write the file again"
+        raise expected(function, f"{path.name}", "to be a readable table", got, remedy) from error
     if not any(columns.values()):
         raise expected(function, f"{path.name}", "to hold at least 1 row", 0, "correct the path")
     return columns

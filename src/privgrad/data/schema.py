@@ -187,6 +187,8 @@ def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | No
             "give the most rows to keep per person, a public number; later rows of the file are dropped. If each "
             f'person has one row, set unit = "row", and for a table row_id = "{unit}"'
         )
+        if unit.lower() in ("rows", "example", "examples"):  # hardly a column
+            remedy = f'set unit = "row" to protect each row by itself; for a column {unit!r}, give max_rows'
         raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
         raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id), "leave it out")

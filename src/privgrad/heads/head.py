@@ -221,6 +221,8 @@ class Head(nn.Module):
                 remedy = "give those of the training"
                 if self.schema is not None:
                     remedy = 'give a list of dicts by column name; of a pandas table, rows.to_dict("records")'
+                elif isinstance(rows, Tensor) and rows.shape == (width,):
+                    remedy = "for one row, give row[None]"
                 raise expected("Head", "rows", f"to be features of shape (n, {width})", got, remedy)
             remedy = "give rows of as many numbers as in training"
             raise expected("Head", "the features of rows", f"to have shape (n, {width})", got, remedy)

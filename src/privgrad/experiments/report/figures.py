@@ -113,6 +113,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
         after.set_yticks(range(len(finals)), names or [""] * len(finals))
         after.locator_params(axis="x", nbins=5)
         if number == "accuracy":
+            during.set_ylim(top=min(during.get_ylim()[1], 1.005))  # no tick above 100 %
             during.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
             after.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         elif _is_wide(during):
