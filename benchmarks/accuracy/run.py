@@ -109,6 +109,7 @@ def prepare(task: str, library: str) -> str | None:
 def main(
     task: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ALL)}; default: all")] = None,
     library: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PLAN)}; default: all")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="default: 0, 1 and 2")] = None,
     listed: Annotated[bool, typer.Option("--list", help="print what is missing, and train nothing")] = False,
     out: Annotated[Path, typer.Option(help="the file that records are added to")] = OUT,
 ) -> None:
@@ -117,7 +118,12 @@ def main(
             raise typer.BadParameter(f"{name} is none of {', '.join(known)}")
     held = {key_of(record) for record in read(out)}
     missing = [
-        run for run in planned() if run not in held and run.task in (task or ALL) and run.library in (library or PLAN)
+        run
+        for run in planned()
+        if run not in held
+        and run.task in (task or ALL)
+        and run.library in (library or PLAN)
+        and run.seed in (seed or SEEDS)
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     reasons: dict[tuple[str, str], str | None] = {}
