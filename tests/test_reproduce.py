@@ -187,7 +187,7 @@ def test_the_grid_grows_until_its_best_is_inside(figure2: tuple[dict[str, Any], 
     assert tried == [tried[0]] * 4  # one grid for all, which has grown
     shown = tmp_path / "table.txt"
     assert "DP-AdamBC" in shown.read_text()
-    assert table.row_count == 24
+    assert table.row_count == 28
     assert all((tmp_path / name).stat().st_size > 0 for name in ("index.html", "groups.png", "tuning.png"))
 
 
