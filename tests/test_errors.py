@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import accounting, errors
-from privgrad.data import images
+from privgrad.data.dataset import DataSet
 from privgrad.experiments.load_spec import _SUCH_AS, load_spec
 from privgrad.experiments.spec import Spec
 
@@ -156,7 +156,11 @@ DATA: dict[str, tuple[Any, str, str]] = {
     "number": (np.array(1.0), "an array without rows", "TensorDataset(inputs, labels)"),
     "stream": (Numbers(), "an IterableDataset (Numbers)", "write __len__ and __getitem__"),
     "loader": (DataLoader(make_data()), "a DataLoader", "pass its .dataset"),
-    "ours": (images.digits(), "a DataSet of privgrad", "pass its .train"),
+    "ours": (
+        DataSet("own", make_data(), make_data(), make_data(), 2, (6,)),
+        "a DataSet of privgrad",
+        "pass its .train",
+    ),
     "generator": ((item for item in make_data()), "generator", "wrap the data in a map-style data set"),
     "parts": ({"train": make_data()}, "a dict of data sets", "pass one of them: data['train']"),
     "path": ("train.csv", "'train.csv', a str", "read the file"),

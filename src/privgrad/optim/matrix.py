@@ -125,6 +125,7 @@ class MuonBC(Muon):
     def _step_of(
         self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
     ) -> Tensor:
+        how = group["iterations"], group["bfloat16"]
         step = state["step"] = state.get("step", 0) + 1
         state["noise_var"] = group["momentum"] ** 2 * state.get("noise_var", 0.0) + noise_std**2
         around, noise_var = torch.zeros_like(moment), gathered(state["noise_var"])
@@ -135,8 +136,8 @@ class MuonBC(Muon):
             drawn = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment)
             z = drawn * noise_var**0.5
             for moved in (moment + z, moment - z):
-                around += super()._step_of(moved, group, state, name, noise_std)
-        return 2 * super()._step_of(moment, group, state, name, noise_std) - around / (2 * group["probes"])
+                around += orthogonalized(moved, *how)
+        return 2 * orthogonalized(moment, *how) - around / (2 * group["probes"])
 
 
 def orthogonalized(moment: Tensor, iterations: int, bfloat16: bool = False) -> Tensor:
