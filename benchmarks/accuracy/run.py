@@ -113,9 +113,10 @@ def main(
     listed: Annotated[bool, typer.Option("--list", help="print what is missing, and train nothing")] = False,
     out: Annotated[Path, typer.Option(help="the file that records are added to")] = OUT,
 ) -> None:
-    for name, known in (*((t, ALL) for t in task or ()), *((x, PLAN) for x in library or ())):
-        if name not in known:
-            raise typer.BadParameter(f"{name} is none of {', '.join(known)}")
+    for given, known in ((task, ALL), (library, PLAN), (seed, SEEDS)):
+        for name in given or ():
+            if name not in known:
+                raise typer.BadParameter(f"{name} is none of {', '.join(map(str, known))}")
     held = {key_of(record) for record in read(out)}
     missing = [
         run
