@@ -18,10 +18,12 @@ from privgrad import data
 from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import SOURCES
 from privgrad.data.text import _basic_english
+from privgrad.experiments import runner
 from privgrad.experiments.build import make_data, preconditioner
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.tables import DataTable, PreconditionTable
 from privgrad.user_cache import cache
+from test_models import save_encoder
 
 LISTS_PRESENT = SOURCES["debian"].found() is not None
 needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `privgrad data fetch debian`")
@@ -494,6 +496,27 @@ def test_a_spec_loads_its_data(tmp_path: Path, tokenizer: Path):
     assert make_data(check_spec(raw | {"data": table}, "test")).input_shape == (2, 8)
     with pytest.raises(pg.PrivacyError, match=r"options to be known, got 'data.words'"):
         make_data(check_spec(raw | {"data": table | {"words": 3}}, "test"))
+
+
+def test_a_spec_stores_the_states_of_frozen_layers(tmp_path: Path):
+    pytest.importorskip("transformers")
+    encoder = tmp_path / "encoder"
+    save_letter_tokenizer(encoder)
+    save_encoder(encoder, vocabulary=81)
+    write_snli(tmp_path / "snli")
+    raw: dict[str, Any] = {
+        "title": "test",
+        "data": {"name": "snli", "path": str(tmp_path / "snli"), "validation": 1, "length": 8},
+        "model": {"name": "pair-classifier", "encoder": str(encoder)},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 5}
+        | {"expected_batch_size": 4, "steps": 2},
+        "methods": [{"name": "SGD", "optimizer": "SGD", "lr": 1e-6}],
+    }
+    stored = raw | {"features": {"blocks": [{"name": "lower-layers", "encoder": str(encoder)}]}}
+    (plain,) = runner.train(check_spec(raw, "test"), tmp_path / "plain", progress=False)
+    (found,) = runner.train(check_spec(stored, "test"), tmp_path / "stored", progress=False)
+    assert found["updates"] == 2
+    assert found["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-4)  # of nearly the first weights
 
 
 # StackOverflow

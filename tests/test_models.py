@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import privgrad as pg
+import privgrad.features as ft
 from privgrad import models
 
 
@@ -62,13 +64,19 @@ def test_the_language_model_does_not_see_ahead():
     assert not torch.allclose(before[:, 4], after[:, 4])
 
 
-def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(tmp_path: Path):
+def save_encoder(folder: Path, vocabulary: int = 20) -> Any:
+    """Save a small encoder with random weights, and return it. Its padding is id 0."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
-    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=vocabulary, **sizes, **dropout)
     saved = transformers.BertModel(config)
-    saved.save_pretrained(tmp_path)
+    saved.save_pretrained(folder)
+    return saved
+
+
+def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(tmp_path: Path):
+    saved = save_encoder(tmp_path)
     model = models.PairClassifier(str(tmp_path), num_classes=3).eval()
     trained = {name.split(".")[0] + "." + name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"encoder.encoder", "encoder.pooler", "head.weight", "head.bias"}
@@ -84,6 +92,32 @@ def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(t
     torch.testing.assert_close(model(short), model(long))
     with pytest.raises(pg.PrivacyError, match="to hold an encoder"):
         models.PairClassifier(str(tmp_path / "absent"), num_classes=3)
+
+
+def test_a_pair_classifier_takes_the_states_of_its_frozen_layers(tmp_path: Path):
+    save_encoder(tmp_path)
+    ids = torch.randint(1, 20, (6, 1, 9))
+    ids[1, :, 5:] = 0
+    ids[4, :, 2:] = 0
+    pairs = torch.cat([ids, torch.randint(0, 2, ids.shape)], 1)
+    states = ft.Frozen(models.LowerLayers(str(tmp_path)), name="lower layers", source="random weights")(pairs)
+    assert states.shape == (6, 9 * 8)
+    assert not states.view(6, 9, 8)[1, 5:].any()
+    model = models.PairClassifier(str(tmp_path), num_classes=3).eval().double()
+    torch.testing.assert_close(model(states.double()), model(pairs), atol=1e-6, rtol=0)
+    other = states.clone().double()
+    other[0] = 0  # another row, all of it padding
+    torch.testing.assert_close(model(other)[1:], model(states.double())[1:])
+    assert model(other).isfinite().all()
+    labels = torch.arange(6) % 3
+    found = [
+        torch.autograd.grad(F.cross_entropy(model(x), labels), [p for p in model.parameters() if p.requires_grad])
+        for x in (states.double(), pairs)
+    ]
+    for of_states, of_pairs in zip(*found, strict=True):
+        torch.testing.assert_close(of_states, of_pairs, atol=1e-5, rtol=0)
+    with pytest.raises(pg.PrivacyError, match=r"LowerLayers.*to hold an encoder"):
+        models.LowerLayers(str(tmp_path / "absent"))
 
 
 def test_residual_networks_have_their_sizes():

@@ -328,3 +328,8 @@ def test_tables_are_whole_at_80_columns(name: str):
             {word for line in text.splitlines() for word in re.split("[│┃ ]+", line) if re.search(r"\d", word)}
         )
     assert shown[0] >= shown[1]  # no number is cut
+
+
+def test_all_pairs_of_snli_are_read_as_tokens():
+    assert "features" in prepared("dp-adam/fig1-text")
+    assert "features" not in prepared("dp-adam/fig1-text", data=Path("snli"))

@@ -24,7 +24,7 @@ from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.check_methods import require_option
 from privgrad.experiments.public_inputs import SYNTHETIC_IMAGES, synthetic_images
-from privgrad.experiments.sources import called, find_loader, imported, options_of
+from privgrad.experiments.sources import called, encoder_folder, find_loader, imported, options_of
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import BlockTable, DataTable, FeaturesTable
 from privgrad.features import Extractor, Public
@@ -32,12 +32,20 @@ from privgrad.features.caching import cached
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Target, images_of
-from privgrad.models import UnitLinear
+from privgrad.models import LowerLayers, UnitLinear
 from privgrad.training_run import FitResult
+
+
+def _lower_layers(encoder: str) -> Extractor:
+    """Return the states that the model "pair-classifier" takes in place of token ids."""
+    lower = LowerLayers(encoder_folder(encoder))
+    return features.Frozen(lower, name=f"lower layers of {encoder}", source=f"weights of {encoder}")
+
 
 BLOCKS: dict[str, Callable[..., Extractor]] = {
     "frozen-text": features.FrozenText,
     "hog": features.Hog,
+    "lower-layers": _lower_layers,
     "patches": features.Patches,
     "scattering": features.Scattering,
     "tf-idf": features.TfIdf,

@@ -17,7 +17,7 @@ from privgrad.models.convolutional import (
 )
 from privgrad.models.each_row import EachRow
 from privgrad.models.fully_connected import SparseLinear, UnitLinear, autoencoder, bag_of_words, linear, mlp
-from privgrad.models.language import LanguageModel, LoraLanguageModel, PairClassifier, WordLSTM
+from privgrad.models.language import LanguageModel, LoraLanguageModel, LowerLayers, PairClassifier, WordLSTM
 
 __all__ = [
     "Activation",
@@ -25,6 +25,7 @@ __all__ = [
     "GlobalAverage",
     "LanguageModel",
     "LoraLanguageModel",
+    "LowerLayers",
     "PairClassifier",
     "Residual",
     "SparseLinear",

@@ -108,10 +108,35 @@ class LoraLanguageModel(nn.Module):
         return self.adapted(input_ids=ids, use_cache=False).logits
 
 
+class LowerLayers(nn.Module):
+    """The layers of a BERT-like encoder below its last one: token ids and types (B, 2, T) -> states (B, T, width).
+
+    They are the frozen part of PairClassifier, which takes their states in place of token ids. So the states can be
+    computed once, as features. Those of padding are 0, those of other tokens are not. Types above 1 count as 1.
+
+    Args:
+        path: folder of the encoder, as transformers saves it.
+    Raises:
+        PrivacyError: transformers is not installed, or the folder holds no such encoder.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.encoder = _encoder("LowerLayers", path)
+        self.encoder.encoder.layer = self.encoder.encoder.layer[:-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, types = x.unbind(1)
+        seen = ids != self.encoder.config.pad_token_id
+        states = self.encoder(input_ids=ids, token_type_ids=types.clamp(max=1), attention_mask=seen.long())
+        return states.last_hidden_state * seen[..., None]
+
+
 class PairClassifier(nn.Module):
     """A pretrained BERT-like encoder with a linear head: token ids and types (B, 2, T) -> logits (B, num_classes).
 
-    The last layer, the pooler and the head get new random weights and are trained. The rest is frozen.
+    The last layer, the pooler and the head get new random weights and are trained. The rest is frozen. In place of ids
+    and types, it takes the states (B, T * width) that LowerLayers computes from them.
 
     Args:
         path: folder of the encoder, as transformers saves it.
@@ -125,19 +150,12 @@ class PairClassifier(nn.Module):
 
     def __init__(self, path: str, *, num_classes: int) -> None:
         super().__init__()
-        transformers = _transformers()
-        try:
-            encoder = transformers.AutoModel.from_pretrained(path, local_files_only=True)
-            fresh = [encoder.encoder.layer[-1], encoder.pooler]
-        except (OSError, ValueError, AttributeError) as error:
-            remedy = "give the folder of a BERT-like encoder"
-            raise expected("PairClassifier", "path", "to hold an encoder", error, remedy) from error
-        self.padding = int(encoder.config.pad_token_id)
-        self.encoder = encoder.requires_grad_(False)
-        self.head = nn.Linear(encoder.config.hidden_size, num_classes)
+        self.encoder = _encoder("PairClassifier", path)
+        self.head = nn.Linear(self.encoder.config.hidden_size, num_classes)
+        fresh = [self.encoder.encoder.layer[-1], self.encoder.pooler]
         for layer in (module for part in (*fresh, self.head) for module in part.modules()):
             if isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, std=encoder.config.initializer_range)
+                nn.init.normal_(layer.weight, std=self.encoder.config.initializer_range)
                 nn.init.zeros_(layer.bias)
             elif isinstance(layer, nn.LayerNorm):
                 layer.reset_parameters()
@@ -145,9 +163,28 @@ class PairClassifier(nn.Module):
             part.requires_grad_(True)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            states = x.view(len(x), -1, self.head.in_features)
+            unseen = (states == 0).all(2)
+            mask = torch.zeros_like(unseen, dtype=x.dtype).masked_fill(unseen, torch.finfo(x.dtype).min)
+            last = self.encoder.encoder.layer[-1](states, mask[:, None, None])
+            return self.head(self.encoder.pooler(last))
         ids, types = x.unbind(1)
-        states = self.encoder(input_ids=ids, token_type_ids=types, attention_mask=(ids != self.padding).long())
+        seen = ids != self.encoder.config.pad_token_id
+        states = self.encoder(input_ids=ids, token_type_ids=types, attention_mask=seen.long())
         return self.head(states.pooler_output)
+
+
+def _encoder(where: str, path: str) -> Any:
+    """Return the frozen BERT-like encoder of a folder; raise PrivacyError if there is none."""
+    transformers = _transformers()
+    try:
+        encoder = transformers.AutoModel.from_pretrained(path, local_files_only=True)
+        _ = encoder.encoder.layer[-1], encoder.pooler  # others have no such parts
+    except (OSError, ValueError, AttributeError) as error:
+        remedy = "give the folder of a BERT-like encoder"
+        raise expected(where, "path", "to hold an encoder", error, remedy) from error
+    return encoder.requires_grad_(False)
 
 
 def _transformers() -> Any:

@@ -189,10 +189,13 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values are replaced."""
+    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
     merged = dict(raw)
     for key, value in changes.items():
-        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
+        if value is False and isinstance(merged.get(key), dict):
+            del merged[key]
+        else:
+            merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
     return merged
 
 
