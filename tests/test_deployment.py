@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -96,8 +97,17 @@ def test_the_loader_takes_what_was_saved_and_nothing_else(tmp_path: Path):
     assert pg.load(other, tmp_path / "saved") == said
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
-    with pytest.raises(pg.PrivacyError, match=r"load: expected model to have the tensors of .*same code and sizes"):
-        pg.load(nn.Linear(5, 3), tmp_path / "saved")
+    longer, wider = nn.Sequential(*make_model(), nn.Linear(2, 2)), make_model()
+    wider[0] = nn.Linear(7, 11)
+    for differing, got in (
+        (nn.Linear(5, 3), "no tensor '0.bias'"),
+        (wider, "'0.bias' of shape (11,), where the file has (4,)"),
+        (longer, f"a tensor '{len(make_model())}.weight' that the file lacks"),
+    ):
+        with pytest.raises(
+            pg.PrivacyError, match=f"load: expected model to have the tensors of .*{re.escape(got)}; make"
+        ):
+            pg.load(differing, tmp_path / "saved")
     with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got FileNotFoundError"):
         pg.load(other, tmp_path)
     weights = {name: value + 1 for name, value in model.state_dict().items()}

@@ -136,9 +136,22 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         _safetensors().load_model(model, str(place / WEIGHTS))
     except Exception as error:  # safetensors and torch raise errors of several types
         remedy = "make the model with the same code and sizes as before"
-        got = " ".join(str(error).split())[:300]
+        got = _difference(model, place / WEIGHTS) or " ".join(str(error).split())[:300]
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
     return Statement(sections, numbers)
+
+
+def _difference(model: nn.Module, path: Path) -> str | None:
+    """Return the first tensor that a model and a file do not share; None if only torch can say what differs."""
+    ours, saved = model.state_dict(), _safetensors().load_file(path)
+    for name, value in saved.items():
+        if name not in ours:
+            return f"no tensor {name!r}"
+        if ours[name].shape != value.shape:
+            return f"{name!r} of shape {tuple(ours[name].shape)}, where the file has {tuple(value.shape)}"
+    held = {ours[name].data_ptr() for name in saved}  # a file has tied tensors once
+    lacking = (name for name, value in ours.items() if name not in saved and value.data_ptr() not in held)
+    return next((f"a tensor {name!r} that the file lacks" for name in lacking), None)
 
 
 _ONE = (Ledger, Budget, str, os.PathLike)
