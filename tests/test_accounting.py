@@ -11,7 +11,14 @@ from scipy.stats import norm
 
 import privgrad as pg
 from privgrad import calibration_cache, composition
-from privgrad.accounting import Release, calibrate_noise_multiplier, epsilon, steps_for_budget
+from privgrad.accounting import (
+    Release,
+    attack_success,
+    calibrate,
+    calibrate_noise_multiplier,
+    epsilon,
+    steps_for_budget,
+)
 from reference.calibration import smallest_sigma
 
 # sample rate, sigma, steps, delta, RDP epsilon: SPEC's computed values (E1, 4.5.5, E4, E8, E3, 13.1, ENGINE).
@@ -197,6 +204,14 @@ def test_fixed_size_batches_are_not_covered():
     with pytest.raises(pg.SamplingError, match="not covered by the accountant"):
         epsilon(fixed, delta=1e-5)
     assert epsilon(fixed, delta=1e-5, assume_poisson=True) == cost(0.01, 1.0, 100, 1e-5)
+    with pytest.raises(pg.SamplingError, match=r"draw Poisson samples\.$"):  # it has no such argument
+        calibrate(lambda sigma: [Release(sigma, 0.01, "fixed", 100)], target_epsilon=3.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, math.nan, "0.1"])
+def test_a_false_positive_rate_out_of_range_is_refused(rate: Any):
+    with pytest.raises(pg.PrivacyError, match=r"false_positive_rate to be in \(0, 1\)"):
+        attack_success([Release(1.0, 0.01)], false_positive_rate=rate)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -0.1, 2.0, math.nan])

@@ -171,8 +171,17 @@ def test_lines_that_no_budget_writes_are_refused_although_their_checksums_match(
         sealed, head = ledger_file._sealed(head, json.dumps(plain).encode())
         text += sealed + b"\n"
     budget.path.write_bytes(text)
-    with pytest.raises(pg.PrivacyError, match="to be a line of a ledger"):
+    with pytest.raises(pg.PrivacyError, match=r"Budget: .*to be a line of a budget"):
         budget.spent()
+
+
+def test_a_budget_and_a_ledger_are_told_apart(tmp_path: Path):
+    budget = make(tmp_path)
+    with pytest.raises(pg.PrivacyError, match=r"got a line of a budget; .*Budget\(path\) reads this file"):
+        pg.Ledger(budget.path)
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=tmp_path / "ledger.jsonl").ledger.close()
+    with pytest.raises(pg.PrivacyError, match=r"got a line of a ledger; .*Ledger\(path\) reads this file"):
+        pg.Budget(tmp_path / "ledger.jsonl")
 
 
 def trained(ledger: pg.Ledger, plan: pg.PrivacyPlan) -> int:

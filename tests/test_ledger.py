@@ -451,7 +451,7 @@ def test_refusals_say_how_to_go_on(tmp_path: Path):
         ledger.charge(RELEASE, draw="b", limit=1)
     ledger.close()
     path.write_bytes(path.read_bytes() + b"x\n")
-    with pytest.raises(pg.PrivacyError, match=r"at least 1 releases .* the epsilon of all steps"):
+    with pytest.raises(pg.PrivacyError, match=r"at least 1 releases .* the epsilon and the delta of all steps"):
         pg.Ledger(path)
 
 
@@ -562,3 +562,12 @@ def test_two_processes_do_not_write_one_ledger(tmp_path: Path):
     os.kill(third.pid, signal.SIGKILL)
     third.join()
     pg.Ledger(path).close()  # a lock dies with its holder
+
+
+def test_a_refused_training_leaves_its_ledger_free(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(pg.PrivacyError, match="radius"):
+        pg.PrivateGradient(
+            make_model(), loss_fn, make_plan(), perturb=pg.perturb.BAM(lambda step: 0.1 - step), ledger=path
+        )
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), perturb=pg.perturb.BAM(0.1), ledger=path).ledger.close()

@@ -10,11 +10,13 @@ privacy guarantee rests on this file, because it computes every epsilon that pri
 
 import json
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Literal, get_args
 
 from privgrad import calibration_cache
 from privgrad.calibration_search import last_within, noise_within
 from privgrad.errors import (
+    described,
     expected,
     require_callable,
     require_choice,
@@ -94,7 +96,10 @@ def attack_success(
     from privgrad.composition import attack_success_of
 
     function, alpha = "attack_success", false_positive_rate
-    require_rate(function, alpha)
+    if not (isinstance(alpha, Real) and 0 < alpha < 1):
+        raise expected(
+            function, "false_positive_rate", "to be in (0, 1)", described(alpha), "give a share such as 0.01"
+        )
     found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
     return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
 
@@ -121,6 +126,7 @@ def calibrate_noise_multiplier(
         numbers takes sigma from `calibration_cache`.
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target.
+        SamplingError: a release of `besides` is from fixed-size batches.
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked when it was found.
     """
@@ -173,6 +179,7 @@ def calibrate(
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target. A Selection costs something even with
             infinite noise, because the number of its runs is random.
+        SamplingError: a release is from fixed-size batches.
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked when it was found.
     """

@@ -200,7 +200,7 @@ class Budget:
         self._commit(Commitment(name, tuple(releases), *_signed(by), place))
 
     def commit_release(self, name: str, release: Release, *, released: str, is_seeded: bool) -> None:
-        """Commit a single release by its kind, shape and bound. `releases` calls it; see `commit`.
+        """Commit a single release by its kind, shape and bound. `release_record` calls it; see `commit`.
 
         One name is for one release: the same name with another kind, shape or bound is refused.
         """
@@ -220,8 +220,8 @@ class Budget:
             A Ledger to give to PrivateGradient. It accepts the plan's releases only, and at most the plan's steps.
         Raises:
             BudgetExceededError: the total would exceed the cap. Nothing was written.
-            PrivacyError: the plan protects another unit, has more than 1 / delta examples, simulates, or has fixed
-                batches; or the name was committed for another ledger, or its ledger is missing.
+            PrivacyError: the plan protects another unit, has more than 1 / delta examples, simulates, or does
+                not draw Poisson batches; or the name was committed for another ledger, or its ledger is missing.
         Privacy:
             One commitment pays for one ledger. If that file is lost, its releases are unknown, so a training that
             begins again needs a new commitment.
@@ -264,7 +264,7 @@ class Budget:
     def require_covered(self, function: str, num_examples: int, privacy_unit: str) -> None:
         """Raise PrivacyError unless a release protects the budget's unit, among at most 1 / delta units.
 
-        `releases` calls it too.
+        `release_record` calls it too.
         """
         if privacy_unit != self.privacy_unit:
             condition = f"to be {self.privacy_unit!r}, as in the budget"
@@ -272,18 +272,21 @@ class Budget:
             raise expected(function, "privacy_unit", condition, repr(privacy_unit), remedy)
         if self.delta > 1 / num_examples:
             condition = f"to be at most {1 / self.delta:.6g}, 1 / delta of the budget"
-            remedy = "lower the number, or choose a smaller delta for the next data set's budget"
+            remedy = "release from fewer units, or choose a smaller delta for the next data set's budget"
             raise expected(function, "num_examples", condition, num_examples, remedy)
 
     def released(self, name: str) -> list[float] | None:
-        """Return the values that `record` has written for a commitment; None if there are none. `releases` calls it."""
+        """Return the values that `record` has written for a commitment; None if there are none.
+
+        `release_record` calls it.
+        """
         return self._read().values.get(name)
 
     def record(self, name: str, values: Sequence[float]) -> list[float]:
         """Write the released values of a commitment, and return them; if some are there already, return those.
 
-        `releases` calls it before it returns what it has drawn. So two processes that release under one name return the
-        same values.
+        `release_record` calls it before it returns what it has drawn. So two processes that release under one name
+        return the same values.
 
         Raises:
             PrivacyError: the name is not committed, or the file could not be written.
@@ -354,12 +357,12 @@ class Budget:
     def _open(self) -> tuple[LedgerFile, BudgetState]:
         """Open the file for writing, and lock it until it is closed."""
         state = BudgetState()
-        return LedgerFile(self.path, read_only=False, accept=state.accept, patience=_PATIENCE), state
+        return LedgerFile("budget", self.path, read_only=False, accept=state.accept, patience=_PATIENCE), state
 
     def _read(self) -> BudgetState:
         """Return what the file holds now."""
         state = BudgetState()
-        state.head = LedgerFile(self.path, read_only=True, accept=state.accept).head
+        state.head = LedgerFile("budget", self.path, read_only=True, accept=state.accept).head
         return state
 
 

@@ -19,7 +19,7 @@ from privgrad.errors import described, expected, require_integer
 _DIGITS = 6  # of the coefficients, after the point
 _LONGEST = 512  # bands
 _SMALLEST = 1e-3  # c_0 and the sum of the coefficients, over their norm: w and long sums stay finite
-_FLAT = 1e-9  # how much longer than 1 the coefficients may be, by rounding
+_FLAT = 1e-9  # how far beyond 1 a root of the coefficients may lie, by rounding; their norm stays at most 1
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,17 @@ class Banded:
 
     @property
     def sum_std(self) -> float:
-        """The standard deviation of a long sum of w, over the root of its number of steps. `noise` and `plan` read it.
+        """The standard deviation of a long sum of w, over the root of its number of steps.
 
-        It is 1 / |c_0 + c_1 + ...|, docs/mathematics.md (6.8); independent noise has 1.
+        `noise` and `plan_base` read it. It is 1 / |c_0 + c_1 + ...|, docs/mathematics.md (6.8); independent noise has
+        1.
         """
         return 1 / abs(sum(self.chosen))
 
     def prefix_error(self, steps: int) -> float:
         """Return the root mean square of the sums w_0 + ... + w_t over t < steps. Independent noise: sqrt((T + 1) / 2).
 
-        `PrivacyPlan.for_budget` compares numbers of bands by it.
+        `band_choice.calibrated` compares numbers of bands by it.
         """
         return _prefix_error(np.array(self.chosen), steps)
 
@@ -116,7 +117,7 @@ def _scipy(part: str) -> Any:
 
 
 def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
-    """Return h with w_t = sum of h_k z_{t-k}, shape (steps,): the power series of 1 / c. `filters` calls it too."""
+    """Return h with w_t = sum of h_k z_{t-k}, shape (steps,): the power series of 1 / c."""
     lfilter = _scipy("signal").lfilter
     impulse = np.zeros(steps)
     impulse[:1] = 1.0

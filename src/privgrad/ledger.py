@@ -42,8 +42,9 @@ class Ledger:
         PrivacyError: the file is not a ledger, is damaged, has a different version, cannot be written, or is locked by
             a running training.
     Privacy:
-        The guarantee rests on it: the epsilon of a run is computed from its lines. It holds public numbers and, under
-        a research seed, hashes of released gradients: safe to publish. `was_cut_off` and `seeded_releases` only inform.
+        The guarantee rests on it: the epsilon of a run is computed from its lines. It holds public numbers, released
+        values and, under a research seed, hashes of released gradients: safe to publish. `was_cut_off` and
+        `seeded_releases` only inform.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
@@ -64,7 +65,7 @@ class Ledger:
         # The file passes its lines to `_accept`, so it is opened last.
         self._file: LedgerFile | None = None
         if path is not None:
-            self._file = LedgerFile(Path(path).absolute(), read_only=read_only, accept=self._accept)
+            self._file = LedgerFile("ledger", Path(path).absolute(), read_only=read_only, accept=self._accept)
 
     @property
     def path(self) -> Path | None:
@@ -168,8 +169,8 @@ class Ledger:
     ) -> None:
         """Accept only this kind of release, and at most `release.count` of them, from now on.
 
-        `Budget.open_ledger`, `releases` and `experiments.paid_folder` call it. The first line of the file holds the
-        limit for all later holders. `promises.require_no_budget` reads there that a budget counts these releases.
+        `Budget.open_ledger`, `release_record` and `experiments.paid_folder` call it. The first line of the file holds
+        the limit for all later holders. `promises.require_no_budget` reads there that a budget counts these releases.
 
         Args:
             release: the committed kind and count.

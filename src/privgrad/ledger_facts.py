@@ -38,6 +38,7 @@ def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception |
     if (part := next(filter(differing.__contains__, _PARTS), None)) and not {*differing} - _PARTS.keys() - _DERIVED:
         name, old, new = _PARTS[part], held.get(part), given[part]
         remedy = f"give the same {name} as when the ledger began, or start a new ledger and add up both epsilons"
+        remedy += " and both deltas"
         return expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
     if differing:
         remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"

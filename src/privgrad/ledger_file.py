@@ -10,7 +10,7 @@ moved line is therefore refused when it is opened. The file alone cannot show tw
 
 Only `ledger` and `budget` use LedgerFile. The privacy guarantee rests on it: a release whose line was lost would not
 be counted.
-`experiments.runner` calls `is_in_use`, on which the guarantee does not rest.
+`experiments.folder` calls `is_in_use`, on which the guarantee does not rest.
 
 The lock is `flock` on the file itself. It ends with its process, leaves no second file, and lets everybody read. No
 portable library keeps this on Windows: there, a locked byte cannot be read through any other handle. filelock and
@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakSet
 
 from privgrad.errors import PrivacyError, expected, file_problem
@@ -35,13 +35,15 @@ _LONGEST_LINE = 1 << 24  # bytes; a file that is not a ledger must not fill the 
 _PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
+Kind = Literal["ledger", "budget"]
 Accept = Callable[[int, Mapping[str, Any]], None]
+_KEYS: dict[Kind, str] = {"ledger": "plan", "budget": "budget"}  # of the first line
 
 
 def is_in_use(path: Path) -> bool:
     """Return whether a writer has locked the ledger at this path now.
 
-    `experiments.runner` calls it before it moves a folder aside.
+    `experiments.folder` calls it before it moves a folder aside.
     """
     with path.open("rb") as file:
         try:
@@ -57,6 +59,7 @@ class LedgerFile:
     `Ledger` and `Budget` make one for their path, and call its methods.
 
     Args:
+        kind: what the file holds, for errors.
         path: an absolute path; the file is created if absent.
         read_only: open the file for reading only. Takes no lock and refuses every new line.
         accept: called with the number and the content of each line of the file; raises an error if it is not valid.
@@ -68,8 +71,8 @@ class LedgerFile:
         was_cut_off: whether the file ended in an unfinished line.
     """
 
-    def __init__(self, path: Path, *, read_only: bool, accept: Accept, patience: float = _PATIENCE) -> None:
-        self.path, self._patience = path, patience
+    def __init__(self, kind: Kind, path: Path, *, read_only: bool, accept: Accept, patience: float = _PATIENCE) -> None:
+        self._kind, self.path, self._patience = kind, path, patience
         self.head = ""
         self.was_cut_off = False
         self._heads: set[str] = set()
@@ -198,14 +201,31 @@ class LedgerFile:
                     raise expected("Ledger", name, f"to have ledger version {VERSION}", got, remedy)
                 sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:
-                    raise _damaged(self.path, number, raw, "to match its checksum and to follow the line before it")
+                    raise self._damaged(number, raw, "to match its checksum and to follow the line before it")
                 try:
                     accept(number, line)
                 except (ValueError, KeyError, TypeError, OverflowError) as error:
-                    raise _damaged(self.path, number, raw, "to be a line of a ledger") from error
+                    raise self._damaged(number, raw, f"to be a line of a {self._kind}") from error
                 self._end_at(self._size + len(raw), head)
         if not self._size and read_only:
-            raise _damaged(self.path, 1, b"", "to be a line of a ledger")
+            raise self._damaged(1, b"", f"to be a line of a {self._kind}")
+
+    def _damaged(self, number: int, raw: bytes, condition: str) -> PrivacyError:
+        """Return the error for a line that is not valid; the caller raises it."""
+        function, remedy = self._kind.capitalize(), "restore the file from a copy"
+        name, got = f"line {number} of {self.path}", repr(raw[:60].decode(errors="replace"))
+        other: Kind = "budget" if self._kind == "ledger" else "ledger"
+        if number == 1 and _KEYS[other] in _parsed(raw):
+            remedy = f"give a {self._kind}'s path; {other.capitalize()}(path) reads this file"
+            return expected(function, name, condition, f"a line of a {other}", remedy)
+        if number > 1 and self._kind == "budget":
+            remedy += " that has all its lines; without a copy, what was committed is not known"
+        elif number > 1:
+            remedy += f" that has all its lines; without a copy, at least {number - 2} releases were made, and"
+            remedy += " at most the plan's steps: start a new ledger, and add the epsilon and the delta of all steps"
+        elif not raw.startswith(_FIRST):
+            remedy = f"give a {self._kind}'s path, or {remedy}"
+        return expected(function, name, condition, got, remedy)
 
 
 _held: WeakSet[LedgerFile] = WeakSet()
@@ -259,18 +279,6 @@ def not_open() -> PrivacyError:
     """
     remedy = "open its file again with Ledger(path)"
     return expected("Ledger.charge", "ledger", "to be open for writing", "a closed or read-only ledger", remedy)
-
-
-def _damaged(path: Path, number: int, raw: bytes, condition: str) -> PrivacyError:
-    """Return the error for a line that is not valid; the caller raises it."""
-    got = repr(raw[:60].decode(errors="replace"))
-    remedy = "restore the file from a copy"
-    if number > 1:
-        remedy += f" that has all its lines; without a copy, at least {number - 2} releases were made, and"
-        remedy += " at most the plan's steps: start a new ledger and add the epsilon of all steps"
-    elif not raw.startswith(_FIRST):
-        remedy = f"give a ledger's path, or {remedy}"
-    return expected("Ledger", f"line {number} of {path}", condition, got, remedy)
 
 
 def _sealed(head: str, body: bytes) -> tuple[bytes, str]:

@@ -55,7 +55,7 @@ class Selection:
     Attributes:
         releases: all releases of ONE run. They include the score by which the best run is chosen.
         mean: of K, >= 1.
-        shape: of K's law. 0: logarithmic; 1: geometric; another finite number: truncated negative binomial; infinity:
+        shape: of K's law. 0: logarithmic; 1: geometric; another number > 0: truncated negative binomial; infinity:
             Poisson, with which K may be 0.
         count: number of such selections, >= 0.
     Privacy:
@@ -104,7 +104,7 @@ def each_group(function: str, releases: Iterable[Release | Selection | Split]) -
             raise expected(function, "groups of a Split", "to be at least 1", 0, remedy)
         found = [[*before, *group] for before in found for group in groups]
         if len(found) > _MOST_GROUPS:
-            remedy = "score on training people in place of held-out ones, or begin another budget"
+            remedy = "give fewer Splits: score on training people in place of held-out ones"
             raise expected(function, "groups of people", f"to be at most {_MOST_GROUPS}", len(found), remedy)
     return found
 
@@ -138,7 +138,7 @@ Mechanism = Plain | Repeated
 
 
 def mechanisms_of(
-    function: str, releases: Iterable[Release | Selection], *, assume_poisson: bool = False
+    function: str, releases: Iterable[Release | Selection], *, assume_poisson: bool | None = None
 ) -> tuple[Mechanism, ...]:
     """Return releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order.
 
@@ -148,7 +148,7 @@ def mechanisms_of(
     Args:
         function: name of the public function, for errors.
         releases: the releases; their order does not matter.
-        assume_poisson: as in accounting.epsilon.
+        assume_poisson: as in accounting.epsilon; None if the caller has no such argument.
     Raises:
         PrivacyError: a number is out of its range, or a value is neither a Release nor a Selection.
         SamplingError: a release is from fixed-size batches, which no accountant here covers.
@@ -176,7 +176,7 @@ def require_law(function: str, mean: float, shape: float) -> None:
         raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
 
 
-def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> tuple[Plain, ...]:
+def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | None) -> tuple[Plain, ...]:
     """Return plain releases as `mechanisms_of` does: equal ones added up, in ascending order."""
     counts: dict[tuple[Any, ...], int] = {}
     for release in releases:
@@ -184,14 +184,10 @@ def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> t
             remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
             raise expected(function, "releases", "to be a list of Release", described(release), remedy)
         if release.scheme not in COVERED and not assume_poisson:
-            raise expected(
-                function,
-                "batches",
-                "to be Poisson samples",
-                f"scheme {release.scheme!r}, which is not covered by the accountant",
-                "draw Poisson samples, or pass assume_poisson=True for a number that is only a label",
-                SamplingError,
-            )
+            got, remedy = f"scheme {release.scheme!r}, which is not covered by the accountant", "draw Poisson samples"
+            if assume_poisson is not None:
+                remedy += ", or pass assume_poisson=True for a number that is only a label"
+            raise expected(function, "batches", "to be Poisson samples", got, remedy, SamplingError)
         require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
         require_rate(function, release.sample_rate)
         require_integer(function, "count", release.count, 0)

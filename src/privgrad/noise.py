@@ -1,7 +1,7 @@
 """The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release.
 
-`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. `releases` calls both for its
-sums. `PrivacyPlan.noise_std` calls `std_of_noise`. The privacy guarantee rests on this file.
+`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. `release_record` calls both for
+its sums. `PrivacyPlan.noise_std` calls `std_of_noise`. The privacy guarantee rests on this file.
 """
 
 import math
@@ -23,7 +23,7 @@ from privgrad.types import ClippedSum, NoiseMemory, NoisyGradient
 __all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "std_of_noise"]
 # Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
 _ROUNDING = 2.0**-10
-_FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
+_FAR = 2.0**51  # in grid points: the most for sum and for noise; together they stay below 2^53, where float64 is exact
 _FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
 
@@ -176,9 +176,11 @@ def add_noise(
         Off the grid, the set of possible outputs depends on the sum, and their low-order bits reveal something of it.
         On the grid, the output is a function of integers n + N. Here n is the rounded sum, and the distribution of N
         does not depend on the data. If z were exact, this would be post-processing of the Gaussian mechanism on n g,
-        which one unit moves by at most C'. In fact z is Box-Muller in float64, with errors of about 1e-15. They change
-        the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an
-        estimate, not a proof). N never exceeds 11.5 standard deviations.
+        which one unit moves by at most C' if rounding moved the sum by at most C / 1024. A float32 sum of a batch that
+        was built for it can move further, which the guarantee does not cover (docs/rounding.md). In fact z is
+        Box-Muller in float64, with errors of about 1e-15. They change the probability of a value of N by a factor of
+        about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an estimate, not a proof). N never exceeds 11.5
+        standard deviations.
         With memory, (S_1 + sigma C w_1, S_2 + sigma C w_2, ...) / C is F^-1 (F S / C + sigma z): post-processing of the
         Gaussian mechanism on F S / C, whose sensitivity Banded states; docs/mathematics.md (6.2). Each sum counts in
         units of its own C, so C may change from step to step.
@@ -234,8 +236,8 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
 
     Computes: g, the power of two in (x / 2, x] for x = C min(sigma, 1) / (1024 sqrt(d)), where C is the sensitivity
     and d the number of coordinates; and C' = C (1 + 1/1024) + g sqrt(d), at most C (1 + 2/1024). Rounding moves each
-    coordinate of two neighboring sums by up to g / 2. The first 1/1024 allows for the rounding of floating-point norms
-    and sums, which may exceed C.
+    coordinate of two neighboring sums by up to g / 2. The first 1/1024 is a reserve for the rounding of
+    floating-point norms and sums. It does not bound the rounding of every float32 sum (docs/rounding.md).
 
     Args:
         clipped: the sum; only its sensitivity and its shapes are used, both public.

@@ -1,7 +1,8 @@
 """How often one person may take part in the releases of a training, and at which rate: docs/mathematics.md (6.5).
 
-`Ledger` keeps one count and computes epsilon from it. `plan_base` and `band_choice` call the two functions. The privacy
-guarantee rests on this file: what is calibrated, drawn and charged are these numbers.
+`Ledger` keeps one count and computes epsilon from it. `plan_base` and `band_choice` call these functions, and
+`integrations.external_loop` calls one. The privacy guarantee rests on this file: what is calibrated, drawn and charged
+are these numbers.
 """
 
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""Points for `PrivateGradient(..., perturb=...)`. Privacy rests on privgrad.gradient.perturb."""
+"""Contributions for `PrivateGradient(..., perturb=...)`: what each example adds to the sum before it is clipped.
+
+Privacy rests on `contribution` and `perturb` of gradient/.
+"""
 
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.perturb import BAM, SAT, DiSK, RawSAM

@@ -327,6 +327,8 @@ class PrivacyPlan(PlanBase):
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
         For users: `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, ...)` yields what `batches` yields.
+
+        Args, Raises, Privacy: as `batches`, without the options of loading.
         """
         return BatchSampler(
             dataset,

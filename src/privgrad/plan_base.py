@@ -14,7 +14,7 @@ from privgrad.noise import std_of_noise
 from privgrad.participations import most_participations, rate_in_group
 from privgrad.types import COVERED, PrivacyUnit, SamplingScheme
 
-_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
+_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class PlanBase:
         return rate_in_group(self.sample_rate, self.bands)
 
     def usual_batch_size(self, processes: int = 1) -> int:
-        """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
+        """Return a number of examples that few batches exceed: B plus three standard deviations.
 
         PrivateGradient splits batches by this number, because the size of the drawn batch is private.
 
@@ -100,7 +100,7 @@ class PlanBase:
     def is_covered(self) -> bool:
         """Whether the accountant covers the way batches are drawn.
 
-        `experiments.runner` reads it to label the epsilon of a run. The guarantee does not rest on it.
+        `experiments.one_training` reads it to label the epsilon of a run. The guarantee does not rest on it.
         """
         return self.sampling in COVERED
 

@@ -128,7 +128,7 @@ def require_bands(function: str, bands: int, steps: int, batches: int) -> None:
 
 def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
     """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
-    usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
+    usual = min(num_examples, _usual_most(expected_batch_size))
     got = described(max_batch_size)
     is_whole = isinstance(max_batch_size, int | np.integer) and not isinstance(max_batch_size, bool)
     size = int(cast("int", max_batch_size)) if is_whole else 0  # also a numpy scalar
@@ -140,17 +140,21 @@ def require_truncation(function: str, max_batch_size: object, expected_batch_siz
 
 def warn_of_cuts(expected_batch_size: int, max_batch_size: int, num_examples: int) -> None:
     """Warn of truncation that costs more than 2 % of noise, as measured at B + 4 sqrt(B). `for_budget` calls it."""
-    usual = math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size))
     if max_batch_size < min(num_examples, expected_batch_size + 4 * math.sqrt(expected_batch_size)):
         warnings.warn(
             f"max_batch_size = {max_batch_size} cuts many batches of {expected_batch_size} expected examples, and the "
-            f"noise is the larger for it; {min(num_examples, usual)} costs next to nothing",
+            f"noise is the larger for it; {min(num_examples, _usual_most(expected_batch_size))} costs next to nothing",
             stacklevel=3,
         )
 
 
+def _usual_most(expected_batch_size: int) -> int:
+    """Return a largest batch size that truncates almost no batch: B plus six standard deviations."""
+    return math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size))
+
+
 def is_infinite(value: object) -> bool:
-    """Return whether value is positive infinity. `plan` also calls it."""
+    """Return whether value is positive infinity."""
     return isinstance(value, float) and value == math.inf
 
 
@@ -194,7 +198,9 @@ def _numbers_at(plan: "PrivacyPlan", batch_size: int, num_examples: int) -> dict
         "num_examples": num_examples,
         "sample_rate": plan.sample_rate * share if same else batch_size / num_examples,
         "noise_multiplier": plan.noise_multiplier * share,
-        "max_batch_size": None if plan.max_batch_size is None else math.ceil(plan.max_batch_size * share),
+        "max_batch_size": None
+        if plan.max_batch_size is None
+        else min(num_examples, math.ceil(plan.max_batch_size * share)),
         "target_epsilon": None,
         "simulates": plan,
     }

@@ -1,6 +1,7 @@
 """Public scales and matrices for `PrivateGradient(..., precondition=...)`.
 
-Their code: `precondition`, `moments` and `input_maps` of gradient/.
+Their code: `precondition`, `moments` and `input_maps` of gradient/. Privacy rests on it: scales and matrices must not
+depend on private data, unless `is_public` is False.
 """
 
 from privgrad.gradient.input_maps import inputs

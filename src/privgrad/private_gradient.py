@@ -60,6 +60,7 @@ from privgrad.rng import RandomSource
 from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
+_Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
 _Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
 _ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
@@ -156,8 +157,11 @@ class PrivateGradient:
         UnsupportedModuleError: a module mixes examples. The message gives its path and the remedy.
         PrivacyError: an argument is invalid, or the ledger was written under a different plan.
     Privacy:
-        T calls cost as much as T Poisson-subsampled Gaussian mechanisms with the plan's sigma and q, if neighboring
-        data sets differ by adding or removing one example. Any use of the returned gradients is post-processing.
+        All calls together cost what `plan.epsilon()` says. For Poisson batches and independent noise, these are T
+        subsampled Gaussian mechanisms with the plan's sigma and q; neighboring data sets differ by one unit more or
+        less. The reason: each contribution has norm at most C, the noise is scaled to the sensitivity of their sum, and
+        each step is charged before it is returned. No accountant covers sampling "fixed". Any use of the returned
+        gradients is post-processing.
     Attributes:
         raw_nonfinite_examples: the number of gradients that were not finite. NOT private.
     Reference:
@@ -252,8 +256,6 @@ class PrivateGradient:
                 size=sum(parameter.numel() for parameter in trainable(model).values()),
             )
             self._statistic = self._adaptive.statistic
-        self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
-        # A transform that depends on the private batch reveals it, whatever noise is added later.
         self._release, facts = plan.release, plan.public_facts
         facts["research_seed"] = plan.seed is not None
         sources = (None if precondition is None else precondition.source, side_information)
@@ -270,11 +272,12 @@ class PrivateGradient:
         facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
         # Read once, so that a part cannot change from public to private between charges.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
-        if self._not_private:
+        if self._not_private:  # a part that depends on the private batch reveals it, whatever noise is added later
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         if processes.count > 1:
             self._require_shared(facts)
         self._facts = facts
+        self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         try:
             with processes.all_succeed():
                 self._ledger.bind(facts)
@@ -334,7 +337,8 @@ class PrivateGradient:
         Raises:
             PrivacyError: no examples were computed so far.
         Privacy:
-            It depends on the model, and on what the checks of the first steps found.
+            NOT covered by epsilon: private examples of the last steps may decide how a module was computed. To publish
+            an explanation, call privgrad.explain with public examples.
         """
         uses = self._engine.uses()
         if not uses:
@@ -345,7 +349,7 @@ class PrivateGradient:
     def register_raw_observer(self, observer: Callable[[RawStep], None]) -> RemovableHandle:
         """Call `observer` with each step as it was before the noise, once it is charged.
 
-        Users, `experiments.runner` and `diagnostics.moments.watch_from` call this.
+        Users, `experiments.one_training` and `diagnostics.moments.watch_from` call this.
 
         Args:
             observer: see RawStep and privgrad.diagnostics.
@@ -392,7 +396,7 @@ class PrivateGradient:
         self._ledger = ledger
 
     def epsilon(self, *, steps: int) -> float:
-        """Return the epsilon of `steps` steps; infinite if perturb or precondition declare that they are not public.
+        """Return the epsilon of `steps` steps; infinite if a part declares that it is not public.
 
         `fit`, `integrations.huggingface`, `experiments.audit_spec` and users call it.
 
@@ -405,8 +409,8 @@ class PrivateGradient:
     def simulated_epsilon(self) -> float | None:
         """The epsilon of all steps of the plan that this training simulates; see PrivacyPlan.scaled.
 
-        None if it simulates no plan or the plan has no delta; infinite if perturb or precondition declare that they are
-        not public. It is not the epsilon of this training, which is infinite. `fit` and `experiments.runner` show it.
+        None if it simulates no plan or the plan has no delta; infinite if a part declares that it is not public. It is
+        not the epsilon of this training, which is infinite. `fit` and `experiments.one_training` show it.
         """
         simulated = self._plan.simulates
         if simulated is None or simulated.delta is None:
@@ -421,11 +425,12 @@ class PrivateGradient:
         Returns:
             The averaged noisy gradient by parameter name, and the standard deviation of its noise.
         Raises:
-            SamplingError: it is not a Batch, or its draw was charged before; or its sampling scheme, sample rate,
-                expected batch size, seed or process is not that of the plan. A batch of another plan that agrees in
-                these is accepted, and costs the same.
+            SamplingError: it is not a Batch, or its draw was charged before; or a number that decides its cost, its
+                seed or its process is not that of the plan; or it comes out of the order that noise with memory needs.
+                A batch of another plan that agrees in all of these is accepted, and costs the same.
             BudgetExceededError: the plan's steps are spent.
-            PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
+            PrivacyError: the loss is wrong (first batch of a set of trained parameters), or the ledger cannot be
+                written.
         Privacy:
             Each call is charged once, on the ledger, before the gradient is returned. An empty batch gets noise and a
             charge like any other. If the call raises before the charge, nothing was released and nothing was charged.
@@ -444,7 +449,7 @@ class PrivateGradient:
                 seed, bound, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
-                    self._require_together(begins, together)
+                    self._require_same_draw(begins, together)
                     clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
@@ -609,7 +614,7 @@ class PrivateGradient:
         """
         return self._plan.seed is not None or self._plan.correlation is not None
 
-    def _begin_noise(self, drawn: Sampling) -> tuple[int, bool, bool] | None:
+    def _begin_noise(self, drawn: Sampling) -> _Begins:
         """Begin noise with memory again if another sampler drew the batch, because its groups are others.
 
         Returns:
@@ -625,11 +630,12 @@ class PrivateGradient:
             self._recursion, self._drawn_by = Recursion(self._plan.correlation, start), drawn.stream
         return drawn.step, begins, drawn.stream == self._charged_by
 
-    def _require_together(self, own: object, first: object) -> None:
+    def _require_same_draw(self, own: _Begins, first: _Begins) -> None:
         """Raise PrivacyError unless this process takes the same step of its groups as the first one."""
-        if own != first:
-            condition, remedy = f"to be step {first} in all processes", "draw the batches of all processes alike"
-            raise expected("PrivateGradient", "the draw", condition, f"{own}", remedy, SamplingError)
+        if own is not None and first is not None and own != first:
+            got, begun = (f"step {one[0]}, {'other' if one[1] else 'the same'} groups" for one in (own, first))
+            condition, remedy = f"to be that of the first process ({begun})", "draw the batches of all processes alike"
+            raise expected("PrivateGradient", "the draw", condition, got, remedy, SamplingError)
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
@@ -690,7 +696,10 @@ class PrivateGradient:
         return transform
 
     def _noise_std(self) -> float:
-        """Return the standard deviation of the noise in one coordinate of this step's gradient, without the grid."""
+        """Return the standard deviation of the noise in one coordinate, at the current C and without the grid.
+
+        With a correlation it is that of the plan's last step.
+        """
         bound = self.max_grad_norm if self._statistic is None else self._statistic.sensitivity(self.max_grad_norm)
         return self._plan.noise_std * bound / self._plan.max_grad_norm if self._plan.noise_std > 0 else 0.0
 
@@ -777,8 +786,9 @@ class PrivateGradient:
             raise refusal("to be a Batch", type(batch).__name__, remedy)
         plan, drawn = self._plan, batch.sampling
         planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands, plan.max_batch_size)
+        planned = (*planned, plan.num_examples if plan.sampling == "truncated" else None)
         facts = (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands)
-        facts = (*facts, drawn.max_batch_size)
+        facts = (*facts, drawn.max_batch_size, drawn.num_examples)
         if facts != planned:
             condition = f"to be drawn by the plan's scheme and rate ({', '.join(map(str, planned))})"
             raise refusal(condition, ", ".join(map(str, facts)), "take the batch from the same plan")

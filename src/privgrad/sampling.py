@@ -98,8 +98,9 @@ class BatchSampler(Sampler[Draw]):
         max_batch_size: for "truncated", the number of rows of each batch. The data set must then have
             num_examples examples, or one less: epsilon depends on how often a batch is truncated.
     Raises:
-        SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
-            several processes; or the data set differs from the one of the first process.
+        SamplingError: the data set has no length, no examples, fewer than num_examples, or too many for "truncated";
+            batches are not Poisson in several processes or with ClassRates; start is no multiple of bands; or the data
+            set differs from the one of the first process.
     Attributes:
         dataset: the data set of batches that a DataLoader needs.
         worker_seed: a seed for a DataLoader's worker processes.
@@ -152,6 +153,7 @@ class BatchSampler(Sampler[Draw]):
         self._rate, self._size = sample_rate, expected_batch_size
         self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
         self._bands, self._largest = bands, max_batch_size
+        self._of = num_examples if scheme == "truncated" else None
         self._truncating = source.stream("truncation")
         groups = source.stream("bands").uint64(0, self._count) if bands > 1 else np.zeros(0, np.uint64)
         self.groups = (groups % np.uint64(bands)).astype(np.uint16)
@@ -181,7 +183,7 @@ class BatchSampler(Sampler[Draw]):
             chosen = _fixed(self._stream, step, self._size, self._count)
         facts = (self._scheme, self._rate, self._size, step, self._stream.public_id, self._seed)
         seed = int(self._seeds.uint64(step, self._processes)[self._rank])
-        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands, self._largest))
+        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands, self._largest, self._of))
 
 
 def _require_samplable(

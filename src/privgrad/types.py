@@ -43,6 +43,7 @@ class Sampling:
         processes: number of processes that train together.
         bands: b, the number of groups that take turns: step t draws from group t mod b. 1: all are one group.
         max_batch_size: for "truncated", the number of rows of each batch; None for other schemes.
+        num_examples: for "truncated", the size of the data that the cost depends on; None for other schemes.
     """
 
     scheme: SamplingScheme
@@ -55,6 +56,7 @@ class Sampling:
     processes: int = 1
     bands: int = 1
     max_batch_size: int | None = None
+    num_examples: int | None = None
 
     @property
     def draw(self) -> str:

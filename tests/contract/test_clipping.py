@@ -181,7 +181,15 @@ def test_a_rule_that_breaks_the_bound_is_refused_and_not_believed():
         def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
             return {name: torch.full_like(norm, math.inf) for name, norm in norms.items()}
 
-    for clip, message in ((Naive(), "bound"), (Forgetful(), "every parameter"), (Infinite(), "bound")):
+    class Negative:
+        """One factor for all parameters, below 0: a contribution of length 1,000 C against the gradient."""
+
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            joint = torch.stack(list(norms.values())).norm(dim=0)
+            return dict.fromkeys(norms, -1000 * max_grad_norm / joint)
+
+    refused = ((Naive(), "bound"), (Forgetful(), "every parameter"), (Infinite(), "bound"), (Negative(), "bound"))
+    for clip, message in refused:
         with pytest.raises(pg.PrivacyError, match=message):
             summed([[100.0] * 7], clip)
 

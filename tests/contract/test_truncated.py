@@ -209,10 +209,18 @@ def test_a_batch_of_another_size_is_refused():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, truncated())
     with pytest.raises(pg.SamplingError, match="drawn by the plan's scheme"):
         private_grad(next(truncated(max_batch_size=10).batches(make_data())))
+    small = truncated(num_examples=29)  # at the same rate the cost is another one, because it depends on the size
+    with pytest.raises(pg.SamplingError, match="drawn by the plan's scheme"):
+        private_grad(next(small.batches(make_data(29))))
     batch = next(truncated().batches(make_data()))
     cut = pg.Batch(tuple(part[:-1] for part in batch.examples), batch.size, batch.sampling)
     with pytest.raises(pg.SamplingError, match="one row per example"):
         private_grad(cut)
+
+
+def test_a_simulation_on_fewer_examples_has_at_most_so_many_rows():
+    plan = truncated(max_batch_size=32)
+    assert plan.scaled(1 / 2, num_examples=10).max_batch_size == 10
 
 
 def test_local_training_is_refused():

@@ -7,7 +7,7 @@ reviewer reads rules, factors and sum in one piece.
 Users choose a rule of `privgrad.clip` for PrivateGradient. PrivateGradient makes an accumulator for each step, and
 calls its `add` and `result`. `federated.local_update` does the same for one user.
 
-Shape suffixes: B examples of the chunk, P the shape of one parameter.
+Shape suffixes: B examples of the chunk, N parameters, K coordinates of the statistic.
 """
 
 import math
@@ -25,7 +25,7 @@ from privgrad.gradient.factors.norms import examples_per_block
 from privgrad.gradient.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.types import ClippedSum
 
-# Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
+# Times C: how large all terms of a sum in float32 may be together, or 2 per expected contribution if that is more.
 _TERMS = 1e4
 _ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the positions of an example
 _UNIT_ROUNDOFF = 2.0**-24
@@ -182,8 +182,8 @@ class ClippingAccumulator:
     """An accumulator that clips every example's gradient, adds it, and returns the sum with its sensitivity.
 
     Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A. It computes in float32 or wider, with or
-    without autocast. An example whose norm is not finite counts as 0. In float32 this includes most gradients with
-    entries above 1e17, whose squares are infinite.
+    without autocast. An example whose norm is not finite counts as 0. In float32 this includes gradients whose squares
+    overflow, from norms of about 1e19 on.
 
     Args:
         like: the parameters: names, shapes, devices.
@@ -307,9 +307,10 @@ class _Sums:
         all its terms, after clipping.
         - An example is light if its term bound is at most 4 C (32 C for a computed weight), or less where many
           contributions are expected. Light examples are summed in float32. Each other example is summed in float64.
-        - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution: the unit
-          roundoff times 1e4 C is 6e-4 C. Only a batch of twice the expected size can exceed this, and is summed in
-          float64. If more than 1e4 contributions are expected, all are summed in float64.
+        - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution if that is
+          more, which is at most 2e4 C. Times the unit roundoff this is 1.2e-3 C. Only a batch of twice the expected
+          size can exceed this, and is summed in float64. If more than 1e4 contributions are expected, all are summed
+          in float64.
         - An example has many positions, and all of them may be rounded in the same direction. Light examples are
           therefore added in parts of a public size. The number of positions times the term bound of a part is at most
           4e4 C, which gives 2.4e-3 C.
@@ -480,7 +481,7 @@ def _require_bound(
     """
     used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
     if len(used) == 1:  # one factor for all parameters comes out of the norm
-        contribution_B = next(iter(used.values())) * _joint_norm_of(norms)
+        contribution_B = next(iter(used.values())).abs() * _joint_norm_of(norms)
     else:
         contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
     # An infinite factor times a norm of zero is NaN, which is in no bound.
