@@ -135,6 +135,46 @@ def test_rolling_an_oracle_back_does_not_repeat_its_noise():
     assert not torch.equal(one["0.weight"], two["0.weight"])
 
 
+BROKEN: dict[str, Any] = {
+    "filter": lambda state: {name: value for name, value in state.items() if name != "covariance"},
+    "adaptive_clip": lambda state: state | {"max_grad_norm": None},
+}
+
+
+@pytest.mark.parametrize("part", BROKEN)
+def test_a_refused_state_does_not_repeat_noise(part: str):
+    """Of the same batch under the same weights: only the noise can differ."""
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
+    parts: dict[str, Any] = {"filter": pg.filters.EMA(1.0), "adaptive_clip": pg.clip.TargetFraction(steps=1)}
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, **{part: parts[part]})
+    state = private_grad.state_dict()
+    one = private_grad(first_batch(plan, make_data()))
+    bound = private_grad.max_grad_norm
+    with pytest.raises(pg.PrivacyError):
+        private_grad.load_state_dict(state | {part: {**BROKEN[part](state[part]), "made_by": state[part]["made_by"]}})
+    two = private_grad(first_batch(plan, make_data()))
+    apart = torch.cat([(two[name] - one[name]).flatten() for name in one]) / (bound * plan.noise_std)
+    assert float(apart.std()) > 1  # sqrt(2) for independent noise
+    assert private_grad.ledger.releases == 2
+
+
+@pytest.mark.parametrize("name", ["clip", "filter", "norm_bins", "plan", "max_grad_norm"])
+def test_arguments_cannot_be_changed_later(name: str):
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    with pytest.raises(pg.PrivacyError, match=f"{name} to stay as it is"):
+        setattr(private_grad, name, None)
+
+
+def test_no_step_draws_its_noise_twice():
+    plan, model = make_plan(), make_model()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad(first_batch(plan, make_data()))
+    private_grad._step = 0
+    with pytest.raises(pg.PrivacyError, match="step to be above 0, whose noise was drawn"):
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 1
+
+
 @pytest.mark.parametrize("other", [make_plan(seed=1), make_plan().scaled(1 / 2)], ids=["seed", "simulation"])
 def test_a_state_of_a_run_that_is_not_private_is_refused_under_a_private_plan(other: pg.PrivacyPlan):
     model = make_model()

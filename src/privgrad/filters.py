@@ -6,6 +6,7 @@ guarantee does not rest on this file, which uses released gradients and public n
 
 import copy
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ class LinearFilter:
     changes, for instance with C, each gradient counts in units of its own noise. So gradients of a larger C, which are
     longer and noisier, do not outweigh those that follow.
 
-    `noise_std` of the output is that of y_t, exactly, from the first step and for noise that changes over time too:
+    `noise_std` of the output is that of y_t, exactly, from the first step and for noise that changes over time too (but
+    not between none and some):
     s_t times the root of the sum of h_k^2, over |c_t|, where h is the response of m to a single gradient. `noise_gain`
     of the output says how much farther the sum of the outputs spreads than that of independent noise of this size. For
     noise with memory, s_t is its unit, the noise of w = 1, and h is the response of m to z.
@@ -41,8 +43,8 @@ class LinearFilter:
         a: coefficients of the outputs m, from the last one backwards, without the leading 1 of scipy's form.
     Raises:
         PrivacyError: a coefficient is not finite, the recursion is not stable, or c_t is 0 at some step or in the long
-            run, as that of a difference is. In use: the gradient is filtered already, or has other parameters than the
-            last one.
+            run, as that of a difference is. In use: the gradient is filtered already, is the last one again, or has
+            other parameters than the last one.
     Privacy:
         Post-processing.
     """
@@ -81,13 +83,15 @@ class LinearFilter:
     def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
         """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
         self._require(gradient)
+        self._last = weakref.ref(gradient)
         given_spread = self._follow(gradient.noise_memory)
         correction, spread = self._moved_on()
         values = {name: self._moved(name, gradient, correction, given_spread) for name in gradient}
         given, share = gradient.noise_std, spread / abs(correction) / given_spread
         stds = given * share if isinstance(given, float | int) else {name: given[name] * share for name in gradient}
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
-        return NoisyGradient(values, stds, gradient.norm_distribution, noise_gain=gradient.noise_gain / share)
+        gain = gradient.noise_gain / share
+        return NoisyGradient(values, stds, gradient.norm_distribution, noise_gain=gain, is_filtered=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the recursion, for a checkpoint."""
@@ -95,22 +99,55 @@ class LinearFilter:
         return {"states": states, "ones": self._ones, "covariance": self._covariance, "noise": self._noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        ones = state.get("ones")
-        if not isinstance(ones, Tensor) or ones.shape != self._ones.shape:
-            remedy = "load a state that a filter of the same coefficients saved"
-            raise expected(type(self).__name__, "state", f"of order {len(self._ones)}", described(ones), remedy)
-        self._ones, self._covariance = ones.clone(), state["covariance"].clone()
-        coefficients, step = state.get("noise", ((1.0,), -1))
-        self._noise = tuple(coefficients), step
-        self._states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
+        """Continue from a state.
+
+        Raises:
+            PrivacyError: it is not the state of a filter of the same order, or holds NaN. The filter has not changed.
+        """
+        order = len(self._entry)
+        try:
+            ones, covariance, (coefficients, step, stream) = state["ones"], state["covariance"], state["noise"]
+            states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
+            size = order + len(coefficients) - 1
+            fits = (ones.shape, covariance.shape) == ((order,), (size, size))
+            fits &= all(len(own) == order and len({value.shape for value in own}) == 1 for own in states.values())
+            finite = all(
+                bool(value.isfinite().all()) for own in (*states.values(), (ones, covariance)) for value in own
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._no_state(f"{type(error).__name__}: {error}") from error
+        if not fits or not finite:
+            raise self._no_state(
+                f"shapes {tuple(ones.shape)} and {tuple(covariance.shape)}" if finite else "NaN or inf"
+            )
+        self._ones, self._covariance, self._states = ones.clone(), covariance.clone(), states
+        self._noise, self._last = (tuple(coefficients), step, stream), None
+
+    def _no_state(self, got: str) -> Exception:
+        """Return the error for a state that this filter cannot continue from."""
+        condition, remedy = f"to be that of a filter of order {len(self._entry)}", "load what state_dict() returned"
+        return expected(type(self).__name__, "state", condition, got, remedy)
+
+    def require_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise PrivacyError unless these are the parameters of the last gradient. PrivateGradient calls it."""
+        held = {name: values[0].shape for name, values in self._states.items()}
+        if held and held != dict(shapes):
+            remedy = "use one filter per model, and freeze parameters before the first step"
+            condition = f"to have the {len(held)} parameters of the last step, with their shapes"
+            raise expected(type(self).__name__, "gradient", condition, f"{len(shapes)} parameters", remedy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: all but the last gradient."""
+        return {**vars(self), "_last": None}
 
     def _restart(self) -> None:
         """Set the state to that before the first gradient."""
         self._states: dict[str, list[Tensor]] = {}  # by parameter
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
-        self._noise: tuple[tuple[float, ...], int] = (1.0,), -1  # coefficients of noise with memory, and its last step
+        # Of noise with memory: its coefficients, its last step and its stream.
+        self._noise: tuple[tuple[float, ...], int, str] = (1.0,), -1, ""
+        self._last: weakref.ref[NoisyGradient] | None = None  # the last gradient
 
     def _follow(self, memory: NoiseMemory | None) -> float:
         """Take the noise's own memory into the covariance; return the standard deviation of w at this step, or 1.
@@ -118,22 +155,22 @@ class LinearFilter:
         The covariance is that of the filter's state and, with memory, of the last values of w.
         """
         order = len(self._entry)
-        coefficients, step = ((1.0,), 0) if memory is None else (memory.coefficients, memory.step)
+        coefficients = (1.0,) if memory is None else memory.coefficients
         if coefficients != self._noise[0]:  # the filter begins here
             held, size = self._covariance, order + len(coefficients) - 1
-            self._noise, self._covariance = (coefficients, -1), held.new_zeros(size, size)
+            self._noise, self._covariance = (coefficients, -1, ""), held.new_zeros(size, size)
             self._covariance[:order, :order] = held[:order, :order]
         if memory is None:
             return 1.0
-        if step <= self._noise[1]:  # the noise begins again, with zeros
-            self._noise = coefficients, -1
+        if memory.step <= self._noise[1] or memory.stream != self._noise[2]:  # the noise begins again, with zeros
+            self._noise = coefficients, -1, memory.stream
             self._covariance[order:, :] = 0.0
             self._covariance[:, order:] = 0.0
         waits = torch.zeros_like(self._entry)
-        for _ in range(self._noise[1] + 1, step):  # w moves on at steps without a gradient
+        for _ in range(self._noise[1] + 1, memory.step):  # w moves on at steps without a gradient
             self._covariance = _moved(self._covariance, *_joined(torch.eye(order), waits, coefficients))
-        self._noise = coefficients, step
-        return std_at(coefficients, step)
+        self._noise = coefficients, memory.step, memory.stream
+        return std_at(coefficients, memory.step)
 
     def _moved_on(self) -> tuple[float, float]:
         """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step."""
@@ -162,15 +199,14 @@ class LinearFilter:
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient"
             raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), remedy)
-        if gradient.noise_gain != 1 and gradient.noise_memory is None:
+        if self._last is not None and self._last() is gradient:
+            remedy = "call the filter once for each released gradient, and keep what it returns"
+            raise expected(name, "gradient", "to be a new one", "the last one again", remedy)
+        if gradient.is_filtered:
             remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
             condition, got = "to be as it was released", "a gradient that was filtered before"
             raise expected(name, "gradient", condition, got, remedy)
-        held = {name: values[0].shape for name, values in self._states.items()}
-        if held and held != {name: value.shape for name, value in gradient.items()}:
-            remedy = "use one filter per model, and freeze parameters before the first step"
-            condition = f"to have the {len(held)} parameters of the last step, with their shapes"
-            raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
+        self.require_shapes({name: value.shape for name, value in gradient.items()})
 
     def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
@@ -271,7 +307,7 @@ class EMA(LinearFilter):
     the variance weight / (2 - weight) of that of a gradient.
 
     Args:
-        weight: of the new gradient, in (0, 1].
+        weight: of the new gradient, from 1e-6 to 1.
     Raises:
         PrivacyError: weight is out of its range.
     """

@@ -64,12 +64,13 @@ class Recursion:
     Args:
         correlation: Banded, with its coefficients.
         start: the step of the stream at which w begins. Steps from there to the first release are drawn too.
+        stream: public name of the stream of z.
     Privacy:
         Who knows z and the releases knows the sums. The past noises stay in memory, and no checkpoint holds them.
     """
 
-    def __init__(self, correlation: Banded, start: int) -> None:
-        self.correlation, self._start, self._next = correlation, start, start
+    def __init__(self, correlation: Banded, start: int, stream: str = "") -> None:
+        self.correlation, self._start, self._next, self._stream = correlation, start, start, stream
         self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._past: dict[object, Any] = {}  # arrays on the CPU, tensors elsewhere
 
@@ -116,7 +117,7 @@ class Recursion:
     def released(self, gradient: NoisyGradient, step: int) -> NoisyGradient:
         """Move on after a release, and state what its noise is, given the noise_std of independent noise."""
         self._next = step + 1
-        memory = NoiseMemory(self.correlation.chosen, step - self._start)
+        memory = NoiseMemory(self.correlation.chosen, step - self._start, self._stream)
         std = self.correlation.std(memory.step)
         independent = cast(float, gradient.noise_std)
         gain = self.correlation.sum_std / std

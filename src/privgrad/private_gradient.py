@@ -42,7 +42,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.gradient.explanation import Explanation, parts_of
-from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
@@ -483,6 +483,8 @@ class PrivateGradient:
             require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
         require_supported(self._model)
         found = frozenset(parameters), configuration(self._model)
+        if self._filter is not None:
+            self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
         if batch.size > 0 and found not in self._checked:
             check_loss(self._model, self._loss_fn, batch.examples)
             self._engine.check_again()
@@ -514,6 +516,7 @@ class PrivateGradient:
                 self._require_rows(rows, chunk, parameters)
                 chunk = with_mapped_inputs(chunk, transform.input_maps)
                 padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                chunk = chunk or _without_gradient(rows, parameters)
                 accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk, padded)
                 done += rows
                 del chunk  # before the next one is computed: only one is in memory
@@ -566,6 +569,10 @@ class PrivateGradient:
         if self._processes.rank > 0:
             gradient = NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
             return gradient if self._recursion is None else self._recursion.released(gradient, step)
+        if step <= self._drawn and self._plan.seed is None:
+            condition, remedy = f"to be above {self._drawn}, whose noise was drawn", "construct a new PrivateGradient"
+            raise expected("PrivateGradient", "step", condition, step, remedy)
+        self._drawn = step
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
@@ -627,7 +634,8 @@ class PrivateGradient:
         if begins:
             self._make_streams()
             start = 0 if self._plan.seed is not None else drawn.step
-            self._recursion, self._drawn_by = Recursion(self._plan.correlation, start), drawn.stream
+            self._recursion = Recursion(self._plan.correlation, start, self._noise_stream.public_id)
+            self._drawn_by = drawn.stream
         return drawn.step, begins, drawn.stream == self._charged_by
 
     def _require_same_draw(self, own: _Begins, first: _Begins) -> None:
@@ -738,11 +746,12 @@ class PrivateGradient:
             if theirs != ours:
                 remedy = "resume with the same perturb, precondition, adaptive_clip and filter"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
-        self._step = state["step"]
-        for name, part in parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
-        self._make_streams()
+        with self._turn:
+            self._make_streams()  # before anything can fail: a step that is taken again must have other noise
+            for name, part in parts.items():
+                if name in state:
+                    part.load_state_dict(state[name])
+            self._step = state["step"]
 
     def _kind_of_plan(self) -> dict[str, Any]:
         """Return what decides whether the releases of this plan are private at all."""
@@ -762,6 +771,13 @@ class PrivateGradient:
         """Return a part in words; None gives "None"."""
         return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse new values of arguments, which would have no effect."""
+        if name != "raw_nonfinite_examples" and not name.startswith("_"):
+            remedy = "construct a new PrivateGradient with it, before the first step"
+            raise expected("PrivateGradient", name, "to stay as it is", described(value), remedy)
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> str:
         """Refuse copies and pickles, because two copies of the stream would draw the same noise."""
         return self._noise_stream.__reduce__()
@@ -773,6 +789,7 @@ class PrivateGradient:
         self._dropout_stream = source.stream("dropout")
         self._group_stream = source.stream("groups")
         self._recursion: Recursion | None = None
+        self._drawn = -1  # the last step whose noise was drawn from this stream
         self._drawn_by = ""  # the stream whose groups the noise with memory follows
 
     def _require_drawn_as_planned(self, batch: object) -> None:
@@ -801,6 +818,16 @@ class PrivateGradient:
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):
             got = "a different number of rows"  # the number itself is private
             raise refusal("to hold one row per example", got, "let plan.batches make it")
+
+
+def _without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
+    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do.
+
+    Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of the
+    norm statistic, and a shift.
+    """
+    name, smallest = min(parameters.items(), key=lambda item: item[1].numel())
+    return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
 
 
 def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

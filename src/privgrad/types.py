@@ -289,10 +289,12 @@ class NoiseMemory:
     Attributes:
         coefficients: c_0, c_1, ... of w_t = (z_t - c_1 w_{t-1} - ...) / c_0, with independent z.
         step: t of this gradient. w before t = 0 is 0.
+        stream: public name of the random stream of z. Noise of another stream is independent.
     """
 
     coefficients: tuple[float, ...]
     step: int
+    stream: str = ""
 
 
 @dataclass(frozen=True)
@@ -312,6 +314,7 @@ class NoisyGradient(Mapping[str, Tensor]):
             independent noise with `noise_std`. It is 1, except for noise with memory and after a filter.
         noise_memory: for noise with memory (`noise.Banded`), its coefficients; None for independent noise, and after a
             filter.
+        is_filtered: whether it is the output of a filter, whose noise depends on that of earlier steps.
     """
 
     tensors: Mapping[str, Tensor]
@@ -319,6 +322,7 @@ class NoisyGradient(Mapping[str, Tensor]):
     norm_distribution: NormDistribution | None = None
     noise_gain: float = 1.0
     noise_memory: NoiseMemory | None = None
+    is_filtered: bool = False
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -221,6 +221,21 @@ def test_c_stays_within_the_limits_of_a_plan(start: float, sigma: float, least: 
         make_plan(max_grad_norm=rule.max_grad_norm, noise_multiplier=sigma)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_the_first_c_may_be_an_integer(name: str):
+    plan, model = make_plan(max_grad_norm=1, steps=2), make_model()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, adaptive_clip=RULES[name]())
+    result = pg.fit(private_grad, pg.optim.SGD(model.named_parameters(), noise_step=0.01), make_data())
+    assert result.ledger.releases == 2
+
+
+def test_a_rule_of_the_users_has_a_name_in_the_ledger():
+    class Own(pg.clip.AdaptiveClip):
+        pass
+
+    assert repr(Own()) == repr(Own()) == "Own()"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0, 1e-300, 1e30, "2.5", None])
 def test_a_state_with_a_c_that_no_rule_saves_is_refused(bad: Any):
     private_grad = private_grad_with(pg.clip.TargetFraction())
@@ -256,6 +271,8 @@ def test_a_rule_of_the_users_may_give_any_kind_of_number(found: Any, tmp_path: P
     first, second, *_ = plan.batches(make_data())
     private_grad(first)
     assert private_grad(second).noise_std == float(found) / 8
+    private_grad.load_state_dict(private_grad.state_dict())
+    assert private_grad.max_grad_norm == float(found)
     assert json.loads(path.read_text().splitlines()[-1])["max_grad_norm"] == float(found)
 
 

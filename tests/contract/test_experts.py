@@ -12,6 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+import privgrad as pg
+from conftest import loss_fn, make_data, make_plan
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense, Factor
@@ -158,3 +160,33 @@ def test_factors_of_other_kinds_are_added():
     factor, dense = Routed(routes, 3, torch.Size((2, 4, 5)), 2), Dense(torch.randn(3, 2, 4, 5))
     torch.testing.assert_close((factor + dense).dense(), factor.dense() + dense.dense())
     assert Routed([], 3, torch.Size((2, 4, 5)), 2).norms().tolist() == [0.0, 0.0, 0.0]
+
+
+class OneExpert(nn.Module):
+    """A frozen layer, and one trained expert for examples whose first input is above 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.expert = nn.Linear(5, 3).requires_grad_(False), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, chosen = self.base(x), (x[:, 0] > 2).nonzero()[:, 0]
+        return found.index_add(0, chosen, self.expert(x[chosen])) if len(chosen) else found
+
+
+@pytest.mark.filterwarnings("ignore:.*one by one:UserWarning", "ignore:.*by itself:UserWarning")
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_batches_that_reach_no_trained_parameter_have_no_gradient(engine: Any, microbatch_size: int | None):
+    torch.manual_seed(0)
+    plan, model = make_plan(noise_multiplier=0.0), OneExpert()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine, microbatch_size=microbatch_size, norm_bins=4)
+    x, y = torch.randn(8, 5).clamp(max=1.9), torch.zeros(8, dtype=torch.int64)
+    reached = x.clone()
+    reached[0, 0] = 3.0
+    draws = plan.batches(make_data())
+    for inputs, least in ((reached, 1), (x, 0), (reached, 1), (x, 0)):
+        gradient = private_grad(pg.Batch((inputs, y), 8, next(draws).sampling))
+        assert (float(gradient["expert.weight"].norm()) > 0) == bool(least)
+        assert gradient.norm_distribution is not None
+        assert float(gradient.norm_distribution.shares[0]) * 8 >= 8 - least - 1e-6

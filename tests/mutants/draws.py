@@ -304,11 +304,13 @@ NOISE = [
         "noise repeated by a state that goes back",
         streams_that_stay,
         "test_private_gradient.test_rolling_an_oracle_back_does_not_repeat_its_noise",
+        guard="whose noise was drawn",
     ),
     Mutant(
         "noise of a failed step drawn again",
         streams_that_stay,
         "test_private_gradient.test_noise_of_a_release_that_was_not_charged_is_not_drawn_again",
+        guard="whose noise was drawn",
     ),
     Mutant(
         "a grid that is planned and forgotten",

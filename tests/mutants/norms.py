@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
+from privgrad import private_gradient
 from privgrad.gradient import clipping, norm_statistics
 from privgrad.gradient.norm_statistics import Count, NormStatistic, Slots
 from privgrad.private_gradient import PrivateGradient
@@ -24,6 +25,11 @@ def slots_too_high(patch: Patch) -> None:
 
     statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
+
+
+def rows_left_out(patch: Patch) -> None:
+    """A part of a batch without any gradient counts no examples."""
+    patch.setattr(private_gradient, "_without_gradient", lambda rows, parameters: {})
 
 
 def slots_of_one_group(patch: Patch) -> None:
@@ -115,6 +121,12 @@ NORMS = [
         slots_of_one_group,
         _JOINT,
         {"clip": "per layer", "statistic": "59 slots"},
+    ),
+    Mutant(
+        "slots that forget examples without a gradient",
+        rows_left_out,
+        "test_experts.test_batches_that_reach_no_trained_parameter_have_no_gradient",
+        {"engine": "factored", "microbatch_size": None},
     ),
     Mutant(
         "slots of a norm that is not that of the contribution",

@@ -196,6 +196,17 @@ def test_the_second_moment_is_the_signals(signal: float, behind: Any):
     assert right < 4 < wrong
 
 
+def test_a_filter_that_misses_the_first_gradients_of_new_noise_knows_that_it_is_new():
+    plan, data = planned(seed=None), make_data()
+    private_grad, own = pg.PrivateGradient(Flat(), losses, plan), filters.DOPPLER()
+    own(private_grad(next(plan.batches(data))))
+    later = plan.batches(data, start=4)
+    private_grad(next(later))  # other groups, and other noise; this gradient is not filtered
+    for gradient in (private_grad(next(later)) for _ in range(3)):
+        filtered = own(gradient)
+        assert float(filtered["weight"].std()) == pytest.approx(filtered.noise_std, rel=0.02)
+
+
 FILTERS = [filters.EMA(0.2), filters.DOPPLER(), filters.Innovation(0.5), filters.LinearFilter([0.5, 0.3, 0.2])]
 
 

@@ -48,9 +48,7 @@ class ReleasedStats:
         if not isinstance(gradient, NoisyGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give the return value of PrivateGradient"
             raise expected("ReleasedStats.observe", "gradient", "to be a NoisyGradient", described(gradient), remedy)
-        if (
-            gradient.noise_gain != 1 and gradient.noise_memory is None
-        ):  # a mean of gradients has a signal and a noise of its own
+        if gradient.is_filtered:  # a mean of gradients has a signal and a noise of its own
             condition, got = "to be as released, without a filter", f"noise_gain = {gradient.noise_gain:.3g}"
             remedy = "make ReleasedStats(private_grad): it observes the gradients before the filter of PrivateGradient"
             raise expected("ReleasedStats.observe", "gradient", condition, got, remedy)

@@ -39,6 +39,10 @@ class AdaptiveClip:
     _limits: tuple[float, float]
     is_public = True
 
+    def __repr__(self) -> str:
+        """Return a text that the ledger and checkpoints record; a resumed run must have the same."""
+        return f"{type(self).__name__}()"
+
     def begun(
         self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
     ) -> "AdaptiveClip":
@@ -58,7 +62,7 @@ class AdaptiveClip:
             raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm, remedy)
         begun = copy.copy(self)
         least, most = limits_of_norm(noise_multiplier)
-        begun.max_grad_norm = max_grad_norm
+        begun.max_grad_norm = float(max_grad_norm)
         begun._limits = max(max_grad_norm / _WIDEST, least), max(max_grad_norm, min(max_grad_norm * _WIDEST, most))
         begun.statistic = self._statistic(max_grad_norm, noise_multiplier, divisor, norm_bins)
         begun._begin(noise_multiplier, divisor, size)
@@ -73,7 +77,7 @@ class AdaptiveClip:
 
     def state_dict(self) -> dict[str, Any]:
         """Return C, for a checkpoint."""
-        return {"max_grad_norm": self.max_grad_norm}
+        return {"max_grad_norm": float(self.max_grad_norm)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the C of a state.
@@ -82,10 +86,10 @@ class AdaptiveClip:
             PrivacyError: C is beyond the limits, so this rule has not saved it.
         """
         found, (least, most) = state.get("max_grad_norm"), self._limits
-        if not isinstance(found, float) or not least <= found <= most:
+        if not isinstance(found, int | float) or isinstance(found, bool) or not least <= found <= most:
             condition, remedy = f"from {least:g} to {most:g}", "load a state that the same rule saved under this plan"
             raise expected(type(self).__name__, "max_grad_norm", condition, described(found), remedy)
-        self.max_grad_norm = found
+        self.max_grad_norm = float(found)
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins

@@ -119,6 +119,8 @@ def gradients(
         }
         leaves = list(parameters.values())
         total = losses_on_copies(model, loss_fn, examples, parameters, copied=copied).sum()
+        if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+            return {name: torch.zeros_like(parameter) for name, parameter in own.items()}
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
         if exact:
             products = [

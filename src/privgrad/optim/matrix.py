@@ -116,7 +116,7 @@ class MuonBC(Muon):
         require_integer("MuonBC", "probes", group["probes"], 1)
 
     def _update(self, gradient: NoisyGradient) -> None:
-        if gradient.noise_gain != 1:  # the noise of the momentum would be another
+        if gradient.is_filtered or gradient.noise_memory is not None:  # the noise of the momentum would be another
             condition, got = "to have independent noise at each step", f"noise_gain = {gradient.noise_gain:.3g}"
             remedy = "leave out the filter and the noise with memory, or take Muon"
             raise expected("MuonBC.step", "grad", condition, got, remedy)

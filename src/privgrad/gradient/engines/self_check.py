@@ -121,6 +121,8 @@ def rows_to_check(found: Mapping[str, Factor], size: int, salt: int) -> list[int
         size: their number of rows.
         salt: as in `places_of`.
     """
+    if not found:  # no example reaches a trainable parameter
+        return sorted({0, size - 1})
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
