@@ -46,7 +46,7 @@ SIGNATURES = {
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "norm_bins adaptive_clip filter processes side_information",
     pg.noise.Banded: "bands coefficients relative_error",
-    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory",
+    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory is_filtered",
     pg.filters.LinearFilter: "b a",
     pg.filters.EMA: "weight",
     pg.filters.Innovation: "weight",
