@@ -156,7 +156,14 @@ def test_a_second_calibration_computes_nothing(monkeypatch: pytest.MonkeyPatch):
             sigma(**changed)
     (kept,) = calibration_cache.folder().glob("*.json")
     held = kept.read_text()
-    for damaged in ("", "[]", held[:-5], held.replace(str(first), "NaN"), held.replace(str(first), "-1.0")):
+    for damaged in (
+        "",
+        "[]",
+        held[:-5],
+        held.replace(str(first), "NaN"),
+        held.replace(str(first), "-1.0"),
+        held.replace(str(first), "0.9"),
+    ):
         kept.write_text(damaged)
         with pytest.raises(AssertionError, match="computed"):
             sigma()

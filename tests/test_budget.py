@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,40 @@ def test_a_training_makes_the_committed_releases_and_no_more(tmp_path: Path, fas
     reopened.close()
     with budget.open_ledger(tmp_path / "run/ledger.jsonl", plan)._one_at_a_time():
         assert len(budget.commitments) == 1
+
+
+@pytest.mark.parametrize("how", ["removed", "an older copy", "another budget"])
+def test_a_budget_forgets_nothing_when_its_file_is_not_the_one_it_wrote(how: str, tmp_path: Path):
+    budget = make(tmp_path)
+    older = budget.path.read_bytes()
+    budget.commit("a", [ONE])
+    other = make(tmp_path / "other", total_epsilon=9.0).path.read_bytes()
+    if how == "removed":
+        budget.path.unlink()
+    else:
+        budget.path.write_bytes(older if how == "an older copy" else other)
+    for use in (lambda: budget.commit("b", [ONE]), lambda: budget._note_begun("a"), budget.spent):
+        with pytest.raises(pg.PrivacyError):
+            use()
+    assert how != "removed" or not budget.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"seed": 0}, "research_seed"),
+        ({"privacy_unit": "user"}, "privacy_unit"),
+        ({"num_examples": 33}, "num_examples"),
+        ({"group_size": 2}, "group_size"),
+    ],
+)
+def test_a_ledger_of_a_budget_takes_the_committed_plan_alone(changed: dict[str, Any], fact: str, tmp_path: Path):
+    budget, plan = make(tmp_path, total_epsilon=50.0), make_plan()
+    ledger = budget.open_ledger(tmp_path / "ledger.jsonl", plan)
+    perturb = pg.perturb.SampleGradient("user") if fact == "privacy_unit" else None
+    with pytest.raises(pg.PrivacyError, match=f"{fact} of the plan to be"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(**changed), ledger=ledger, perturb=perturb)
+    pg.PrivateGradient(make_model(), loss_fn, replace(plan, max_grad_norm=2.0), ledger=ledger)
 
 
 def test_the_ledger_of_a_commitment_states_no_epsilon_of_its_own(tmp_path: Path, fast: None):

@@ -19,6 +19,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.accounting import Release
 from privgrad.checkpoint import read_checkpoint
 from privgrad.features import Hog, Patches, Whitened, join, silhouettes
 from privgrad.heads import Head
@@ -117,6 +118,31 @@ def test_the_loader_takes_what_was_saved_and_nothing_else(tmp_path: Path):
     (tmp_path / "saved" / "statement.json").write_text("{}")
     with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got KeyError"):
         pg.load(other, tmp_path / "saved")
+
+
+def test_weights_that_were_changed_after_the_training_are_not_those_of_its_statement(tmp_path: Path):
+    model, private_grad, _ = trained(tmp_path / "run")
+    said = "They are those of the checkpoint"
+    assert said in str(pg.save(model, tmp_path / "a", ledger=tmp_path / "run/ledger.jsonl"))
+    with torch.no_grad():
+        model[0].weight += 0.1
+    for record in (private_grad.ledger, tmp_path / "run/ledger.jsonl"):
+        with pytest.raises(pg.PrivacyError, match="got different weights; save the model as its training left it"):
+            pg.save(model, tmp_path / "b", ledger=record)
+    pg.save(model, tmp_path / "b", ledger=private_grad.ledger, post_processing="rounded")
+
+
+def test_a_budget_of_the_same_name_states_nothing_of_this_training(tmp_path: Path):
+    numbers: dict[str, Any] = {"total_epsilon": 50.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
+    own, other = (pg.Budget(tmp_path / name / "budget.jsonl", **numbers) for name in ("own", "other"))
+    other.commit("another training", [Release(20.0, 1.0)])
+    plan, model = make_plan(steps=2, delta=1e-3), make_model()
+    ledger = own.open_ledger(tmp_path / "own/run/ledger.jsonl", plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+    pg.fit(private_grad, pg.optim.SGD(model.named_parameters(), lr=0.1), make_data())
+    with pytest.raises(pg.PrivacyError, match="to cover every training of the model"):
+        pg.save(model, tmp_path / "saved", ledger=other)
+    pg.save(model, tmp_path / "saved", ledger=own)
 
 
 class Tied(nn.Module):

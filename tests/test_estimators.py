@@ -141,7 +141,8 @@ def test_a_second_training_of_an_object_is_counted_or_warned_of(tmp_path: Path):
         model.fit(rows, votes)
     resumed = PrivateLogisticRegression(target_epsilon=1.0, output_dir=tmp_path / "one", **facts).fit(rows, votes)
     weight = resumed.head_.model.linear.weight
-    assert resumed.fit(rows, votes).head_.model.linear.weight.equal(weight)
+    with pytest.warns(UserWarning, match="holds a finished training. Its head is returned"):
+        assert resumed.fit(rows, votes).head_.model.linear.weight.equal(weight)
     budget = pg.Budget(
         tmp_path / "budget.jsonl", total_epsilon=2.0, delta=1e-3, num_examples=400, privacy_unit="example"
     )

@@ -417,9 +417,11 @@ def test_a_budget_pays_once_and_a_second_call_resumes(tmp_path: Path):
     assert part.epsilon <= 1.0
     rest = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
     assert 1.0 < budget.spent() <= 2.0
-    again = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
+    with pytest.warns(UserWarning, match="holds a finished training. Its head is returned"):
+        again = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
     assert torch.equal(again.model.linear.weight, rest.model.linear.weight)
     assert again.privacy == rest.privacy
+    assert rest.privacy["budget"] == "budget.jsonl"
     with pytest.raises(pg.SamplingError, match="to be at most the number of rows, got 60"):
         pg.fit_head(X[:50], Y[:50], target_epsilon=0.1, output_dir=tmp_path / "few", **arguments)
     assert len(budget.commitments) == 2  # what is refused is not committed

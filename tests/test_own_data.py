@@ -5,6 +5,7 @@ import json
 import math
 import sqlite3
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -932,6 +933,11 @@ def test_parts_of_units_are_public_and_those_of_a_table(tmp_path: Path):
         len(held) for held in (table.train, table.validation, table.test) if held is not None
     ]
     assert parts != [data.part_of(name, **(shares | {"split_key": "other"})) for name in names]
+    assert parts == [data.part_of(f" {name}\n", **shares) for name in names]  # one person, as in a table
+    accents = [f"Jos\u00e9 {name}" for name in names]
+    assert [data.part_of(name, **shares) for name in accents] == [
+        data.part_of(unicodedata.normalize("NFD", name), **shares) for name in accents
+    ]
     for wrong, words in (({"test_share": 1.0}, "test_share"), ({"split_key": 65 * "a"}, "split_key")):
         with pytest.raises(pg.PrivacyError, match=f"part_of: expected {words}"):
             data.part_of("a", **(shares | wrong))

@@ -176,6 +176,11 @@ def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path
     assert len(records) == 1
     best = max(value for line in scores for value in line["values"])
     assert records[0]["validation_accuracy"] == pytest.approx(best / 1437)
+    assert (tmp_path / "raw").stat().st_mode & 0o077 == 0  # the number of trainings is secret
+    assert [path.name for path in (tmp_path / "raw").glob("selection.*")] == ["selection.txt"]
+    checkpoints = list(tmp_path.rglob("checkpoint.pt"))
+    assert checkpoints
+    assert all(path.stat().st_mode & 0o077 == 0 for path in checkpoints)
 
 
 @pytest.mark.usefixtures("by_rdp_here")

@@ -1008,3 +1008,18 @@ def test_a_state_with_steps_that_the_ledger_has_not_charged_is_refused():
     resumed = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=saved.ledger)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.state_dict()["step"] == 2
+
+
+def test_a_second_call_goes_on_with_the_schedule():
+    plan, model, rates = make_plan(steps=8), make_model(), list[float]()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+
+    def failing(_: Any) -> dict[str, float]:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        pg.fit(private_grad, optimizer, make_data(), scheduler="linear", evaluate=failing, num_evaluations=2)
+    pg.fit(private_grad, optimizer, make_data(), scheduler="linear")
+    assert rates == pytest.approx([1 - step / 8 for step in range(8)])

@@ -7,9 +7,10 @@ its whole cost is committed. It does not rest on `calibrate` and `left`, or on w
 
 import getpass
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class Budget:
     ) -> None:
         require_path("Budget", "path", path, "give budget.jsonl in a folder that the team shares")
         self.path = Path(path).absolute()
+        self._head = ""  # the checksum of the last line that this object has seen
         given: dict[str, Any] = {
             "total_epsilon": total_epsilon,
             "delta": delta,
@@ -252,7 +254,10 @@ class Budget:
         try:
             if not ledger.plan_facts and wanted.name in state.begun:
                 raise expected(function, "path", condition, f"{place}, which is empty", lost)
-            ledger.limit_to(release, wanted.name, self.path.name, lambda: self._note_begun(wanted.name))
+            facts = {**plan.public_facts, "research_seed": plan.seed is not None}
+            facts = {fact: facts[fact] for fact in facts.keys() - {"delta", "max_grad_norm", "noise_multiplier"}}
+            begun = partial(self._note_begun, wanted.name)
+            ledger.limit_to(release, wanted.name, self.path.name, begun, facts)
             self._commit(wanted)
         except BaseException:
             ledger.close()
@@ -291,8 +296,7 @@ class Budget:
         Raises:
             PrivacyError: the name is not committed, or the file could not be written.
         """
-        file, state = self._open()
-        with closing(file):
+        with self._opened() as (file, state):
             if name not in state.commitments:
                 raise expected(
                     "Budget.record", "name", "to be committed", repr(name), "commit it before it is released"
@@ -304,8 +308,7 @@ class Budget:
 
     def _note_begun(self, name: str) -> None:
         """Note durably that the ledger of a commitment gets its first line. An empty file is then a lost ledger."""
-        file, state = self._open()
-        with closing(file):
+        with self._opened() as (file, state):
             if name not in state.begun:
                 file.append({"draw": name, "begun": True})
 
@@ -315,8 +318,7 @@ class Budget:
             raise expected("Budget.commit", "name", "to be a text", described(wanted.name), "name the training")
         if not any(mechanisms_of("Budget.commit", own) for own in each_group("Budget.commit", wanted.releases)):
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
-        file, state = self._open()
-        with closing(file):
+        with self._opened() as (file, state):
             if (same := state.commitments.get(wanted.name)) is not None:
                 self._require_same(same, wanted)
                 return
@@ -349,21 +351,37 @@ class Budget:
     def _begin(self, facts: dict[str, Any]) -> None:
         """Write the numbers of a new budget, unless the file has some."""
         require_facts(facts)
-        file, state = self._open()
-        with closing(file):
+        with self._opened(create=True) as (file, state):
             if not state.facts:
                 file.append({"ledger_version": VERSION, "budget": facts})
 
-    def _open(self) -> tuple[LedgerFile, BudgetState]:
+    @contextmanager
+    def _opened(self, *, create: bool = False) -> Generator[tuple[LedgerFile, BudgetState]]:
         """Open the file for writing, and lock it until it is closed."""
         state = BudgetState()
-        return LedgerFile("budget", self.path, read_only=False, accept=state.accept, patience=_PATIENCE), state
+        options: dict[str, Any] = {"read_only": False, "patience": _PATIENCE, "create": create}
+        file = LedgerFile("budget", self.path, accept=state.accept, **options)
+        with closing(file):
+            self._require_same_file(file)
+            yield file, state
+            self._head = file.head
 
     def _read(self) -> BudgetState:
         """Return what the file holds now."""
         state = BudgetState()
-        state.head = LedgerFile("budget", self.path, read_only=True, accept=state.accept).head
+        file = LedgerFile("budget", self.path, read_only=True, accept=state.accept)
+        self._require_same_file(file)
+        state.head = self._head = file.head
         return state
+
+    def _require_same_file(self, file: LedgerFile) -> None:
+        """Raise PrivacyError unless the file holds the last line that this object has seen.
+
+        Another file, or an older copy, lacks commitments that were made. They would be forgotten.
+        """
+        if self._head and not file.went_through(self._head):
+            condition, remedy = "to hold all lines that it held before", "restore the file from its newest copy"
+            raise expected("Budget", f"{self.path}", condition, "other or fewer lines", remedy)
 
 
 def _signed(by: str | None) -> tuple[str, str]:

@@ -40,6 +40,8 @@ def found(key: Mapping[str, Any]) -> float | None:
         return None
     kept = cast("dict[str, Any]", held)
     sigma = kept.get("noise_multiplier") if kept.get("key") == dict(key) else None
+    if kept.get("checksum") != _checksum(key, sigma):
+        return None
     return sigma if isinstance(sigma, float) and 0 < sigma < math.inf else None
 
 
@@ -50,10 +52,17 @@ def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete: several processes may calibrate at once.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(json.dumps({"key": dict(key), "noise_multiplier": noise_multiplier}))
+            held = {"key": dict(key), "noise_multiplier": noise_multiplier}
+            file.write(json.dumps({**held, "checksum": _checksum(key, noise_multiplier)}))
         os.replace(file.name, path)
     except OSError:
         return
+
+
+def _checksum(key: Mapping[str, Any], noise_multiplier: object) -> str:
+    """Return a hash of an entry, by which `found` knows a damaged one."""
+    text = json.dumps([dict(key), noise_multiplier], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _path(key: Mapping[str, Any]) -> Path:

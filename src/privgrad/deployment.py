@@ -209,7 +209,16 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
             "This costs no privacy if no private data were used for it. Nothing else checks this.",
         )
     if known:
-        return ("The process that trained the model with this record saved its weights.",)
+        written = [held.path.with_name("checkpoint.pt") for held in known if held.path is not None]
+        written = [path for path in written if path.exists()]
+        if written and not any(_is_of(model, checkpoint) for checkpoint in written):
+            condition = f"to have the weights of {' or '.join(map(str, written))}"
+            remedy = "save the model as its training left it, or say in post_processing what changed the weights"
+            raise expected("save", "model", condition, "different weights", remedy)
+        said = "The process that trained the model with this record saved its weights."
+        if not written:
+            return (f"{said} Nothing but the word of the person who saved them says that nothing changed them since.",)
+        return (f"{said} They are those of the checkpoint that was written with it.",)
     paths = [record.path for record in records if isinstance(record, Ledger) and record.path is not None]
     checkpoints = [path.with_name("checkpoint.pt") for path in paths if path.with_name("checkpoint.pt").exists()]
     if not checkpoints:
@@ -224,7 +233,9 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
 def _covers(record: Ledger | Budget, held: Ledger) -> bool:
     """Return whether the statement on a record counts the releases of a ledger."""
     if isinstance(record, Budget):
-        return held.commitment is not None and held.budget == record.path.name
+        own = next((one for one in record.commitments if one.name == held.commitment), None)
+        apart = own is None or (own.ledger is not None and held.path is not None and own.ledger not in f"{held.path}")
+        return held.budget == record.path.name and not apart
     return record is held or (record.path is not None and record.path == held.path)
 
 

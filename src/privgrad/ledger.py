@@ -22,7 +22,7 @@ from privgrad.errors import (
     require_integer,
     require_path,
 )
-from privgrad.ledger_facts import bands_of, checked_plan, other_plan, release_of
+from privgrad.ledger_facts import bands_of, checked_plan, other_plan, release_of, require_committed
 from privgrad.ledger_file import VERSION, LedgerFile, not_open
 from privgrad.participations import Participations, most_participations
 from privgrad.rng import this_process
@@ -59,6 +59,7 @@ class Ledger:
         self._values: dict[str, list[float]] = {}
         self._committed: tuple[str, Release] | None = None
         self._budget = ""
+        self._planned: dict[str, Any] = {}  # facts of the committed plan
         self._on_begin: Callable[[], None] | None = None
         self._turn = threading.RLock()
         self._process = this_process()
@@ -165,7 +166,12 @@ class Ledger:
         return self._budget
 
     def limit_to(
-        self, release: Release, commitment: str, budget: str, on_begin: Callable[[], None] | None = None
+        self,
+        release: Release,
+        commitment: str,
+        budget: str,
+        on_begin: Callable[[], None] | None = None,
+        plan_facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Accept only this kind of release, and at most `release.count` of them, from now on.
 
@@ -177,6 +183,7 @@ class Ledger:
             commitment: the name in the budget.
             budget: the name of the budget's file.
             on_begin: called once, before the first line is written.
+            plan_facts: what the plan must state in `bind`. None: the release alone.
         Raises:
             PrivacyError: the ledger was begun without this commitment, or has another one.
         Privacy:
@@ -185,7 +192,7 @@ class Ledger:
         with self._one_at_a_time():
             if not self.plan_facts:
                 self._committed = self._committed or (commitment, release)
-                self._budget, self._on_begin = budget, on_begin
+                self._budget, self._on_begin, self._planned = budget, on_begin, dict(plan_facts or {})
             if self._committed != (commitment, release):
                 held = self._committed or "a ledger without a commitment"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
@@ -200,7 +207,8 @@ class Ledger:
             PrivacyError: the ledger was written under a different plan, or a value is not one that JSON can hold.
         """
         with self._one_at_a_time():
-            self._require_committed(plan_facts)
+            if self._committed is not None:
+                require_committed(*self._committed, self._planned, plan_facts)
             if not self.plan_facts:
                 facts = dict(plan_facts)
                 if self._committed is not None:
@@ -350,17 +358,6 @@ class Ledger:
             condition = "to have the noise multiplier, sample rate and sampling of the ledger's plan"
             raise expected("Ledger", "each release", condition, release, "restore the file")
         return release
-
-    def _require_committed(self, plan_facts: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if the plan makes other releases than those that a budget holds for this ledger."""
-        if self._committed is None:
-            return
-        name, kind = self._committed
-        numbers = tuple(plan_facts.get(name) for name in ("noise_multiplier", "sample_rate", "sampling"))
-        if numbers != (kind.noise_multiplier, kind.sample_rate, kind.scheme):
-            condition = f"to have the numbers committed for {name} ({kind.noise_multiplier}, {kind.sample_rate})"
-            remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
-            raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
 
     def _begin(self, plan_facts: dict[str, Any]) -> None:
         """Take the facts of a plan, before any release is counted."""

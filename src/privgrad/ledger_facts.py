@@ -78,3 +78,23 @@ def checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     if plan["sampling"] == "truncated":
         require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
     return dict(plan)
+
+
+def require_committed(name: str, kind: Release, planned: Mapping[str, Any], plan_facts: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger. `Ledger.bind` calls it.
+
+    Args:
+        name: of the commitment.
+        kind: the committed releases.
+        planned: facts of the committed plan; {} after the ledger has its first line, which holds all of them.
+        plan_facts: of the plan.
+    """
+    numbers = tuple(plan_facts.get(fact) for fact in ("noise_multiplier", "sample_rate", "sampling"))
+    remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
+    if numbers != (kind.noise_multiplier, kind.sample_rate, kind.scheme):
+        condition = f"to have the numbers committed for {name} ({kind.noise_multiplier}, {kind.sample_rate})"
+        raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
+    for fact, value in planned.items():
+        if plan_facts.get(fact) != value:
+            condition, got = f"to be {value!r}, as committed for {name}", repr(plan_facts.get(fact))
+            raise expected("Ledger.bind", f"{fact} of the plan", condition, got, remedy)

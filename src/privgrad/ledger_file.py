@@ -60,10 +60,11 @@ class LedgerFile:
 
     Args:
         kind: what the file holds, for errors.
-        path: an absolute path; the file is created if absent.
+        path: an absolute path.
         read_only: open the file for reading only. Takes no lock and refuses every new line.
         accept: called with the number and the content of each line of the file; raises an error if it is not valid.
         patience: seconds to wait for the lock.
+        create: whether an absent file is created, for writing.
     Raises:
         PrivacyError: as Ledger.
     Attributes:
@@ -71,8 +72,17 @@ class LedgerFile:
         was_cut_off: whether the file ended in an unfinished line.
     """
 
-    def __init__(self, kind: Kind, path: Path, *, read_only: bool, accept: Accept, patience: float = _PATIENCE) -> None:
-        self._kind, self.path, self._patience = kind, path, patience
+    def __init__(
+        self,
+        kind: Kind,
+        path: Path,
+        *,
+        read_only: bool,
+        accept: Accept,
+        patience: float = _PATIENCE,
+        create: bool = True,
+    ) -> None:
+        self._kind, self.path, self._patience, self._create = kind, path, patience, create
         self.head = ""
         self.was_cut_off = False
         self._heads: set[str] = set()
@@ -165,7 +175,8 @@ class LedgerFile:
                 raise expected("Ledger", "path", condition, f"{path}, which {problem}", remedy)
             if not read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                created = os.O_CREAT if self._create else 0
+                self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | created, 0o644)
                 _lock(self._descriptor, path, self._patience)
             self._read(accept, read_only=read_only)
             if self._descriptor is not None:

@@ -133,7 +133,7 @@ class TrainingRun:
         if self.scheduler is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were lost
-                for _ in range(lost):
+                for _ in range(spent - self.scheduler.last_epoch):  # also past earlier calls without a checkpoint
                     self.scheduler.step()
 
     def update(self, batch: Batch) -> None:

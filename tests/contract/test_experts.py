@@ -1,5 +1,6 @@
 """Routed experts of transformers: factors of stacked weights, equal to single examples."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.routed import Routed, Routes
+from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.gradient.probes import gradients
 
 EXPERTS, WIDTH = 4, 6
@@ -167,20 +169,31 @@ class OneExpert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.expert = nn.Linear(5, 3).requires_grad_(False), nn.Linear(5, 3)
+        self.base = nn.Linear(5, 3).requires_grad_(False)
+        self.expert, self.other = nn.Linear(5, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         found, chosen = self.base(x), (x[:, 0] > 2).nonzero()[:, 0]
-        return found.index_add(0, chosen, self.expert(x[chosen])) if len(chosen) else found
+        return found.index_add(0, chosen, self.other(self.expert(x[chosen]))) if len(chosen) else found
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {"norm_bins": 4},
+    "per layer": {"norm_bins": 4, "clip": pg.clip.PerLayer({"expert": 1.0, "other": 1.0})},
+    "BAM": {"norm_bins": 4, "perturb": pg.perturb.BAM(0.1)},
+    "BAM, exact": {"norm_bins": 4, "perturb": pg.perturb.BAM(0.1, mode="exact")},
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*one by one:UserWarning", "ignore:.*by itself:UserWarning")
 @pytest.mark.parametrize("microbatch_size", [None, 4])
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
-def test_batches_that_reach_no_trained_parameter_have_no_gradient(engine: Any, microbatch_size: int | None):
+@pytest.mark.parametrize("parts", PARTS)
+def test_batches_that_reach_no_trained_parameter_have_no_gradient(parts: str, engine: Any, microbatch_size: int | None):
     torch.manual_seed(0)
     plan, model = make_plan(noise_multiplier=0.0), OneExpert()
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine, microbatch_size=microbatch_size, norm_bins=4)
+    options: dict[str, Any] = {"engine": engine, "microbatch_size": microbatch_size} | PARTS[parts]
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, **options)
     x, y = torch.randn(8, 5).clamp(max=1.9), torch.zeros(8, dtype=torch.int64)
     reached = x.clone()
     reached[0, 0] = 3.0
@@ -190,3 +203,22 @@ def test_batches_that_reach_no_trained_parameter_have_no_gradient(engine: Any, m
         assert (float(gradient["expert.weight"].norm()) > 0) == bool(least)
         assert gradient.norm_distribution is not None
         assert float(gradient.norm_distribution.shares[0]) * 8 >= 8 - least - 1e-6
+
+
+class Shift(Preconditioner):
+    """A public shift of each gradient."""
+
+    source = "a constant"
+
+    def transform(self, step: int, *, parameters: Mapping[str, Tensor], **_: Any) -> Transform:
+        return Transform({}, shift={"expert.weight": torch.full_like(parameters["expert.weight"], 0.01)})
+
+
+def test_examples_without_a_gradient_are_shifted_as_all_others():
+    plan, model = make_plan(noise_multiplier=0.0), OneExpert()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=Shift())
+    x, y = torch.full((8, 5), 3.0), torch.zeros(8, dtype=torch.int64)
+    draws = plan.batches(make_data())
+    private_grad(pg.Batch((x, y), 8, next(draws).sampling))
+    gradient = private_grad(pg.Batch((-x, y), 8, next(draws).sampling))
+    torch.testing.assert_close(gradient["expert.weight"], torch.full((3, 5), 0.01))

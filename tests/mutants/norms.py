@@ -126,7 +126,7 @@ NORMS = [
         "slots that forget examples without a gradient",
         rows_left_out,
         "test_experts.test_batches_that_reach_no_trained_parameter_have_no_gradient",
-        {"engine": "factored", "microbatch_size": None},
+        {"parts": "plain", "engine": "factored", "microbatch_size": None},
     ),
     Mutant(
         "slots of a norm that is not that of the contribution",

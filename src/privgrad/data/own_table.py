@@ -7,6 +7,7 @@ of a person are in one row of the data set, and neither the codes of a row nor i
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -207,7 +208,7 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
         raise where.wrong(
             "unit", "to be a text or bytes", described(unit), "give str(unit), the same for all rows of it"
         )
-    return _part_of(unit, split_key, test_share, validation_share)
+    return _part_of(person_of(unit) if isinstance(unit, str) else unit, split_key, test_share, validation_share)
 
 
 def _part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:
@@ -248,8 +249,11 @@ def key_of_row(texts: Sequence[str]) -> str:
 
 
 def person_of(text: str) -> str:
-    """Return the name of a unit from the text of its column: "7" for "7.0". `own_images` also calls it."""
-    return _WHOLE.sub(r"\1", text.strip())
+    """Return the name of a unit from the text of its column: "7" for "7.0". `own_images` also calls it.
+
+    Texts that Unicode holds to be equal have one name.
+    """
+    return _WHOLE.sub(r"\1", unicodedata.normalize("NFC", text).strip())
 
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:

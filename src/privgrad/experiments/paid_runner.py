@@ -188,9 +188,15 @@ def _select(spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Prog
         tried.append((record["validation_accuracy"], -number, record, model))
     _, number, record, model = max(tried, key=lambda one: one[:2])
     folder = out / "runs" / record["folder"]
-    shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=_copied)
     method = next(one for one in spec.methods if one.name == record["method"])
     _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, place)
+
+
+def _copied(source: str, target: str) -> None:
+    """Copy a file with its mode, and with a time of its own."""
+    shutil.copyfile(source, target)
+    shutil.copymode(source, target)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -205,10 +211,12 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
     chosen = [secrets.randbelow(count) for _ in range(number)]
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # the number of trainings is secret, and so are the scores of those that were not chosen
     complete = path.with_suffix(f".{os.getpid()}")
     complete.write_text(f"{json.dumps(chosen)}\n")
     with suppress(FileExistsError):  # another process was first
         os.link(complete, path)
+    complete.unlink()
     return json.loads(path.read_text().splitlines()[0])
 
 

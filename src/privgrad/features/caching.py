@@ -44,7 +44,7 @@ def cache(
     Args:
         extractor: an extractor.
         rows: shape (n, ...), texts, or a data set of rows, or of tuples that begin with a row.
-        folder: created if needed, readable by its owner only. None: nothing is stored.
+        folder: created if needed. Its files are readable by their owner only. None: nothing is stored.
         dtype: float32, or float16 for half the space.
         block: number of rows between two writes, >= 1. A folder keeps its own.
         progress: whether to show a progress bar.
@@ -191,6 +191,7 @@ class _Folder:
         if self.values is None:
             header = {"format": _FORMAT, **self.facts, "width": features.shape[1], "block": size}
             partial = self.place / f"{_HEADER}.partial"
+            partial.touch(mode=0o600)
             partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
             partial.replace(self.place / _HEADER)
             self.block = size
@@ -216,6 +217,7 @@ _REMEDY = "delete the folder to compute the features again, or give another fold
 @contextmanager
 def _locked(place: Path) -> Generator[IO[str]]:
     """Open the list of finished blocks, for this process only."""
+    (place / _BLOCKS).touch(mode=0o600)  # hashes of rows, and their number
     with (place / _BLOCKS).open("a+", encoding="utf-8") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of
 
 Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
 
-PRIVATE_MOMENT = "private second moment, charged on the ledger"
+PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"
 
 
 class Whitened(Extractor):

@@ -238,7 +238,7 @@ class ClippingAccumulator:
             for device in filter(torch.is_autocast_enabled, self._devices):
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
-            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, self._scales)
+            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, self._scales, tuple(self._like))
         if padded:
             counted = slice(rows - padded)
             kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
@@ -369,8 +369,12 @@ def _add_clipped(
     clip: Clipping,
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
+    names: Sequence[str],
 ) -> RawClipping:
-    """Clip one chunk of gradients and add it to `sums`; return its norms and factors."""
+    """Clip one chunk of gradients and add it to `sums`; return its norms and factors.
+
+    The rule gets a norm for each of `names`, which is 0 for parameters that no example of the chunk reaches.
+    """
     norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
     nonfinite, apart = 0, list[tuple[Tensor, RawClipping]]()
     if not math.isfinite(float(norms.joint_B.sum())):  # if the sum is finite, so is every norm
@@ -380,20 +384,20 @@ def _add_clipped(
         norms = _Norms((name, torch.where(finite_B, each_B, 0.0)) for name, each_B in norms.items())
         nonfinite = int((~finite_B).sum())
     norm_B = norms.joint_B
-    factors = _factors(clip, norms, max_grad_norm)
+    factors = _factors(clip, norms, max_grad_norm, names)
     terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
     if canceling_B is not None and bool(canceling_B.any()):
         # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
         few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()), norm_B)
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
             alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
-            apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales)))
+            apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales, names)))
         chunk = {name: factor.mask(~canceling_B) for name, factor in chunk.items()}
         norms, terms = (
             _Norms((name, torch.where(canceling_B, 0.0, each_B)) for name, each_B in found.items())
             for found in (norms, terms)
         )
-        factors = _factors(clip, norms, max_grad_norm)
+        factors = _factors(clip, norms, max_grad_norm, names)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
     if nonfinite < len(norm_B):  # where a computed weight is not finite, no gradient is, and zero times NaN is NaN
         sums.add(chunk, factors, terms)
@@ -406,11 +410,16 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
-def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """Return the rule's factors; refuse a user's rule whose factors depend on other examples.
+def _factors(
+    clip: Clipping, found: Mapping[str, Tensor], max_grad_norm: float, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the factors of the norms that were found; refuse a user's rule whose factors depend on other examples.
 
     The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
     """
+    norms, missing = found, [name for name in names if name not in found]
+    if missing:
+        norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
     factors = _answer(clip, norms, max_grad_norm)
     half = len(next(iter(norms.values()))) // 2
     if type(clip) not in (Flat, Automatic, PerLayer) and half > 0:
@@ -424,7 +433,7 @@ def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) 
                 remedy = "use no maxima, means or quantiles of the batch"
                 got = "factors that change with the rest of the batch"
                 raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
-    return factors
+    return {name: factors[name] for name in found} if missing else factors
 
 
 def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:

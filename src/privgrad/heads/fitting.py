@@ -26,6 +26,7 @@ from privgrad.errors import SamplingError, described, expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
 from privgrad.heads.head import Head, Target, declared, images_of, privacy_of
+from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
@@ -131,6 +132,10 @@ def fit_head(
             raise expected("fit_head", "output_dir", "to be given with a budget", None, remedy)
         place.parent.mkdir(parents=True, exist_ok=True)
         ledger = budget.open_ledger(place, plan)
+    held = ledger
+    if held is None and place is not None and place.exists() and place.stat().st_size:
+        held = Ledger(place, read_only=True)
+    is_finished = held is not None and held.next_step >= plan.steps
     try:
         private_grad = PrivateGradient(
             model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
@@ -139,6 +144,12 @@ def fit_head(
     finally:
         if ledger is not None:
             ledger.close()
+    if is_finished:
+        warnings.warn(
+            f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not used: "
+            "give another folder to train on other rows",
+            stacklevel=2,
+        )
     privacy, shape = privacy_of(plan, result.ledger), images_of(extractor)
     return Head(model, target, extractor, privacy=privacy, image_shape=shape, result=result)
 

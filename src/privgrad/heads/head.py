@@ -376,7 +376,8 @@ def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
     # A commitment's name may be a path of the machine.
     facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "commitment"}
-    return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+    budget = {} if ledger.commitment is None else {"budget": ledger.budget}
+    return {**facts, **budget, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
 
 
 def _is_saved(place: Path) -> bool:

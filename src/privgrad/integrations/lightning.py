@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -145,6 +145,9 @@ class PrivateStrategy(SingleDeviceStrategy):
             remedy = "give trainer.fit the training data as strategy.batches(train_set)"
             raise expected("PrivateStrategy", "batch", "to be a Batch", type(batch).__name__, remedy, SamplingError)
         self._further = further
+        if (steps := cast(LightningModule, self.lightning_module).trainer.max_steps) != self._plan.steps:
+            condition, remedy = f"to stay at the plan's {self._plan.steps}", "leave out searches for a learning rate"
+            raise expected("PrivateStrategy", "max_steps of the Trainer", condition, steps, remedy)
         with self.precision_plugin.train_step_context():
             self.private_step.release(batch)
         return torch.full((), torch.nan, device=self.root_device)
@@ -238,6 +241,9 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
     if devices != 1:
         remedy = "set devices=1, or use fit with PrivateGradient(processes=...)"
         raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
+    if any(isinstance(one, LearningRateFinder) for one in cast("Any", trainer).callbacks):
+        remedy = "leave it out: its steps would be charged; give optimizers of privgrad a noise_step"
+        raise expected("PrivateStrategy", "callbacks", "to hold no LearningRateFinder", "a LearningRateFinder", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "accumulate_grad_batches": 1,

@@ -144,6 +144,8 @@ class Passes:
 
     def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
         """Return the displacements radius g_i / |g_i|, where |g_i| is the norm over all parameters."""
+        if not first:  # no example reaches a trainable parameter
+            return Displacements({}, torch.zeros(0))
         parameters = trainable(self._model)
         # Write out gradients that were pulled through a parametrization: they are needed more than once.
         first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
@@ -231,7 +233,10 @@ class Passes:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))
             first = backward(losses, capture.taps)
-            along = self.displacements_of(self._collected(losses, capture, first.detached), radius)
+            found = self._collected(losses, capture, first.detached)
+            if not found:
+                return {}, Displacements({}, torch.zeros(0))
+            along = self.displacements_of(found, radius)
             grads, terms = curvature(first, along)
         return self._collected(losses, capture, grads, terms), along
 
