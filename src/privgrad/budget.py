@@ -381,7 +381,7 @@ class Budget:
         """
         if self._head and not file.went_through(self._head):
             condition, remedy = "to hold all lines that it held before", "restore the file from its newest copy"
-            raise expected("Budget", f"{self.path}", condition, "other or fewer lines", remedy)
+            raise expected("Budget", f"{self.path}", condition, f"the last line {file.head or None}", remedy)
 
 
 def _signed(by: str | None) -> tuple[str, str]:
