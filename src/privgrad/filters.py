@@ -66,6 +66,8 @@ class LinearFilter:
                 remedy += "; if a is in scipy's form, leave out its leading 1"
             raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
         self._matrix, self._entry = _companion(self._b, self._a)
+        # One mean of the last output and the gradient, as EMA: one pass over the numbers less.
+        self._is_mean = len(self._a) == len(self._b) == 1 and math.isclose(self._b[0], 1 + self._a[0])
         self._require_correction()
         self._restart()
 
@@ -81,12 +83,16 @@ class LinearFilter:
         return own
 
     def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
-        """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
+        """Return the filtered gradient, and move on by one step. Users call it."""
+        return self.moved_on(gradient, in_place=False)
+
+    def moved_on(self, gradient: NoisyGradient, *, in_place: bool) -> NoisyGradient:
+        """Do the same; PrivateGradient calls it. With `in_place`, the gradient may be overwritten: nobody holds it."""
         self._require(gradient)
         self._last = weakref.ref(gradient)
         given_spread = self._follow(gradient.noise_memory)
         correction, spread = self._moved_on()
-        values = {name: self._moved(name, gradient, correction, given_spread) for name in gradient}
+        values = {name: self._moved(name, gradient, correction, given_spread, in_place=in_place) for name in gradient}
         given, share = gradient.noise_std, spread / abs(correction) / given_spread
         stds = given * share if isinstance(given, float | int) else {name: given[name] * share for name in gradient}
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
@@ -96,7 +102,8 @@ class LinearFilter:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the recursion, for a checkpoint."""
         states = {name: [value.clone() for value in values] for name, values in self._states.items()}
-        return {"states": states, "ones": self._ones, "covariance": self._covariance, "noise": self._noise}
+        noise = {"covariance": self._covariance, "noise": self._noise, "units": dict(self._units)}
+        return {"states": states, "ones": self._ones, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -108,8 +115,8 @@ class LinearFilter:
         try:
             ones, covariance, (coefficients, step, stream) = state["ones"], state["covariance"], state["noise"]
             states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
-            size = order + len(coefficients) - 1
-            fits = (ones.shape, covariance.shape) == ((order,), (size, size))
+            units, size = dict(state["units"]), order + len(coefficients) - 1
+            fits = units.keys() == states.keys() and (ones.shape, covariance.shape) == ((order,), (size, size))
             fits &= all(len(own) == order and len({value.shape for value in own}) == 1 for own in states.values())
             finite = all(
                 bool(value.isfinite().all()) for own in (*states.values(), (ones, covariance)) for value in own
@@ -121,7 +128,7 @@ class LinearFilter:
                 f"shapes {tuple(ones.shape)} and {tuple(covariance.shape)}" if finite else "NaN or inf"
             )
         self._ones, self._covariance, self._states = ones.clone(), covariance.clone(), states
-        self._noise, self._last = (tuple(coefficients), step, stream), None
+        self._noise, self._units, self._last = (tuple(coefficients), step, stream), units, None
 
     def _no_state(self, got: str) -> Exception:
         """Return the error for a state that this filter cannot continue from."""
@@ -143,6 +150,7 @@ class LinearFilter:
     def _restart(self) -> None:
         """Set the state to that before the first gradient."""
         self._states: dict[str, list[Tensor]] = {}  # by parameter
+        self._units: dict[str, float | Tensor] = {}  # of the states, by parameter
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
         # Of noise with memory: its coefficients, its last step and its stream.
@@ -208,33 +216,38 @@ class LinearFilter:
             raise expected(name, "gradient", condition, got, remedy)
         self.require_shapes({name: value.shape for name, value in gradient.items()})
 
-    def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float) -> Tensor:
+    def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float, *, in_place: bool) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
 
         The unit of a gradient is its noise_std over `spread`, the standard deviation of w.
 
-        The state z holds sums of past values: m = b_0 g / s + z_1, then z_i = b_i g / s - a_i m + z_{i+1}. The memory
-        of z_1 holds m and then the last z, so each pass moves the list on by one.
+        The state z holds sums of past values, times the last unit: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
+        The memory of z_1 holds m and then the last z, so each pass moves the list on by one. The state of a mean is m.
         """
         given, order, (b, a) = gradient[name], len(self._entry), _padded(self._b, self._a)
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
-        unit = _unit_of(gradient.noise_std_of(name) / spread)
-        if isinstance(unit, Tensor):
-            unit = unit.to(wide.dtype)
-            wide, by, unit = wide / unit, unit / correction, 1.0
-        else:
-            by = unit / correction
-        b = [value / unit for value in b]
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
-        out = torch.empty_like(wide)
-        for g, y, factor, *z in blocks(wide, out, by, *state):
+        unit = _unit_of(gradient.noise_std_of(name) / spread)
+        before = self._units.get(name, unit)
+        self._units[name] = unit
+        if isinstance(unit, Tensor) or isinstance(before, Tensor) or unit != before:
+            for value in state:
+                value.mul_(unit / before)
+        out = wide if in_place else torch.empty_like(wide)
+        if self._is_mean:
+            for g, y, m in blocks(wide, out, state[0]):
+                m.lerp_(g, b[0])
+                torch.mul(m, 1 / correction, out=y)
+            return out.to(given.dtype)
+        for g, y, *z in blocks(wide, out, *state):
             m = z[0].add_(g, alpha=b[0])
             for index in range(1, order):
                 _add(z[index].sub_(m, alpha=a[index]), g, b[index])
-            torch.mul(m, factor, out=y)
+            made = m / correction  # written last, because y may be g
             _add(m.mul_(-a[order]), g, b[order])
+            y.copy_(made)
         state.append(state.pop(0))
         return out.to(given.dtype)
 

@@ -469,7 +469,8 @@ class PrivateGradient:
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
-            gradient = gradient if self._filter is None else self._filter(gradient)
+            if self._filter is not None:
+                gradient = self._filter.moved_on(gradient, in_place=not self._observers)
         return replace(gradient, tensors=processes.shard_like(gradient, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:

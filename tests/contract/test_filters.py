@@ -340,6 +340,26 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(how: str):
     assert torch.equal(before["states"]["p"][0], after["states"]["p"][0])
 
 
+def test_a_gradient_that_nobody_holds_is_overwritten_by_the_same_values():
+    torch.manual_seed(0)
+    for kind in FILTERS.values():
+        one, other = kind(), kind()
+        for _ in range(4):
+            given = NoisyGradient({"p": torch.randn(70_000), "q": torch.randn(3).bfloat16()}, 0.1)
+            copied = NoisyGradient({name: value.clone() for name, value in given.items()}, 0.1)
+            kept, moved = one(given), other.moved_on(copied, in_place=True)
+            assert all(torch.equal(kept[name], moved[name]) for name in kept)
+
+
+def test_a_gradient_that_is_observed_stays_as_it_was_released():
+    plan, seen = make_plan(), list[Any]()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, filter=filters.EMA(0.2))
+    private_grad.register_raw_observer(lambda step: seen.append((step.released, step.released["0.weight"].clone())))
+    for batch in itertools.islice(plan.batches(make_data()), 3):
+        private_grad(batch)
+    assert all(torch.equal(gradient["0.weight"], before) for gradient, before in seen)
+
+
 def test_a_filter_can_be_copied_and_pickled():
     own = filters.EMA(0.1)
     own(NoisyGradient({"p": torch.ones(3)}, 0.1))
