@@ -498,6 +498,11 @@ def test_statistics_of_private_rows_are_found(tmp_path: Path):
             pg.PrivacyError, match="share at most 15 rows with the public rows of the extractor, got at"
         ):
             call()
+    as_bytes = (private * 255).round().to(torch.uint8)
+    of_bytes = ft.Whitened(ft.Hog(places=(2,)), as_bytes[:30] / 255, source="public, so they say")
+    for same in (as_bytes, as_bytes.double() / 255):
+        with pytest.raises(pg.PrivacyError, match="share at most 15 rows"):
+            ft.cache(of_bytes, same, progress=False)
     within = ft.join(ft.Hog(), ft.Patches(private, size=3, filters=4, source="public, so they say"))
     with pytest.raises(pg.PrivacyError, match="share at most 40 rows"):
         ft.cache(within, private, progress=False)

@@ -52,9 +52,11 @@ class Public:
 def marks_of(rows: Rows) -> Tensor:
     """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes.
 
-    A text has the hash of its row of bytes, see `text_rows`, unless the row is cut.
+    Numbers are compared as an extractor takes them: bytes divided by 255, and in float32. A text has the hash of its
+    row of bytes, see `text_rows`, unless the row is cut.
     """
     if isinstance(rows, Tensor):
+        rows = rows / 255 if rows.dtype == torch.uint8 else rows.float() if rows.is_floating_point() else rows
         flat = rows.detach().cpu().contiguous().flatten(1)
         contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
         contents = [content.rstrip(b"\0") for content in contents] if rows.dtype == torch.int8 else contents
