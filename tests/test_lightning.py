@@ -21,7 +21,12 @@ from scripts import example, how_it_ended, kill_again_and_again
 pytest.importorskip("lightning")
 from lightning import pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 
 from privgrad.integrations.lightning import PrivateStrategy
 
@@ -285,6 +290,12 @@ def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[
         match=f"to (leave the private step|leave batches as they|train on one device, got devices=2).*; {remedy}",
     ):
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
+
+
+def test_a_search_for_the_rate_is_refused_before_it_spends_steps(tmp_path: Path):
+    trainer = make_trainer(tmp_path, planned(), callbacks=[LearningRateFinder()])
+    with pytest.raises(pg.PrivacyError, match="to hold no LearningRateFinder"):
+        fit(trainer, Classifier())
 
 
 def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):

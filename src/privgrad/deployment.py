@@ -234,8 +234,8 @@ def _covers(record: Ledger | Budget, held: Ledger) -> bool:
     """Return whether the statement on a record counts the releases of a ledger."""
     if isinstance(record, Budget):
         own = next((one for one in record.commitments if one.name == held.commitment), None)
-        apart = own is None or (own.ledger is not None and held.path is not None and own.ledger not in f"{held.path}")
-        return held.budget == record.path.name and not apart
+        is_there = own is not None and (own.ledger is None or held.path is None or held.path.is_relative_to(own.ledger))
+        return held.budget == record.path.name and is_there
     return record is held or (record.path is not None and record.path == held.path)
 
 

@@ -32,7 +32,7 @@ class LinearFilter:
     changes, for instance with C, each gradient counts in units of its own noise. So gradients of a larger C, which are
     longer and noisier, do not outweigh those that follow.
 
-    `noise_std` of the output is that of y_t, exactly: s_t times the root of the sum of h_k^2, over |c_t|, where h is the
+    `noise_std` of the output is that of y_t, exactly: s_t times the root of the sum of h_k^2, over |c_t|. Here h is the
     response of m to a single gradient. This holds from the first step, and for noise that changes over time, except
     between none and some. `noise_gain` of the output says how much farther the sum of the outputs spreads than that of
     independent noise of this size. For noise with memory, s_t is its unit, the noise of w = 1, and h is the response of
