@@ -209,25 +209,26 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
             "This costs no privacy if no private data were used for it. Nothing else checks this.",
         )
     if known:
-        written = [held.path.with_name("checkpoint.pt") for held in known if held.path is not None]
-        written = [path for path in written if path.exists()]
-        if written and not any(_is_of(model, checkpoint) for checkpoint in written):
-            condition = f"to have the weights of {' or '.join(map(str, written))}"
-            remedy = "save the model as its training left it, or say in post_processing what changed the weights"
-            raise expected("save", "model", condition, "different weights", remedy)
         said = "The process that trained the model with this record saved its weights."
-        if not written:
-            return (f"{said} Nothing but the word of the person who saved them says that nothing changed them since.",)
-        return (f"{said} They are those of the checkpoint that was written with it.",)
-    paths = [record.path for record in records if isinstance(record, Ledger) and record.path is not None]
-    checkpoints = [path.with_name("checkpoint.pt") for path in paths if path.with_name("checkpoint.pt").exists()]
-    if not checkpoints:
-        return ("Nothing but the word of the person who saved these weights ties them to this record.",)
-    if not any(_is_of(model, checkpoint) for checkpoint in checkpoints):
+        remedy = "save the model as its training left it, or say in post_processing what changed the weights"
+        if _is_at_checkpoint(model, [held.path for held in known], remedy):
+            return (f"{said} They are those of the checkpoint that was written with it.",)
+        return (f"{said} Nothing but the word of the person who saved them says that nothing changed them since.",)
+    paths = [record.path for record in records if isinstance(record, Ledger)]
+    remedy = "give the ledger of this model's training, or say in post_processing what changed the weights"
+    if _is_at_checkpoint(model, paths, remedy):
+        return ("The weights are those of the checkpoint that was written with this record.",)
+    return ("Nothing but the word of the person who saved these weights ties them to this record.",)
+
+
+def _is_at_checkpoint(model: nn.Module, ledgers: Sequence[Path | None], remedy: str) -> bool:
+    """Return whether checkpoints lie beside ledgers; raise PrivacyError unless the model has the weights of one."""
+    beside = [path.with_name("checkpoint.pt") for path in ledgers if path is not None]
+    checkpoints = [path for path in beside if path.exists()]
+    if checkpoints and not any(_is_of(model, checkpoint) for checkpoint in checkpoints):
         condition = f"to have the weights of {' or '.join(map(str, checkpoints))}"
-        remedy = "give the ledger of this model's training, or say in post_processing what changed the weights"
         raise expected("save", "model", condition, "different weights", remedy)
-    return ("The weights are those of the checkpoint that was written with this record.",)
+    return bool(checkpoints)
 
 
 def _covers(record: Ledger | Budget, held: Ledger) -> bool:
