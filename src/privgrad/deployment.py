@@ -222,7 +222,7 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
 
 
 def _is_at_checkpoint(model: nn.Module, ledgers: Sequence[Path | None], remedy: str) -> bool:
-    """Return whether checkpoints lie beside ledgers; raise PrivacyError unless the model has the weights of one."""
+    """Return whether checkpoints lie next to ledgers; raise PrivacyError unless the model has the weights of one."""
     beside = [path.with_name("checkpoint.pt") for path in ledgers if path is not None]
     checkpoints = [path for path in beside if path.exists()]
     if checkpoints and not any(_is_of(model, checkpoint) for checkpoint in checkpoints):
