@@ -23,20 +23,20 @@ COUNTS = torch.tensor([0, 500, 100, 10, 1, 0])
 
 
 def test_frequencies_are_the_papers_formula():
-    scales = frequencies(COUNTS, parameter="w", dim=1, source="test", cap=1e3, division=50.0)
+    scales = frequencies(COUNTS, parameter="w", dim=1, source="test", provenance="public data", cap=1e3, division=50.0)
     f = (COUNTS.numpy() + 0.1) / 611 + 1e-10
     r = np.minimum(1e3, f.max() / f) / 50
     assert scales["w"].shape == (1, 6)
     np.testing.assert_allclose(scales["w"][0].numpy(), 1 / r, rtol=1e-12)
     assert (scales.provenance, scales.source) == ("public data", "test")
-    assert frequencies(COUNTS, parameter="w", dim=0, source="test")["w"].shape == (6, 1)
+    assert frequencies(COUNTS, parameter="w", dim=0, source="test", provenance="public data")["w"].shape == (6, 1)
 
 
 def test_a_power_of_frequencies_shrinks_the_ratios():
     def scales(**options: Any) -> Any:
-        return frequencies(COUNTS, parameter="w", dim=1, source="test", cap=1e3, division=50.0, **options)["w"][
-            0
-        ].numpy()
+        return frequencies(
+            COUNTS, parameter="w", dim=1, source="test", provenance="public data", cap=1e3, division=50.0, **options
+        )["w"][0].numpy()
 
     f = (COUNTS.numpy() + 0.1) / 611 + 1e-10
     for power in (0.1, 0.5):
@@ -46,14 +46,16 @@ def test_a_power_of_frequencies_shrinks_the_ratios():
 
 
 def test_by_rank_has_two_levels():
-    scales = by_rank(COUNTS, parameter="w", dim=1, source="test", frequent=2, multiplier=20.0)
+    scales = by_rank(COUNTS, parameter="w", dim=1, source="test", provenance="public data", frequent=2, multiplier=20.0)
     torch.testing.assert_close(scales["w"][0], torch.tensor([0.05, 1, 1, 0.05, 0.05, 0.05]).double())
 
 
 def test_by_rank_needs_as_many_features_as_are_frequent():
-    assert by_rank(COUNTS, parameter="w", dim=1, source="test", frequent=6)["w"].tolist() == [[1.0] * 6]
+    assert by_rank(COUNTS, parameter="w", dim=1, source="test", provenance="public data", frequent=6)["w"].tolist() == [
+        [1.0] * 6
+    ]
     with pytest.raises(pg.PrivacyError, match="frequent to be at most 6"):
-        by_rank(COUNTS, parameter="w", dim=1, source="test")
+        by_rank(COUNTS, parameter="w", dim=1, source="test", provenance="public data")
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "matrix", "tensor", "torch coo", "torch csc"])
@@ -69,7 +71,7 @@ def test_tfidf_sums_over_documents(kind: str):
         "torch csc": torch.from_numpy(weights).to_sparse_csc(),
     }
     given = kinds[kind]
-    scales = tfidf(given, parameter="w", dim=0, source="test", special=(0,))
+    scales = tfidf(given, parameter="w", dim=0, source="test", provenance="public data", special=(0,))
     np.testing.assert_allclose(scales["w"][:, 0].numpy(), [100, 1 / 7.5, 1 / 2], rtol=1e-6)
 
 
@@ -87,13 +89,13 @@ def test_tfidf_sums_over_documents(kind: str):
 )
 def test_weights_that_are_none_are_refused(weights: Any, special: tuple[int, ...], message: str):
     with pytest.raises(pg.PrivacyError, match=f"^tfidf: expected .*{message}"):
-        tfidf(weights, parameter="w", dim=0, source="test", special=special)
+        tfidf(weights, parameter="w", dim=0, source="test", provenance="public data", special=special)
 
 
 def test_with_scikit_learns_weights():
     text = pytest.importorskip("sklearn.feature_extraction.text")
     weights = text.TfidfVectorizer().fit_transform(["a rare word", "another word", "word by word"])
-    scales = tfidf(weights, parameter="weight", dim=1, source="three documents")
+    scales = tfidf(weights, parameter="weight", dim=1, source="three documents", provenance="public data")
     model = torch.nn.Linear(weights.shape[1], 2)
     plan = pg.PrivacyPlan(
         sample_rate=1.0, steps=1, expected_batch_size=3, noise_multiplier=1.0, max_grad_norm=1.0, num_examples=3
@@ -128,7 +130,7 @@ def test_with_scikit_learns_weights():
     ],
 )
 def test_counts_out_of_range_are_refused(counts: torch.Tensor, options: dict[str, Any], message: str):
-    given: dict[str, Any] = {"parameter": "w", "dim": 1, "source": "test"} | options
+    given: dict[str, Any] = {"parameter": "w", "dim": 1, "source": "test", "provenance": "public data"} | options
     with pytest.raises(pg.PrivacyError, match=message):
         frequencies(counts, **given)
 
@@ -333,3 +335,9 @@ def test_the_report_tells_groups_by_method(tmp_path: Any):
     told = metadata_of(spec, records, tmp_path, command="")
     assert told["plan"]["group_size"] == "1"
     assert "sensitivity" not in write_report(records, told, tmp_path).read_text()
+
+
+@pytest.mark.parametrize("function", [frequencies, by_rank, tfidf])
+def test_provenance_has_no_default(function: Any):
+    with pytest.raises(TypeError, match="'provenance'"):
+        function(COUNTS, parameter="w", dim=1, source="test")

@@ -30,7 +30,7 @@ def frequencies(
     parameter: str,
     dim: int,
     source: str,
-    provenance: Provenance = "public data",
+    provenance: Provenance,
     cap: float = 1e4,
     division: float = 100.0,
     power: float = 1.0,
@@ -44,7 +44,8 @@ def frequencies(
         parameter: name of the parameter that the scales are for.
         dim: dimension of the parameter that runs over features: 1 for the weight of a Linear, 0 for an embedding table.
         source: the data that was counted, in a few words; recorded.
-        provenance: see `Scales`.
+        provenance: "public data", "common knowledge" or "private-derived"; see `Scales`. There is no default: the
+            privacy guarantee rests on it.
         cap: largest ratio, >= 1.
         division: divisor of the ratio, > 0. With 1, the most frequent feature has the scale 1.
         power: exponent of the ratio, in [0, 1]; the paper's is 1. On our texts 0.1 was as good as no scales, and each
@@ -75,7 +76,7 @@ def by_rank(
     parameter: str,
     dim: int,
     source: str,
-    provenance: Provenance = "public data",
+    provenance: Provenance,
     frequent: int = 100,
     multiplier: float = 20.0,
 ) -> Scales:
@@ -115,7 +116,7 @@ def tfidf(
     parameter: str,
     dim: int,
     source: str,
-    provenance: Provenance = "public data",
+    provenance: Provenance,
     special: tuple[int, ...] = (),
 ) -> Scales:
     """Compute scales from the TF-IDF weights of documents: small for features with a large total weight.

@@ -37,7 +37,8 @@ class DataSet:
             groups of counts; () groups classes of equal count. None: results are not grouped.
         vocabulary: for inputs that are ids of words or tokens: ids are in [0, vocabulary).
         public_counts: how often each id occurs in text outside of all examples, shape (vocabulary,).
-        counts_provenance: "private-derived" if public_counts also counts the examples, NOT private.
+        counts_provenance: the provenance of public_counts, as in `Scales`: "private-derived" if they also count the
+            examples, NOT private. None if there are no counts.
         score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.
@@ -67,7 +68,7 @@ class DataSet:
     public: TensorDataset | None = None
     other_public: TensorDataset | None = None
     score: Literal["accuracy", "recall@5"] | None = "accuracy"
-    counts_provenance: Provenance = "public data"
+    counts_provenance: Provenance | None = None
     split: Literal["size", "unit"] = "size"
     by_person: bool = False
     pixel_range: tuple[float, float] | None = None
@@ -95,6 +96,7 @@ def split(
     frequency_edges: tuple[int, ...] | None = None,
     vocabulary: int | None = None,
     public_counts: Tensor | None = None,
+    counts_provenance: Provenance | None = None,
     score: Literal["accuracy", "recall@5"] = "accuracy",
     pixel_range: tuple[float, float] | None = None,
 ) -> DataSet:
@@ -109,6 +111,7 @@ def split(
         frequency_edges: as in DataSet.
         vocabulary: as in DataSet.
         public_counts: as in DataSet.
+        counts_provenance: as in DataSet.
         score: as in DataSet.
         pixel_range: as in DataSet.
     Raises:
@@ -129,6 +132,7 @@ def split(
         frequency_edges=frequency_edges,
         vocabulary=vocabulary,
         public_counts=public_counts,
+        counts_provenance=counts_provenance,
         score=score,
         pixel_range=pixel_range,
     )

@@ -133,6 +133,7 @@ def debian_tags(
         num_classes=len(tags),
         vocabulary=len(ids) + 1,
         public_counts=counts,
+        counts_provenance="public data",
         score="recall@5",
     )
     return replace(loaded, other_public=TensorDataset(*_tagged(other, ids, tags, length))) if other else loaded
@@ -195,6 +196,7 @@ def debian_maintainers(
         input_shape=tuple(inputs.shape[1:]),
         vocabulary=len(ids) + 1,
         public_counts=counts,
+        counts_provenance="public data",
         score="recall@5",
     )
 

@@ -204,6 +204,7 @@ class _Features:
             num_classes=2,
             vocabulary=self._size,
             public_counts=self._counts,
+            counts_provenance="public data",
         )
 
     def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:

@@ -59,7 +59,11 @@ def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
 def require_synthetic(kind: Synthetic, data: DataSet) -> None:
     """Raise PrivacyError unless synthetic examples of this kind have the form of the data's inputs."""
     if kind == "words":
-        if data.public_counts is None or data.counts_provenance == "private-derived" or len(data.input_shape) != 1:
+        if (
+            data.public_counts is None
+            or data.counts_provenance in (None, "private-derived")
+            or len(data.input_shape) != 1
+        ):
             remedy = "choose data with counts of words in public text, or take public examples"
             raise _unsuited("to be texts with public word counts", data, remedy)
     elif data.pixel_range is None or not _are_square_images(data):
