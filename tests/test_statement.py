@@ -68,6 +68,12 @@ def test_the_attack_bound_grows_with_the_releases_and_ends_at_its_limits():
 
 
 @pytest.mark.filterwarnings("ignore:sampling")
+def test_a_delta_that_allows_to_publish_a_row_is_named():
+    ledger, words = trained(), "This delta is above 1 / 32."
+    assert words not in str(statement([ledger]))
+    assert words in str(statement([ledger], delta=0.04))
+
+
 def test_what_weakens_the_protection_is_said_first():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "would satisfy differential privacy .* A seed produced the noise"),
