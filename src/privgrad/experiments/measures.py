@@ -230,5 +230,7 @@ def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[st
         labels = labels[labels != NO_LABEL]
         counts = torch.bincount(labels, minlength=data.num_classes)
         edges = data.frequency_edges or None
-        measured["raw_groups"] = by_frequency(*outcomes(model, data.train, data), labels, counts, edges=edges)
+        if held_out is not data.train or data.by_person:
+            losses, scores = outcomes(model, data.train, data)
+        measured["raw_groups"] = by_frequency(losses, scores, labels, counts, edges=edges)
     return measured
