@@ -1,7 +1,9 @@
 """Ways in which the fast engine could be fooled, each tried: the bound holds, or the model is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_rules import losses_of
@@ -231,3 +233,45 @@ def test_nothing_private_stays_in_attributes_however_deep():
         private_grad(first_batch(private_grad.plan, make_data()))
     assert model.mean.tolist() == [0, 0, 0]
     assert model.seen == {"outputs": []}
+
+
+class WritesInto(nn.Module):
+    """Counts rows in a tensor that it reaches through a container, or in a numpy array."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.scale, self.way = nn.Linear(5, 3), nn.Parameter(torch.zeros(3), requires_grad=False), way
+        self.register_buffer("counts", torch.zeros(3))
+        tensor = {"a buffer": self.counts, "a parameter": self.scale}.get(way, torch.zeros(3))
+        held: dict[str, Any] = {"an array": np.zeros(3), "a dict": {"x": [tensor]}, "a tuple": ({"x": tensor},)}
+        self.held = held.get(way, [tensor])
+
+    @property
+    def written(self) -> Any:
+        """What the forward pass writes to."""
+        if self.way == "an array":
+            return self.held
+        held = self.held[0] if self.way != "a dict" else self.held["x"][0]
+        return held["x"] if self.way == "a tuple" else held
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x) + self.scale
+        if self.way == "a write that autograd sees":
+            self.written.add_(h.mean(0))
+        else:
+            (self.written.data if isinstance(self.written, Tensor) else self.written)[:] += len(x)
+        return h
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize(
+    "way", ["a list", "a dict", "a tuple", "an array", "a buffer", "a parameter", "a write that autograd sees"]
+)
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_nothing_private_stays_in_what_containers_hold(way: str, engine: Any):
+    model, plan = WritesInto(way), make_plan()
+    private_grad = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), plan, engine=engine)
+    with pytest.warns(UserWarning, match="the forward pass changed held of the model"):
+        private_grad(first_batch(plan, make_data()))
+    assert model.written.tolist() == [0, 0, 0]
+    assert not getattr(model.written, "requires_grad", False)

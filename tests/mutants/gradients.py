@@ -444,6 +444,10 @@ def nothing_undone(patch: Patch) -> None:
     everywhere(patch, module_state.preserved, wrong)
 
 
+def contents_left(patch: Patch) -> None:
+    patch.setattr(module_state, "_restore", lambda *_: False)
+
+
 NOT_ALONE = "to match the gradients of single examples, got a difference"
 CLIPPING = [
     Mutant(
@@ -859,5 +863,11 @@ GRADIENTS = [
         "private tensors left on modules",
         nothing_undone,
         "test_attacks.test_nothing_private_stays_in_attributes_however_deep",
+    ),
+    Mutant(
+        "private values left in tensors that containers hold",
+        contents_left,
+        "test_attacks.test_nothing_private_stays_in_what_containers_hold",
+        {"way": "a tuple", "engine": "factored"},
     ),
 ]

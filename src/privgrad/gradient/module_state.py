@@ -14,6 +14,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -23,6 +24,8 @@ from privgrad.errors import expected
 from privgrad.types import LossFunction
 
 _CONTAINERS = (dict, list, set, deque)
+# Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
+_REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
 
 
 _ABSENT = object()
@@ -142,8 +145,8 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
     """Undo the changes that a forward pass makes to the modules, and warn about them.
 
-    It restores attributes that were set, tensors that were written to, and containers that were filled. `probes` and
-    both engines call it around each forward pass.
+    It restores attributes that were set, containers that were filled, and tensors and numpy arrays that were written
+    to, in attributes and in containers at any depth. `probes` and both engines call it around each forward pass.
 
     Args:
         model: the module; its submodules are included.
@@ -156,9 +159,9 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         elsewhere (globals, closures, objects of your own classes) is out of reach.
     """
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(prefix=path))
-    before = [(path, vars(module), dict(vars(module)), _contents(vars(module), but)) for path, module in modules]
+    before = [(path, vars(module), dict(vars(module)), *_contents(vars(module), but)) for path, module in modules]
     copies: dict[int, Tensor] = {}
-    for _, now, attributes, _ in before:
+    for _, now, attributes, _, _ in before:
         for name, value in attributes.items():
             if isinstance(value, Tensor):
                 now[name] = copies[id(value)] = value.clone()
@@ -166,7 +169,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         yield
     finally:
         changed: list[str] = []
-        for path, now, attributes, contents in before:
+        for path, now, attributes, contents, values in before:
             names = list[str]()
             if not (_same(now, attributes) and _same(now.values(), attributes.values())):
                 names += now.keys() - attributes.keys()
@@ -175,6 +178,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 if (held or container) and not _identical(_held(container), held):
                     _refill(container, held)
                     names.append(name)
+            names += [name for name, value, copy in values if _restore(value, copy)]
             for name in dict.fromkeys(names):
                 copy = copies.get(id(attributes.get(name)))
                 untouched = copy is not None and now.get(name) is copy and copy._version == 0
@@ -205,12 +209,22 @@ def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | Spectr
     return {hook.name: hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
 
-def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """List (attribute, container, contents) for every list, dict, set or deque in the attributes, nested ones too."""
+def _contents(
+    attributes: dict[str, Any], but: Iterable[str]
+) -> tuple[list[tuple[str, Any, tuple[Any, ...]]], list[tuple[str, Any, Any]]]:
+    """List what a forward pass could change inside the attributes.
+
+    Returns:
+        (attribute, container, contents) for every list, dict, set or deque, nested ones too; and (attribute, value,
+        copy) for every numpy array, and every tensor in these containers and in tuples.
+    """
     waiting: list[tuple[str, Any]] = [
-        item for item in attributes.items() if isinstance(item[1], _CONTAINERS) and item[0] not in but
+        item for item in attributes.items() if isinstance(item[1], (*_CONTAINERS, tuple)) and item[0] not in but
     ]
-    found: list[tuple[str, Any, tuple[Any, ...]]] = [(name, empty, ()) for name, empty in waiting if not len(empty)]
+    found: list[tuple[str, Any, tuple[Any, ...]]] = [
+        (name, empty, ()) for name, empty in waiting if not len(empty) and not isinstance(empty, tuple)
+    ]
+    values = [item for item in attributes.items() if isinstance(item[1], np.ndarray)]
     waiting = [item for item in waiting if len(item[1])]
     seen = set[int]()
     while waiting:
@@ -218,12 +232,40 @@ def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str,
         if id(container) in seen:
             continue
         seen.add(id(container))
-        found.append((name, container, held := _held(container)))
-        if not held:
-            continue
-        inner = cast("Iterable[Any]", container.values() if hasattr(container, "values") else container)
-        waiting += [(name, value) for value in inner if isinstance(value, _CONTAINERS)]
-    return found
+        if not isinstance(container, tuple):
+            found.append((name, container, _held(container)))
+        inner = list(cast("Iterable[Any]", container.values() if hasattr(container, "values") else container))
+        waiting += [(name, value) for value in inner if isinstance(value, (*_CONTAINERS, tuple))]
+        if name not in _REGISTERED:
+            values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]
+    return found, [(name, value, _copied(value)) for name, value in values]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor or numpy array, without a graph."""
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _restore(value: Any, copy: Any) -> bool:
+    """Give a tensor or numpy array the values of its copy, and return whether it had others.
+
+    It compares values: writes by `.data` or numpy leave no other trace.
+    """
+    if isinstance(value, np.ndarray):
+        if value.shape == copy.shape and value.tobytes() == copy.tobytes():
+            return False
+        value[...] = copy
+        return True
+    now, then = (x.detach().to_dense() for x in (value, copy))
+    if now.shape == then.shape and bool(((now == then) | ((now != now) & (then != then))).all()):
+        return False
+    if now.shape == then.shape and value.layout is torch.strided:
+        value.data.copy_(copy)
+    else:
+        value.data = copy
+    if value.grad_fn is not None and not value._is_view():
+        value.detach_()  # a write that autograd recorded would keep the pass in memory
+    return True
 
 
 def _held(container: Any) -> tuple[Any, ...]:
