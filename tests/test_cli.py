@@ -322,6 +322,7 @@ num_evaluations = 1
     assert b"raw_groups" not in checkpoint.read_bytes()
     (raw,) = (tmp_path / "private" / "raw").iterdir()
     assert "raw_groups" in raw.read_text()
+    assert raw.parent.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.usefixtures("without_rendering")

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -496,7 +496,7 @@ def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):
         bert(),
         data,
         arguments=arguments | {"metric_for_best_model": "loss"},
-        eval_dataset=data,
+        eval_dataset=texts(),
         selection_data="public",
     )
     result = trainer.train()
@@ -857,7 +857,7 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
     stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
     for number, given in enumerate((None, "private")):
-        with pytest.raises(pg.PrivacyError, match=r"otherwise remove EarlyStoppingCallback and load_best_model_at_end"):
+        with pytest.raises(pg.PrivacyError, match="otherwise remove EarlyStoppingCallback, load_best_model_at_end"):
             make_trainer(
                 tmp_path / str(number),
                 bert(),
@@ -867,9 +867,24 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
                 callbacks=stopping,
                 selection_data=given,
             )
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
+    with pytest.raises(pg.PrivacyError, match="selection_data=None with ReduceLROnPlateau"):
+        make_trainer(tmp_path / "rate", bert(), texts(), arguments=plateau, eval_dataset=texts())
     later = make_trainer(tmp_path / "later", bert(), texts(), eval_dataset=texts())
     later.add_callback(stopping[0])
     with pytest.raises(pg.PrivacyError, match="with EarlyStoppingCallback"):
+        later.train()
+    assert later.private_grad.ledger.releases == 0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
+    data = texts()
+    with pytest.raises(pg.PrivacyError, match="the train_dataset as eval_dataset; evaluate held-out or public data"):
+        make_trainer(tmp_path / "a", bert(), data, eval_dataset={"own": data} if named else data)
+    later = make_trainer(tmp_path / "b", bert(), data)
+    later.eval_dataset = cast(Any, data)
+    with pytest.raises(pg.PrivacyError, match="the train_dataset as eval_dataset"):
         later.train()
     assert later.private_grad.ledger.releases == 0
 

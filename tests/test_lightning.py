@@ -22,11 +22,14 @@ pytest.importorskip("lightning")
 from lightning import pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ThroughputMonitor,
 )
+from lightning.pytorch.loggers import CSVLogger
 
 from privgrad.integrations.lightning import PrivateStrategy
 
@@ -292,10 +295,31 @@ def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
 
 
-def test_a_search_for_the_rate_is_refused_before_it_spends_steps(tmp_path: Path):
-    trainer = make_trainer(tmp_path, planned(), callbacks=[LearningRateFinder()])
-    with pytest.raises(pg.PrivacyError, match="to hold no LearningRateFinder"):
+@pytest.mark.parametrize(
+    "callback",
+    [
+        LearningRateFinder(),
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
+        DeviceStatsMonitor(cpu_stats=False),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_spend_steps_or_log_private_sizes_are_refused(callback: Any, tmp_path: Path):
+    logger = CSVLogger(str(tmp_path))
+    trainer = make_trainer(tmp_path, planned(), callbacks=[callback], logger=logger)
+    with pytest.raises(pg.PrivacyError, match=f"to hold no {type(callback).__name__}"):
         fit(trainer, Classifier())
+
+
+def test_no_exact_result_decides_the_rate(tmp_path: Path):
+    class ByMetric(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make_optimizer(self.named_parameters())
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "accuracy"}}
+
+    with pytest.raises(pg.PrivacyError, match="schedulers to need no metric, got ReduceLROnPlateau"):
+        fit(make_trainer(tmp_path, planned()), ByMetric())
 
 
 def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):

@@ -116,26 +116,29 @@ def equal(first: data.DataSet, second: data.DataSet) -> bool:
     return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
 
 
-def write_digits(folder: Path, count: int = 60) -> Path:
+def write_digits(folder: Path, count: int = 60, *, first: int = 0) -> Path:
     """A folder of PNGs of the real digits 0 and 1."""
     image = pytest.importorskip("PIL.Image")
     digits = pytest.importorskip("sklearn.datasets").load_digits(n_class=2)
     for name in ("zero", "one"):
         (folder / name).mkdir(parents=True)
-    for index in range(count):
+    for index in range(first, first + count):
         pixels = (digits.images[index] * 15).astype("uint8")
         image.fromarray(pixels).save(folder / ("zero", "one")[digits.target[index]] / f"{index}.png")
     return folder
 
 
-def write_people(folder: Path, persons: int = 40, size: int = 8, left_out: str = "") -> list[dict[str, Any]]:
+def write_people(
+    folder: Path, persons: int = 40, size: int = 8, left_out: str = "", *, first: int = 0
+) -> list[dict[str, Any]]:
     """A folder of PNGs of the real digits 0 and 1, of persons with one to four images, and its metadata.csv."""
     image = pytest.importorskip("PIL.Image")
     digits = pytest.importorskip("sklearn.datasets").load_digits(n_class=2)
     for name in ("zero", "one"):
         (folder / name).mkdir(parents=True)
     rows: list[dict[str, Any]] = []
-    for index, (person, visit) in enumerate((p, v) for v in range(4) for p in range(persons) if v <= p % 4):
+    pairs = ((p, v) for v in range(4) for p in range(persons) if v <= p % 4)
+    for index, (person, visit) in enumerate(pairs, start=first):
         name = f"{('zero', 'one')[digits.target[index]]}/{index}.png"
         if f"p{person}" != left_out:
             image.fromarray((digits.images[index] * 15).astype("uint8")).resize((size, size)).save(folder / name)
@@ -266,6 +269,7 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
     (ROWS, {"test_share": 0.999_999}, "training part of a.csv to hold at least 1 unit, got 0"),
     (ROWS, {"test": "none.csv"}, "file to be a readable table, got .*none.csv, which does not exist"),
     (ROWS, {"unit": "patient", "max_rows": 1, "test": "a.csv"}, "units of a.csv to differ from those of a.csv, got 8"),
+    (ROWS, {"test": "a.csv", "validation_share": 0.2}, "rows of a.csv to differ from those of a.csv, got copies"),
 ]
 
 
@@ -285,6 +289,19 @@ def test_a_wrong_file_is_one_clear_error(
     with pytest.raises(pg.PrivacyError, match=f"table: expected .*{message}") as caught:
         load_table("a.csv", BY_ROW, keys)
     assert "\n" not in str(caught.value)
+
+
+def test_a_shuffled_copy_is_no_test_file_and_equal_rows_of_a_small_table_are(tmp_path: Path):
+    write_csv(tmp_path / "a.csv", ROWS)
+    write_csv(tmp_path / "b.csv", ROWS[::-1])
+    with pytest.raises(pg.PrivacyError, match=r"rows of b\.csv to differ .* got copies"):
+        load_table(tmp_path / "a.csv", BY_ROW, {"test": tmp_path / "b.csv"})
+    few = [row | {"age": 30 + index % 2} for index, row in enumerate(ROWS)]
+    alike = [{name: "" if name == "patient" else row[name] for name in row} for row in few]
+    write_csv(tmp_path / "few.csv", alike * 9)
+    write_csv(tmp_path / "same.csv", alike * 3)
+    loaded = load_table(tmp_path / "few.csv", BY_ROW, {"test": tmp_path / "same.csv"})
+    assert (len(loaded.train), len(loaded.test)) == (9 * len(ROWS), 3 * len(ROWS))
 
 
 def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -353,6 +370,7 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
         (folder, {"test_share": 0.999_999}, "training part of .*digits to hold at least 1 image"),
         (tmp_path / "none", {}, "path to be a folder .* which does not exist"),
         (folder / "one" / "1.png", {}, "path to be a folder .* got the file"),
+        (folder, {"test": folder}, "images of .*digits to differ from those of .*digits, got copies"),
         (tmp_path / "empty", {}, "empty to hold at least 1 image, got 0"),
         (broken, {}, "one/x.png to be a readable image, got UnidentifiedImageError"),
         (deep, {}, "one/x.png to have 8 bits per channel, got mode I;16"),
@@ -762,7 +780,8 @@ def test_images_are_gray_squares(tmp_path: Path):
     first = torch.tensor(digits.images[0], dtype=torch.float32) * 15 / 127.5 - 1
     assert any(torch.allclose(image[0], first) for image in torch.cat([inputs, found.test.tensors[0]]))
     assert set(labels.tolist()) == {0, 1}
-    color = load_images(folder, IMAGES, {"channels": 3, "size": 16, "test": folder})
+    others = write_digits(tmp_path / "others", first=60)
+    color = load_images(folder, IMAGES, {"channels": 3, "size": 16, "test": others})
     assert color.input_shape == (3, 16, 16)
     assert (len(color.train), len(color.test)) == (60, 60)
 
@@ -805,8 +824,8 @@ def test_one_person_more_or_less_changes_no_other_persons_images(tmp_path: Path)
 
 
 def test_a_second_folder_of_other_persons_is_the_test_part(tmp_path: Path):
-    rows = write_people(tmp_path / "people", 12)
-    write_people(tmp_path / "others", 12)
+    write_people(tmp_path / "people", 12)
+    rows = write_people(tmp_path / "others", 12, first=60)
     path = tmp_path / "others" / "metadata.csv"
     write_csv(path, [row | {"patient": f"other {row['patient']}"} for row in rows])
     found = load_images(tmp_path / "people", PEOPLE, {"test": tmp_path / "others"})

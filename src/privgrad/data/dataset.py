@@ -9,6 +9,7 @@ examples. It does not rest on the rest of this file.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -83,7 +84,8 @@ class DataSet:
 
         It is "training", NOT private, where there is nothing to generalize to. `experiments.runner` records it.
         """
-        return "training" if self.test is self.train else "test"
+        is_copy = all(map(torch.equal, self.test.tensors, self.train.tensors))
+        return "training" if self.test is self.train or is_copy else "test"
 
 
 def split(
@@ -178,14 +180,22 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
     if other.input_shape != data.input_shape:
         remedy = "choose a different set, or convert its inputs to that shape"
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
-    private, public = ({hash(row.tobytes()) for row in part.train.tensors[0].numpy()} for part in (data, other))
-    # Some inputs may be equal by chance, two empty texts for instance.
-    most = min(len(private), len(public)) // 2
-    if len(private & public) > most:
+    if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
         remedy = "choose a set without any of the private examples"
-        condition = f"to share at most {most} inputs with the training examples"
-        raise expected("data", "elsewhere", condition, f"at least {most + 1}", remedy)  # the number is private
+        condition = "to share at most half of its inputs with the training examples"
+        raise expected(
+            "data", "elsewhere", condition, f"copies of them in {other.name}", remedy
+        )  # the number is private
     return replace(data, other_public=other.train)
+
+
+def have_most_rows_in_common(one: Tensor, other: Tensor) -> bool:
+    """Return whether more than half of the different rows of the smaller tensor are in the other one.
+
+    Some rows may be equal by chance, such as two empty texts. `with_other_public` and `image_folder` call it.
+    """
+    ones, others = ({hash(row.tobytes()) for row in rows.numpy()} for rows in (one, other))
+    return len(ones & others) > min(len(ones), len(others)) // 2
 
 
 def to_reconstruct(data: DataSet) -> DataSet:

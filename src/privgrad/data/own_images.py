@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.data.dataset import NO_LABEL, DataSet
+from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.own_table import Share, part_of, person_of, require_split
 from privgrad.data.read_rows import is_datasets_folder, read_columns
 from privgrad.data.schema import ROW, Where, is_missing, require_unit
@@ -97,6 +97,10 @@ def image_folder(
         name = "image" if unit == ROW else "person"
         raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
     made = {name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()}
+    if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
+        remedy = f"leave them out of one folder, or give test_share in place of {Path(test).name}"
+        condition = f"to differ from those of {folder.name}"
+        raise expected("image_folder", f"images of {Path(test).name}", condition, "copies", remedy)
     return DataSet(
         name=folder.name,
         train=made["train"],

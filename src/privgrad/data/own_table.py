@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -257,10 +258,20 @@ def person_of(text: str) -> str:
 
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:
-    """Raise PrivacyError if a unit that has a name is in both files, and so in two parts."""
+    """Raise PrivacyError if a unit that has a name is in both files, and so in two parts, or one file is a copy.
+
+    Rows without a name may be equal by chance. A file is held to be a copy if it has the same rows in the same order,
+    or if more than half of its rows occur once in both files.
+    """
+    remedy = f"leave them out of one file, or give test_share in place of {other.name}"
+    if schema.identifier is None:
+        counts = [Counter(key for key, _ in content.units) for content in (own, other)]
+        once = {key for key, count in counts[0].items() if count == counts[1][key] == 1}
+        is_copy = [key for key, _ in own.units] == [key for key, _ in other.units]
+        if is_copy or len(once) > min(len(own.units), len(other.units)) // 2:  # the number is private
+            raise expected("table", f"rows of {other.name}", f"to differ from those of {own.name}", "copies", remedy)
     shared = {key for key, _ in own.units} & {key for key, _ in other.units}
     if shared and schema.identifier is not None:
-        remedy = f"leave them out of one file, or give test_share in place of {other.name}"
         condition = f"to differ from those of {own.name}"
         raise expected("table", f"units of {other.name}", condition, f"{len(shared)} of them in both", remedy)
 

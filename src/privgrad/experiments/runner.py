@@ -240,6 +240,7 @@ def _append_raw(out: Path, run: Run, row: Mapping[str, Any]) -> None:
     """Append statistics from before the noise to a file of the folder raw/. NOT private: do not publish it."""
     path = out / "raw" / f"{run.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 

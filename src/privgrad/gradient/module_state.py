@@ -234,7 +234,7 @@ def _contents(
         seen.add(id(container))
         if not isinstance(container, tuple):
             found.append((name, container, _held(container)))
-        inner = list(cast("Iterable[Any]", container.values() if hasattr(container, "values") else container))
+        inner = list(cast("Iterable[Any]", container.values() if isinstance(container, dict) else container))
         waiting += [(name, value) for value in inner if isinstance(value, (*_CONTAINERS, tuple))]
         if name not in _REGISTERED:
             values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]

@@ -117,7 +117,10 @@ class PrivateTrainer(Trainer):
                 *arguments.epoch_conflicts(args, plan),
                 *arguments.step_conflicts(settled, plan),
                 *arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
-                *arguments.selection_conflicts(args, trainer_options.get("callbacks") or (), selection_data),
+                *arguments.selection_conflicts(
+                    args, trainer_options.get("callbacks") or (), optimizers, selection_data
+                ),
+                *arguments.evaluation_conflicts(train_dataset, trainer_options.get("eval_dataset")),
                 *arguments.option_conflicts(
                     type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
                 ),
@@ -202,8 +205,12 @@ class PrivateTrainer(Trainer):
             arguments.step_conflicts(self.args, self.private_grad.plan)
             + arguments.collator_conflicts(self.data_collator)
             + arguments.selection_conflicts(
-                self.args, cast("list[object]", self.callback_handler.callbacks), self._selection_data
+                self.args,
+                cast("list[object]", self.callback_handler.callbacks),
+                (self.optimizer, cast(Any, self.lr_scheduler)),
+                self._selection_data,
             )
+            + arguments.evaluation_conflicts(cast(Any, self.train_dataset), cast(Any, self.eval_dataset))
         )
         require_single_texts(self.eval_dataset)
         if self._losses is classification_losses:

@@ -10,7 +10,9 @@ from dataclasses import fields
 from typing import Any, NamedTuple, cast, get_args
 
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
 from privgrad.early_stopping import StopData
@@ -197,25 +199,40 @@ def collator_conflicts(data_collator: object) -> list[Conflict]:
     return [Conflict(f"a data_collator with padding={padding!r}", remedy)]
 
 
-def selection_conflicts(args: TrainingArguments, callbacks: Iterable[object], selection_data: object) -> list[Conflict]:
-    """Return a conflict if evaluations of undeclared data would choose the model.
+def selection_conflicts(
+    args: TrainingArguments, callbacks: Iterable[object], optimizers: object, selection_data: object
+) -> list[Conflict]:
+    """Return a conflict if evaluations of undeclared data would choose the model, or the rate of its next steps.
 
     Args:
         args: the arguments.
         callbacks: callbacks, or their classes, as the Trainer takes them.
+        optimizers: optimizer and scheduler, as the Trainer takes them.
         selection_data: as PrivateTrainer takes it.
     """
     kinds = [one if isinstance(one, type) else type(one) for one in callbacks]
     selects = ["EarlyStoppingCallback"] if any(issubclass(kind, EarlyStoppingCallback) for kind in kinds) else []
     selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
+    given = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else ()
+    by_metric = any(isinstance(one, ReduceLROnPlateau) for one in given)
+    by_metric = by_metric or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    selects += ["ReduceLROnPlateau"] if by_metric else []
     if selection_data in get_args(StopData) or (selection_data is None and not selects):
         return []
     remedy = (
         "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
-        "scores get noise; otherwise remove EarlyStoppingCallback and load_best_model_at_end "
+        "scores get noise; otherwise remove EarlyStoppingCallback, load_best_model_at_end and ReduceLROnPlateau "
         "(docs/before-training.md says what else there is)"
     )
     return [Conflict(f"selection_data={selection_data!r} with {' and '.join(selects) or 'no use for it'}", remedy)]
+
+
+def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Conflict]:
+    """Return a conflict if the training data would be evaluated: the Trainer logs exact results."""
+    given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    if not any(one is train_dataset for one in given.values()):
+        return []
+    return [Conflict("the train_dataset as eval_dataset", "evaluate held-out or public data: results have no noise")]
 
 
 def optimizer_conflicts(

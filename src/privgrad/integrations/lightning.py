@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateFinder, ThroughputMonitor
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -224,6 +224,14 @@ class Epochs:
         """Do nothing: the strategy restores the position."""
 
 
+# Callbacks that would spend steps of the plan, or log what depends on the private batches.
+_REFUSED: dict[type, str] = {
+    LearningRateFinder: "its steps would be charged; give optimizers of privgrad a noise_step",
+    ThroughputMonitor: "it logs the sizes of private batches",
+    DeviceStatsMonitor: "the memory that it logs depends on the sizes of private batches",
+}
+
+
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
     """Raise PrivacyError: what training_step would log is private."""
     remedy = "log in validation_step, of public or held-out data"
@@ -241,9 +249,16 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
     if devices != 1:
         remedy = "set devices=1, or use fit with PrivateGradient(processes=...)"
         raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
-    if any(isinstance(one, LearningRateFinder) for one in cast("Any", trainer).callbacks):
-        remedy = "leave it out: its steps would be charged; give optimizers of privgrad a noise_step"
-        raise expected("PrivateStrategy", "callbacks", "to hold no LearningRateFinder", "a LearningRateFinder", remedy)
+    for callback in cast("Any", trainer).callbacks:
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                condition, remedy = f"to hold no {kind.__name__}", f"leave it out: {why}"
+                raise expected("PrivateStrategy", "callbacks", condition, f"a {kind.__name__}", remedy)
+    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        remedy = (
+            "give a scheduler without a metric, such as CosineAnnealingLR: exact results would decide the next steps"
+        )
+        raise expected("PrivateStrategy", "schedulers", "to need no metric", "ReduceLROnPlateau", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "accumulate_grad_batches": 1,
