@@ -436,6 +436,7 @@ def test_users_are_rows_of_their_own_examples():
         (((torch.zeros(2),), "ab"), "the most examples of a user to be at least 2, got 1"),
         (((torch.zeros(2),), [1.0, math.nan]), "the user of example 1 to be known, got nan"),
         (((torch.zeros(2),), [None, "a"]), "the user of example 0 to be known, got None"),
+        (((torch.zeros(2),), ["", "a"]), "the user of example 0 to be known, got ''"),
         (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray in a tuple; .*torch\.as_tensor"),
         ((torch.zeros(2), [1, 1]), r"tensors.*got Tensor; give a tuple"),
     ]

@@ -43,9 +43,10 @@ def by_user(
     total = 0
     for index, named in enumerate(users):
         user: Hashable = named.item() if isinstance(named, Tensor) else named
-        if user is None or user != user:  # NaN differs from itself, so each would be a separate user
+        # NaN differs from itself, so each would be a separate user; all empty names would be one.
+        if user is None or user != user or user == "":
             remedy = "leave out examples without a user"
-            raise expected("by_user", f"the user of example {index}", "to be known", user, remedy)
+            raise expected("by_user", f"the user of example {index}", "to be known", repr(user), remedy)
         rows.setdefault(user, []).append(index)
         total += 1
     if not tensors or any(len(tensor) != total for tensor in tensors):

@@ -24,8 +24,10 @@ from privgrad.errors import expected
 from privgrad.types import LossFunction
 
 _CONTAINERS = (dict, list, set, deque)
+_EXAMINED = (*_CONTAINERS, tuple)
 # Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
+_SCALARS = frozenset((int, float, bool, str, type(None)))
 
 
 _ABSENT = object()
@@ -218,14 +220,12 @@ def _contents(
         (attribute, container, contents) for every list, dict, set or deque, nested ones too; and (attribute, value,
         copy) for every numpy array, and every tensor in these containers and in tuples.
     """
-    waiting: list[tuple[str, Any]] = [
-        item for item in attributes.items() if isinstance(item[1], (*_CONTAINERS, tuple)) and item[0] not in but
+    examined: list[tuple[str, Any]] = [
+        item for item in attributes.items() if isinstance(item[1], _EXAMINED) and item[0] not in but
     ]
-    found: list[tuple[str, Any, tuple[Any, ...]]] = [
-        (name, empty, ()) for name, empty in waiting if not len(empty) and not isinstance(empty, tuple)
-    ]
-    values = [item for item in attributes.items() if isinstance(item[1], np.ndarray)]
-    waiting = [item for item in waiting if len(item[1])]
+    found: list[tuple[str, Any, tuple[Any, ...]]] = [(name, empty, ()) for name, empty in examined if not len(empty)]
+    values: list[tuple[str, Any]] = [item for item in attributes.items() if isinstance(item[1], np.ndarray)]
+    waiting = [item for item in examined if len(item[1]) and not _is_plain(item[1])]
     seen = set[int]()
     while waiting:
         name, container = waiting.pop()
@@ -234,11 +234,17 @@ def _contents(
         seen.add(id(container))
         if not isinstance(container, tuple):
             found.append((name, container, _held(container)))
+        if name in _REGISTERED:
+            continue
         inner = list(cast("Iterable[Any]", container.values() if isinstance(container, dict) else container))
-        waiting += [(name, value) for value in inner if isinstance(value, (*_CONTAINERS, tuple))]
-        if name not in _REGISTERED:
-            values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]
+        waiting += [(name, value) for value in inner if isinstance(value, _EXAMINED)]
+        values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]
     return found, [(name, value, _copied(value)) for name, value in values]
+
+
+def _is_plain(container: Any) -> bool:
+    """Return whether a container is a tuple of numbers and texts, such as the size of a kernel."""
+    return isinstance(container, tuple) and _SCALARS.issuperset(map(type, cast("tuple[Any, ...]", container)))
 
 
 def _copied(value: Any) -> Any:
