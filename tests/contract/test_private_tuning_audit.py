@@ -61,16 +61,17 @@ def spec_of(way: str, score_on: str, total: float, *, delta: float = 0.05, **tun
 def data_of(included: Tensor, *, held_out: bool) -> DataSet:
     """Return the data with the targets of the mask `included`, who are trained on or held out."""
     features = torch.eye(len(included))
-    without, everyone, nobody = (
+    without, everyone, nobody, test = (
         TensorDataset(rows, torch.ones(len(rows), dtype=torch.int64))
         for rows in (
             features[:1].repeat(PEOPLE, 1),
             torch.cat([features[:1].repeat(PEOPLE, 1), features[included]]),
             features[:0],
+            features[:1],  # a copy of the training part is refused
         )
     )
     train, validation = (without, everyone) if held_out else (everyone, nobody)
-    return DataSet("audit", train, validation, without, 2, (len(included),), public=without, split="unit")
+    return DataSet("audit", train, validation, test, 2, (len(included),), public=without, split="unit")
 
 
 def log_ratio(z: float, mu: float, mean: float) -> float:
