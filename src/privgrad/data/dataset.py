@@ -182,10 +182,9 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
     if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
         remedy = "choose a set without any of the private examples"
-        condition = "to share at most half of its inputs with the training examples"
-        raise expected(
-            "data", "elsewhere", condition, f"copies of them in {other.name}", remedy
-        )  # the number is private
+        # The number is private.
+        condition, got = "to share at most half of its inputs with the training examples", f"copies in {other.name}"
+        raise expected("data", "elsewhere", condition, got, remedy)
     return replace(data, other_public=other.train)
 
 

@@ -43,7 +43,7 @@ def by_user(
     total = 0
     for index, named in enumerate(users):
         user: Hashable = named.item() if isinstance(named, Tensor) else named
-        # NaN differs from itself, so each would be a separate user; all empty names would be one.
+        # NaN differs from itself, so each would be a separate user; all examples without a name would be one.
         if user is None or user != user or user == "":
             remedy = "leave out examples without a user"
             raise expected("by_user", f"the user of example {index}", "to be known", repr(user), remedy)

@@ -255,13 +255,15 @@ def _copied(value: Any) -> Any:
 def _restore(value: Any, copy: Any) -> bool:
     """Give a tensor or numpy array the values of its copy, and return whether it had others.
 
-    It compares values: writes by `.data` or numpy leave no other trace.
+    It compares values: writes by `.data` or numpy leave no other trace. A tensor without storage has none.
     """
     if isinstance(value, np.ndarray):
         if value.shape == copy.shape and value.tobytes() == copy.tobytes():
             return False
         value[...] = copy
         return True
+    if value.is_meta:
+        return False
     now, then = (x.detach().to_dense() for x in (value, copy))
     if now.shape == then.shape and bool(((now == then) | ((now != now) & (then != then))).all()):
         return False

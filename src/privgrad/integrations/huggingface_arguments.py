@@ -230,7 +230,7 @@ def selection_conflicts(
 def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Conflict]:
     """Return a conflict if the training data would be evaluated: the Trainer logs exact results."""
     given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    if not any(one is train_dataset for one in given.values()):
+    if train_dataset is None or not any(one is train_dataset for one in given.values()):
         return []
     return [Conflict("the train_dataset as eval_dataset", "evaluate held-out or public data: results have no noise")]
 
