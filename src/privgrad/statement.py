@@ -291,14 +291,17 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
         "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
         *(_BOUND_OF_A_BUDGET if budget else ()),
         f"Delta = {numbers['delta']:g} limits the chance that this protection fails.",
-        *(
-            [
-                f"This delta is above 1 / {numbers['num_examples']:,}. So large a delta would allow a method that "
-                f"publishes all data of one {one}. Choose one that is far smaller.",
-            ]
-            if numbers["delta"] > 1 / numbers["num_examples"]
-            else []
-        ),
+        *_warning_of_delta(numbers, one),
+    )
+
+
+def _warning_of_delta(numbers: dict[str, Any], one: str) -> tuple[str, ...]:
+    """Return what is wrong with a delta above 1 / n; nothing for a smaller one."""
+    if numbers["delta"] <= 1 / numbers["num_examples"]:
+        return ()
+    return (
+        f"This delta is above 1 / {numbers['num_examples']:,}. So large a delta would allow a method that publishes "
+        f"all data of one {one}. Choose one that is far smaller.",
     )
 
 
