@@ -19,7 +19,7 @@ from privgrad.data.own_table import Share, part_of, person_of, require_split
 from privgrad.data.read_rows import is_datasets_folder, read_columns
 from privgrad.data.schema import ROW, Where, is_missing, require_unit
 from privgrad.data.sources import PathLike, Positive
-from privgrad.errors import described, did_you_mean, expected
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
@@ -87,10 +87,7 @@ def image_folder(
     if test is not None:
         other = units_of(Path(test), classes, unit, max_rows)
         if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
-            remedy = f"leave them out of one folder, or give test_share in place of {Path(test).name}"
-            condition = f"to differ from those of {folder.name}"
-            got = f"{len(shared)} of them in both"
-            raise expected("image_folder", f"persons of {Path(test).name}", condition, got, remedy)
+            raise _in_both("persons", f"{len(shared)} of them in both", Path(test), folder)
         parts["test"] = [images for _, images in other]
     if not parts["train"]:
         remedy = "lower test_share and validation_share, or give a larger folder"
@@ -98,9 +95,7 @@ def image_folder(
         raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
     made = {name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()}
     if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
-        remedy = f"leave them out of one folder, or give test_share in place of {Path(test).name}"
-        condition = f"to differ from those of {folder.name}"
-        raise expected("image_folder", f"images of {Path(test).name}", condition, "copies", remedy)
+        raise _in_both("images", "copies", Path(test), folder)
     return DataSet(
         name=folder.name,
         train=made["train"],
@@ -113,6 +108,12 @@ def image_folder(
         by_person=unit != ROW,
         pixel_range=(-1.0 if standardize else 0.0, 1.0),
     )
+
+
+def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
+    """Return the error for a folder of test images that has persons or images of the training's folder."""
+    remedy = f"leave them out of one folder, or give test_share in place of {test.name}"
+    return expected("image_folder", f"{what} of {test.name}", f"to differ from those of {folder.name}", got, remedy)
 
 
 def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:

@@ -125,6 +125,12 @@ def read_records(out: Path) -> list[Record]:
         raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
 
 
+def make_secret(folder: Path) -> None:
+    """Create a folder for what no epsilon covers, which only its owner may open. The runners call it for raw/."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
 def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append records to a folder's runs.jsonl in one write. `papers.clipping_bias` also calls it."""
     with (out / "runs.jsonl").open("a") as file:

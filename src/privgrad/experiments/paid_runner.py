@@ -23,7 +23,7 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
-from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
+from privgrad.experiments.folder import Record, append, claim, describe, make_secret, read_records, require_same
 from privgrad.experiments.measures import constants, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
@@ -210,8 +210,7 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     assert spec.tuning is not None
     number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
     chosen = [secrets.randbelow(count) for _ in range(number)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.parent.chmod(0o700)  # the number of trainings is secret, and so are the scores of those that were not chosen
+    make_secret(path.parent)  # the number of trainings is secret, and so are the scores of those not chosen
     complete = path.with_suffix(f".{os.getpid()}")
     complete.write_text(f"{json.dumps(chosen)}\n")
     with suppress(FileExistsError):  # another process was first

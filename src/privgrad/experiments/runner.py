@@ -22,7 +22,7 @@ from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
 from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.featuring import own, save_head
-from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
+from privgrad.experiments.folder import Record, append, claim, describe, make_secret, read_records, require_same
 from privgrad.experiments.measures import constants, measure, outcomes, unit_scores
 from privgrad.experiments.metrics import interval, metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
@@ -239,8 +239,7 @@ class _ClipFraction:
 def _append_raw(out: Path, run: Run, row: Mapping[str, Any]) -> None:
     """Append statistics from before the noise to a file of the folder raw/. NOT private: do not publish it."""
     path = out / "raw" / f"{run.name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.parent.chmod(0o700)
+    make_secret(path.parent)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
