@@ -1,8 +1,8 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader.
 
 `sampling` draws, and calls this file to read and collate what was drawn. The privacy guarantee rests on `Examples`: a
-batch holds the drawn examples and no others, each row of it depends on one example, and random augmentation has a seed
-that nobody knows. It does not rest on the rest of this file, which runs workers and explains their failures.
+batch holds the drawn examples and no others, each row of it depends on one example, and random augmentation follows a
+key that nobody knows. It does not rest on the rest of this file, which runs workers and explains their failures.
 """
 
 import pickle
@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
 from privgrad.reading import Collate, default_collated, item, require_rows, summary
+from privgrad.rng import mersenne_words, torch_state
 from privgrad.types import Batch, Sampling, map_examples
 
 
@@ -42,28 +43,29 @@ class Draw:
 
     Attributes:
         indices: of the drawn examples, shape (size,), int64.
-        seed: for random augmentation of this step. Secret, unless the plan has a research seed.
+        key: 32 bytes for random augmentation of this step. Secret, unless the plan has a research seed.
         sampling: the public record of the draw.
     """
 
     indices: np.ndarray
-    seed: int
+    key: bytes
     sampling: Sampling
 
 
 class Examples(Dataset[Batch]):
     """A data set whose index is a Draw, and whose items are batches. Give it to a DataLoader with batch_size=None.
 
-    Torch's, numpy's and Python's global random numbers have the draw's own seed while its examples are read and
-    collated, and their former state afterwards. Random augmentation is therefore the same in every process, and after
-    a resume. `sampling.BatchSampler` makes it, and DataLoaders call it.
+    Torch's, numpy's and Python's global random numbers follow the draw's own key while its examples are read and
+    collated, and have their former state afterwards. Random augmentation is therefore the same in every process, and
+    after a resume. `sampling.BatchSampler` makes it, and DataLoaders call it.
 
     Args:
         dataset: as in sampling.BatchSampler.
         collate: as in sampling.BatchSampler.
     Privacy:
-        Random augmentation must not depend on which other examples were drawn. With a secret seed it does not: to
-        anyone else, each example gets random numbers of its own.
+        Random augmentation must not depend on which other examples were drawn. With a secret key it does not: to
+        anyone else, each example gets random numbers of its own. The key gives each generator its whole state, because
+        seeds of 32 bits could be tried.
     """
 
     def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> None:
@@ -91,7 +93,7 @@ class Examples(Dataset[Batch]):
             chosen = np.concatenate([chosen, np.repeat(copied, rows - len(chosen))])
         if self._tensors is not None:
             return Batch(self.take(chosen), len(draw.indices), draw.sampling)
-        with _seeded(draw.seed):
+        with _keyed(draw.key):
             return Batch(self.take(chosen), len(draw.indices), draw.sampling)
 
     def take(self, chosen: np.ndarray) -> Any:
@@ -176,13 +178,13 @@ def _unchanged(batch: Any) -> Any:
 
 
 @contextmanager
-def _seeded(seed: int) -> Generator[None]:
-    """Seed the global random numbers of torch (on the CPU), numpy and Python, and restore them afterwards."""
+def _keyed(key: bytes) -> Generator[None]:
+    """Give the global random numbers of torch (on the CPU), numpy and Python states from a key, and restore them."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     try:
-        torch.default_generator.manual_seed(seed)
-        np.random.seed([seed >> 32, seed & 0xFFFFFFFF])
-        random.seed(seed)
+        torch.default_generator.set_state(torch_state(key))
+        np.random.set_state(("MT19937", mersenne_words(key, "numpy"), 624, 0, 0.0))
+        random.setstate((before[2][0], (*mersenne_words(key, "Python").tolist(), 624), None))
         yield
     finally:
         torch.default_generator.set_state(before[0])

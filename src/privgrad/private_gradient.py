@@ -39,6 +39,7 @@ from privgrad.gradient.adaptive_clip import AdaptiveClip
 from privgrad.gradient.clipping import Automatic, Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.engines.self_check import parameters_kept
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.gradient.explanation import Explanation, parts_of
@@ -50,13 +51,14 @@ from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
 from privgrad.gradient.perturb import DiSK
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.secret_draws import SecretDraws
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
 from privgrad.noise import Recursion, add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
-from privgrad.rng import RandomSource
+from privgrad.rng import RandomSource, Stream
 from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
@@ -286,6 +288,7 @@ class PrivateGradient:
                 self._ledger.close()
             raise
         _LEDGERS.setdefault(model, WeakSet()).add(self._ledger)
+        self._draws = SecretDraws()
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
         keep_freed_memory()
@@ -445,12 +448,12 @@ class PrivateGradient:
             step = batch.sampling.step if self._follows_draws else self._step
             try:
                 begins = self._begin_noise(batch.sampling)
-                mine = int(self._dropout_stream.uint64(step, 1)[0]) >> 1, self.max_grad_norm, begins
-                seed, bound, together = processes.broadcast_object(mine)
+                mine = self._dropout_stream.uint64(step, 5).tobytes().hex(), self.max_grad_norm, begins
+                key, bound, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
                     self._require_same_draw(begins, together)
-                    clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
+                    clipped, clipping = self._clipped_sum(batch, step, bytes.fromhex(key), parameters)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
                 if self._observers:  # a copy: the noise is added in place
@@ -492,14 +495,19 @@ class PrivateGradient:
             self._checked.add(found)
 
     def _clipped_sum(
-        self, batch: Batch, step: int, seed: int, parameters: Mapping[str, nn.Parameter]
+        self, batch: Batch, step: int, key: bytes, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[ClippedSum, RawClipping]:
-        """Return the clipped sum of this process's examples, and the PRIVATE norms and factors."""
+        """Return the clipped sum of this process's examples, and the PRIVATE norms and factors.
+
+        Random draws follow the step's secret key, of 40 bytes. The transform is the same in all processes. Each process
+        draws its own masks of dropout.
+        """
         plan, contribution = self._plan, self._contribution
         self._engine.begin_step()
-        transform = self._transform(batch, step, seed, parameters)
+        transform = self._transform(batch, step, int.from_bytes(key[32:]) >> 1, parameters)
         scales = require_scales_only(transform) if contribution.applies_scales else transform.inverse_scales
-        accumulator = ClippingAccumulator(
+        new_accumulator = partial(
+            ClippingAccumulator,
             like=parameters,
             clip=self._clip,
             max_grad_norm=self.max_grad_norm,
@@ -510,17 +518,21 @@ class PrivateGradient:
         )
         mixed = bool(transform.shift) or transform.keep < 1
         raw_mean = partial(self._raw_mean, batch, "perturb")
-        # Each process draws its own dropout masks; the public parts were the same in all.
-        with seeded(seed + self._processes.rank), contribution.at(step, parameters, raw_mean):
-            done = 0
-            for rows, chunk in self._chunks(batch, step, scales):
-                self._require_rows(rows, chunk, parameters)
-                chunk = with_mapped_inputs(chunk, transform.input_maps)
-                padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
-                chunk = chunk or _without_gradient(rows, parameters)
-                accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk, padded)
-                done += rows
-                del chunk  # before the next one is computed: only one is in memory
+        accumulator: ClippingAccumulator | None = None
+        own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
+        for attempt in self._draws.attempts(own_key):
+            accumulator, done = new_accumulator(), 0
+            with parameters_kept(self._model), attempt, contribution.at(step, parameters, raw_mean):
+                for rows, chunk in self._chunks(batch, step, scales):
+                    self._require_rows(rows, chunk, parameters)
+                    chunk = with_mapped_inputs(chunk, transform.input_maps)
+                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                    chunk = chunk or _without_gradient(rows, parameters)
+                    chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+                    accumulator.add(chunk, padded)
+                    done += rows
+                    del chunk  # before the next one is computed: only one is in memory
+        assert accumulator is not None  # there is an attempt
         return accumulator.result()
 
     def _chunks(

@@ -6,8 +6,11 @@
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from operator import itemgetter
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
-    Dataset,
     default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 
@@ -25,25 +27,47 @@ from privgrad.types import count_examples, map_examples
 Collate = Callable[[list[Any]], Any]
 
 _REPEATS = 20  # number of calls after which rows that differ count as random
+_SEARCHED = 1_000  # the most objects of a data set, and items of a container, that are searched for a generator
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def warn_of_generators(dataset: object) -> None:
-    """Warn of a random generator among the attributes of a data set, or of a data set that it wraps.
+    """Warn of a random generator that a data set holds, for instance in an attribute of its transform.
 
-    Every worker has a copy of it that repeats the same numbers, and its seed may be known.
+    Every worker has a copy of it that repeats the same numbers, and its seed may be known. Attributes, containers and
+    closures are searched, in breadth, up to 1,000 objects.
     """
     held: list[tuple[str, object]] = [("dataset", dataset)]
+    seen = {id(dataset)}
     for path, one in held:
-        for name, value in vars(one).items() if hasattr(one, "__dict__") else ():
-            if isinstance(value, Dataset) and all(value is not other for _, other in held):
-                held.append((f"{path}.{name}", cast(object, value)))
-            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
-                warnings.warn(
-                    f"{path}.{name} is a random generator: its numbers repeat in every worker and after a resume, and "
-                    "its seed may be known. Augment with torch.rand, numpy.random or random in its place",
-                    stacklevel=5,
-                )
+        if isinstance(one, _GENERATORS) and not isinstance(one, random.SystemRandom):
+            warnings.warn(
+                f"{path} is a random generator: its numbers repeat in every worker and after a resume, and its seed "
+                "may be known. Augment with torch.rand, numpy.random or random in its place",
+                stacklevel=5,
+            )
+            continue
+        for name, value in _parts_of(one):
+            if id(value) not in seen and len(held) < _SEARCHED and type(value) not in _PLAIN:
+                seen.add(id(value))
+                held.append((f"{path}{name}", value))
+
+
+def _parts_of(one: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that an object holds, each with the text that follows the object's path."""
+    if isinstance(one, dict | list | tuple):
+        values = cast("Iterable[object]", one.values() if isinstance(one, dict) else one)
+        yield from (("[...]", value) for value in islice(values, _SEARCHED))
+    elif isinstance(one, FunctionType):
+        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
+        yield from ((f"'s {name}", cell.cell_contents) for name, cell in cells if cell != CellType())
+    elif isinstance(one, MethodType):
+        yield "", one.__self__
+    elif isinstance(one, partial):
+        yield from (("'s argument", value) for value in (one.func, *one.args, *one.keywords.values()))
+    elif not isinstance(one, ModuleType | type | Tensor | np.ndarray) and hasattr(one, "__dict__"):
+        yield from ((f".{name}", value) for name, value in vars(one).items())
 
 
 def item(data: Sequence[Any], index: int) -> Any:

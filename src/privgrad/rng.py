@@ -4,8 +4,9 @@ Each stream has its own AES-256 key, derived from the root and the stream's name
 counter. Therefore no two streams and no two steps share output. Any step can be drawn again without the steps before
 it, so there is no state to save. A root from the operating system's entropy (seed None) is never written anywhere.
 
-One kind of draw is not cryptographic: devices other than the CPU draw their noise from `Stream.generator`. This is
-torch's own generator for the device, with a 64-bit seed from the stream's key.
+Two kinds of draws are not cryptographic. Devices other than the CPU draw their noise from `Stream.generator`. This is
+torch's own generator for the device, with a 64-bit seed from the stream's key. Dropout and random augmentation draw
+from the generators of torch, numpy and Python, with a secret state from a key (`mersenne_words`).
 
 PrivateGradient, `noise.add_noise` and `sampling` draw from streams. The privacy guarantee rests on this file:
 the root must stay secret, and no draw may be used for two releases.
@@ -28,6 +29,7 @@ from privgrad.errors import expected
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
+_SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # bytes of the state of torch's generator on the CPU
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
@@ -72,7 +74,7 @@ class RandomSource:
         PrivateGradient takes "noise", "dropout" and "groups". `sampling` takes "sampling",
         "augmentation" and "workers".
         """
-        return Stream(hashlib.blake2b(name.encode(), key=self._root, digest_size=32).digest())
+        return _derived(self._root, name)
 
     def __reduce__(self) -> str:
         remedy = "make a new RandomSource: two holders of one root would draw the same noise"
@@ -107,9 +109,9 @@ class Stream:
     def uint64(self, step: int, count: int) -> np.ndarray:
         """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
 
-        `sampling` draws batches with them. PrivateGradient draws the seed of the model's randomness, such as dropout,
-        and the groups of examples. In one step, draw either integers or normals from a stream: both start at the
-        step's first counter. No caller draws both.
+        `sampling` draws batches with them, and the keys of random augmentation. PrivateGradient draws the keys of the
+        model's randomness, such as dropout, and the groups of examples. In one step, draw either integers or normals
+        from a stream: both start at the step's first counter. No caller draws both.
 
         Privacy:
             The guarantee rests on these draws: nobody may know them, and they must not depend on the data.
@@ -197,6 +199,37 @@ class Stream:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
             condition = f"to be used only in process {self._process[0]}, which made it"
             raise expected("Stream", "a random stream", condition, f"process {os.getpid()}, its fork", remedy)
+
+
+def mersenne_words(key: bytes, name: str) -> np.ndarray:
+    """Return a whole state of a Mersenne Twister from a key of 32 secret bytes: shape (624,), uint32.
+
+    torch (on the CPU), numpy and Python draw from this algorithm. torch keeps 32 bits of a seed, few enough to try them
+    all. `gradient.secret_draws` and `loading` call it, for draws of the model and for augmentation.
+
+    Args:
+        key: for one use only.
+        name: of the library; each name has independent words.
+    """
+    return _derived(key, name).uint64(0, 312).view(np.uint32)
+
+
+def torch_state(key: bytes) -> Tensor:
+    """Return a state for torch's generator on the CPU that follows from a key as `mersenne_words` does."""
+    state = torch.Generator().manual_seed(0).get_state()
+    state[_SEED] = torch.from_numpy(_derived(key, "torch's seed").uint64(0, 1).view(np.uint8).copy())
+    state[_WORDS] = torch.from_numpy(mersenne_words(key, "torch").astype(np.uint64).view(np.uint8))
+    return state
+
+
+def device_seed(key: bytes) -> int:
+    """Return a seed of 63 bits for torch's generators on other devices, from a key as `mersenne_words` does."""
+    return int(_derived(key, "devices").uint64(0, 1)[0]) >> 1
+
+
+def _derived(key: bytes, name: str) -> Stream:
+    """Return the stream of this name under a key."""
+    return Stream(hashlib.blake2b(name.encode(), key=key, digest_size=32).digest())
 
 
 def _room(size: int) -> np.ndarray:

@@ -52,7 +52,7 @@ def batches(
         SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
             examples; an example cannot be loaded; or a worker process died.
     Privacy:
-        As BatchSampler. Workers get indices and seeds of single steps, and no key.
+        As BatchSampler. Workers get the indices and the keys of single steps.
     """
     require_loading("plan.batches", num_workers, prefetch_factor, pin_memory)
     return load(
@@ -148,7 +148,7 @@ class BatchSampler(Sampler[Draw]):
         if processes.count > 1:
             _require_same_data(self.dataset.take, self._count, processes)
         self._steps = range(start, steps)
-        self._stream, self._seeds = source.stream("sampling"), source.stream("augmentation")
+        self._stream, self._keys = source.stream("sampling"), source.stream("augmentation")
         self._scheme: SamplingScheme = scheme
         self._rate, self._size = sample_rate, expected_batch_size
         self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
@@ -182,8 +182,8 @@ class BatchSampler(Sampler[Draw]):
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)
         facts = (self._scheme, self._rate, self._size, step, self._stream.public_id, self._seed)
-        seed = int(self._seeds.uint64(step, self._processes)[self._rank])
-        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands, self._largest, self._of))
+        key = self._keys.uint64(step, 4 * self._processes)[4 * self._rank : 4 * self._rank + 4].tobytes()
+        return Draw(chosen, key, Sampling(*facts, self._rank, self._processes, self._bands, self._largest, self._of))
 
 
 def _require_samplable(

@@ -229,8 +229,8 @@ def count_believed(patch: Patch) -> None:
 
 def public_augmentation(patch: Patch) -> None:
     """Random augmentation by torch's global generator, which programs seed with a constant."""
-    real: Any = loading._seeded
-    everywhere(patch, real, lambda _: real(torch.initial_seed()))
+    real: Any = loading._keyed
+    everywhere(patch, real, lambda _: real(torch.initial_seed().to_bytes(32)))
 
 
 NOISE = [

@@ -13,10 +13,19 @@ from torch.utils._pytree import tree_leaves
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient
-from privgrad.gradient import batching, clipping, module_state, randomness
+from privgrad.gradient import batching, clipping, module_state, randomness, secret_draws
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, climb, function_calls, layer_call, passes, vmap, vmapped_unit
+from privgrad.gradient.engines import (
+    capture,
+    check_schedule,
+    climb,
+    function_calls,
+    layer_call,
+    passes,
+    vmap,
+    vmapped_unit,
+)
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
@@ -396,6 +405,11 @@ def neighbors_grouped(patch: Patch) -> None:
     everywhere(patch, groups.group_of, wrong)
 
 
+def short_state(key: bytes) -> Tensor:
+    """A state from a seed, of which torch's generator keeps 32 bits."""
+    return torch.Generator().manual_seed(int.from_bytes(key[:8])).get_state()
+
+
 def unchecked(*functions: Any, in_training: bool = True) -> Callable[[Patch], None]:
     """Without some checks; in_training is that of what mixes in training mode only."""
 
@@ -711,6 +725,40 @@ GRADIENTS = [
         guard=NOT_ALONE,
     ),
     Mutant(
+        "dropout from a seed of 32 bits",
+        lambda patch: patch.setattr(secret_draws, "torch_state", short_state),
+        "test_secret_draws.test_the_forward_pass_of_a_step_has_the_state_of_its_key",
+    ),
+    Mutant(
+        "masks of dropout from 31 bits",
+        lambda patch: patch.setattr(secret_draws, "_WIDE", dict[Any, Any]()),
+        "test_secret_draws.test_no_draw_of_a_released_gradient_comes_from_a_short_seed",
+        {"name": "a function", "engine": "vmap"},
+    ),
+    Mutant(
+        "dropout under a seed of the forward pass",
+        lambda patch: everywhere(patch, randomness.require_unseeded, lambda *_: None),
+        "test_secret_draws.test_a_forward_pass_that_seeds_its_dropout_is_refused",
+        lambda module: {"function": module._seeds, "engine": "factored"},
+    ),
+    Mutant(
+        "numbers of a fixed seed drawn for each row",
+        lambda patch: everywhere(patch, vmap._require_equal_alone, lambda *_: None),
+        "test_secret_draws.test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row",
+        lambda module: {"function": module._features_of_a_seed},
+    ),
+    Mutant(
+        "raw gradients left on the parameters",
+        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        "test_secret_draws.test_gradients_that_a_loss_leaves_are_undone",
+    ),
+    Mutant(
+        "a frozen parameter written to unnoticed",
+        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        "test_secret_draws.test_a_write_to_a_frozen_parameter_stays_at_no_step",
+        {"way": "data", "engine": "factored"},
+    ),
+    Mutant(
         "one dropout mask for all examples",
         shared_draws,
         "test_engines.test_dropout_draws_one_mask_per_example",
@@ -777,7 +825,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a batch as large as another dimension taken for any other",
-        lambda patch: patch.setattr(audit.CheckSchedule, "note_size", lambda *_: None),
+        lambda patch: patch.setattr(check_schedule.CheckSchedule, "note_size", lambda *_: None),
         "test_self_check.test_a_batch_as_large_as_another_dimension_is_checked",
     ),
     Mutant(

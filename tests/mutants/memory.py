@@ -56,7 +56,7 @@ def groups_drawn(planted: Callable[[int, int], int]) -> Callable[[Patch], None]:
 
         def wrong(self: Any, step: int) -> Any:
             drawn = real(self, planted(step, self._bands))
-            return type(drawn)(drawn.indices, drawn.seed, real(self, step).sampling)
+            return type(drawn)(drawn.indices, drawn.key, real(self, step).sampling)
 
         patch.setattr(sampling.BatchSampler, "_draw", wrong)
 

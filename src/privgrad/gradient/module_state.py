@@ -95,18 +95,25 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def seeded(seed: int) -> Generator[None]:
     """Seed torch's global random streams, and restore their states afterwards.
 
-    PrivateGradient calls it for the draws of the model, such as dropout. `public_gradient` and the checks of
-    `validation`, `randomness`, `probes` and `engines.self_check` call it too. The noise has a stream of its own.
+    The checks of `validation`, `randomness`, `probes` and `engines.self_check` call it, so that equal examples give
+    equal results. `public_gradient` and the transforms of `PrivateGradient` call it for draws that depend on no private
+    example. The draws of the model have `secret_draws`.
     """
+    with streams_kept():
+        # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
+        (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
+        yield
+
+
+@contextmanager
+def streams_kept() -> Generator[None]:
+    """Restore the states of torch's global random streams afterwards. `seeded` and `secret_draws` call it."""
     if torch.accelerator.is_available():
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
             yield
         return
-    # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
     state = torch.default_generator.get_state()
     try:
-        torch.default_generator.manual_seed(seed)
         yield
     finally:
         torch.default_generator.set_state(state)
@@ -180,7 +187,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 if (held or container) and not _identical(_held(container), held):
                     _refill(container, held)
                     names.append(name)
-            names += [name for name, value, copy in values if _restore(value, copy)]
+            names += [name for name, value, copy in values if restore(value, copy)]
             for name in dict.fromkeys(names):
                 copy = copies.get(id(attributes.get(name)))
                 untouched = copy is not None and now.get(name) is copy and copy._version == 0
@@ -252,10 +259,11 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
-def _restore(value: Any, copy: Any) -> bool:
+def restore(value: Any, copy: Any) -> bool:
     """Give a tensor or numpy array the values of its copy, and return whether it had others.
 
-    It compares values: writes by `.data` or numpy leave no other trace. A tensor without storage has none.
+    `preserved` and `engines.self_check` call it. It compares values: writes by `.data` or numpy leave no other trace. A
+    tensor without storage has none.
     """
     if isinstance(value, np.ndarray):
         if value.shape == copy.shape and value.tobytes() == copy.tobytes():

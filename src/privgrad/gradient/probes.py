@@ -10,7 +10,7 @@ examples may stay in the model.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,11 @@ def places_of(size: int, chosen: int, salt: int) -> Tensor:
     """Return `chosen` distinct random indices below `size`, sorted; torch's seed and the salt determine them."""
     generator = torch.Generator().manual_seed((torch.initial_seed() + salt) % 2**63)
     return torch.randperm(size, generator=generator)[:chosen].sort().values
+
+
+def norm_of(x: Tensor) -> float:
+    """Return the norm of all entries, computed in float32 or wider. The checks of both engines call it."""
+    return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
 
 
 def doubled(leaf: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from privgrad.errors import expected
 from privgrad.gradient.module_state import evaluating, seeded
 from privgrad.gradient.probes import losses_on_copies
 from privgrad.types import LossFunction
@@ -31,6 +32,33 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
     return "other" if drawn else "dropout" if dropout.met else "none"
 
 
+def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
+    """Raise PrivacyError if the forward pass seeds random draws itself.
+
+    The draws would be known, and would follow an example's place in the batch. So one example more would give others
+    another mask of dropout, which anyone can compute.
+    """
+    ends = list[Tensor]()
+    for seed in (0, 1):
+        with _Dropout(off=False) as dropout, seeded(seed):
+            before = random_state()
+            losses_on_copies(model, loss_fn, few, seed=None)
+            ends.append(random_state())
+        if dropout.called and torch.equal(before, ends[-1]):
+            raise _seeds("dropout that leaves the random stream as it was")
+    if torch.equal(*ends):
+        raise _seeds("the same random state after different ones")
+
+
+def _seeds(got: str) -> Exception:
+    """Return the error for a forward pass that seeds its draws."""
+    remedy = (
+        "leave torch.manual_seed out of the forward pass and of loss_fn; draw what all examples share once, in "
+        "__init__, and keep it as a buffer"
+    )
+    return expected("loss_fn", "random draws", "to follow torch's global random stream", got, remedy)
+
+
 @contextmanager
 def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
     """Disable random draws, and as little else as possible, so that a check runs the code that trains.
@@ -45,17 +73,22 @@ def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[No
         yield
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """A mode in which dropout functions return their input.
+class _Dropout(TorchFunctionMode):
+    """A mode that notices dropout functions, and can make them return their input.
 
+    Args:
+        off: whether they return their input.
     Attributes:
-        met: whether a dropout function was called that would have dropped values.
+        met: whether there is dropout: a layer of the model has a rate, or such a function was called.
+        called: whether a function was called that drops a part of its input.
     """
 
-    met = False
+    def __init__(self, *, off: bool) -> None:
+        super().__init__()
+        self._off, self.met, self.called = off, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function with its dropout off; torch calls this for each function under the mode."""
+        """Call a torch function, with its dropout off or not; torch calls this for each function under the mode."""
         options = dict(kwargs or {})
         if func in _DROPOUTS:
             x, rate, training = (
@@ -63,8 +96,10 @@ class _WithoutDropout(TorchFunctionMode):
                 for place, (name, default) in enumerate((("input", None), ("p", 0.5), ("training", True)))
             )
             self.met = self.met or bool(rate and training)
-            return x
-        if func in _WITH_DROPOUT:
+            self.called = self.called or bool(training and 0 < rate < 1 and x.numel())
+            if self._off:
+                return x
+        if func in _WITH_DROPOUT and self._off:
             place, name, off = _WITH_DROPOUT[func]
             self.met = self.met or bool(args[place] if len(args) > place else options.get(name))
             args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
@@ -87,7 +122,7 @@ _RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
+def _without_dropout(model: nn.Module) -> Generator[_Dropout]:
     """Disable dropout without changing the modules' modes; the value says whether there was any."""
     before: list[tuple[nn.Module, str, float]] = []
     for module in model.modules():
@@ -96,7 +131,7 @@ def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
         if drops or "drop" in name or "stochasticdepth" in name:
             held = {rate: vars(module).get(rate) for rate in _RATES}
             before += [(module, rate, value) for rate, value in held.items() if isinstance(value, float) and value > 0]
-    mode = _WithoutDropout()
+    mode = _Dropout(off=True)
     mode.met = any(module.training for module, _, _ in before)  # some layers read the rate, and call no function above
     try:
         for module, rate, _ in before:

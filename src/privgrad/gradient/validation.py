@@ -27,7 +27,7 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes, refusing_in_place
 from privgrad.gradient.module_state import own_parameters, seeded, trainable
 from privgrad.gradient.probes import doubled, few_of, losses_on_copies
-from privgrad.gradient.randomness import Randomness, find_randomness, random_state, without_randomness
+from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
@@ -175,6 +175,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         got = f"no gradient for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
+    require_unseeded(model, loss_fn, few)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
 

@@ -44,7 +44,7 @@ class Climb:
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
-        self._model, self._loss_fn, self._layouts = model, loss_fn, layouts
+        self._model, self._layouts, self._alone = model, layouts, Vmap(model, loss_fn)
         self.any = self.reached_loss = False
         self._is_open, self._is_accepted = True, False
         self.reasons = dict[str, Reason]()
@@ -80,10 +80,11 @@ class Climb:
 
     def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return the gradient of each example's loss, computed from a batch of one."""
-        alone = Vmap(self._model, self._loss_fn)
         if point.along is not None:
-            return alone.at(examples, point.along, point.share)
-        return alone(examples) if point.radius is None else alone.moved(examples, point.radius, exact=point.exact)
+            return self._alone.at(examples, point.along, point.share)
+        if point.radius is None:
+            return self._alone(examples)
+        return self._alone.moved(examples, point.radius, exact=point.exact)
 
     def _take(self, unit: str) -> str:
         """Take a refused unit whole, or the next module above it, and return its path; above the root, take the loss.

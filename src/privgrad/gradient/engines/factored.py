@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.engines.check_schedule import CheckSchedule
 from privgrad.gradient.engines.climb import Climb
 from privgrad.gradient.engines.layout_cache import shapes_of
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.passes import Passes, Point
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, UnitRefusedError, refused
 from privgrad.gradient.engines.self_check import (
-    CheckSchedule,
     require_apart_from_infinite,
     require_apart_in_training,
     require_same_draws,

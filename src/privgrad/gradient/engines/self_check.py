@@ -21,43 +21,12 @@ from privgrad.gradient.engines.passes import Passes, Point
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
-from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.probes import gradients, places_of
+from privgrad.gradient.module_state import named_parameters, restore, seeded, trainable
+from privgrad.gradient.probes import gradients, norm_of, places_of
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 _MEASURED = 16  # number of examples whose norms a check measures
-
-
-class CheckSchedule:
-    """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
-
-    Later examples may reveal a problem that the first ones did not.
-
-    Attributes:
-        calls: the number of calls so far.
-        is_due: whether the current call must be checked.
-    """
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.is_due = False
-        self._sizes = {0}
-
-    def begin(self) -> None:
-        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call."""
-        self.calls += 1
-        self.is_due |= self.calls & (self.calls - 1) == 0
-
-    def note_size(self, size: int) -> None:
-        """Set `is_due` at the first batch of a size that is also the size of another dimension.
-
-        A model that uses other layouts for batches of this size would pass all comparisons of sizes.
-
-        Args:
-            size: `Passes.ambiguous`.
-        """
-        self.is_due |= size not in self._sizes
-        self._sizes.add(size)
+_COMPARED = 2**17  # the largest size of a frozen parameter that is compared at each step
 
 
 def require_single(
@@ -234,11 +203,6 @@ def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) ->
             raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
 
-def norm_of(x: Tensor) -> float:
-    """Return the norm of all entries, computed in float32 or wider."""
-    return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
-
-
 @contextmanager
 def restored(model: nn.Module) -> Generator[None]:
     """Run a check, and put the parameters back bit by bit if it wrote to any of them, also after an exception.
@@ -261,6 +225,36 @@ def restored(model: nn.Module) -> Generator[None]:
         raise written_to(", ".join(written)) from refusal
     if refusal is not None:
         raise refusal
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Generator[None]:
+    """Undo what a step's passes leave on parameters: gradients, and writes to frozen parameters.
+
+    `PrivateGradient` calls it around each step. loss_fn may call backward itself, which leaves raw gradients in
+    `.grad`.
+    A write by `.data` or numpy leaves no trace that autograd counts, so the values of frozen parameters are compared.
+    This holds for those on the CPU with up to 131,072 numbers; for all others, at checked steps only (`restored`).
+
+    Raises:
+        UnsupportedModuleError: such a parameter was written to. It has its former values again.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    frozen = [
+        (name, parameter, parameter.detach().clone())
+        for name, parameter in named_parameters(model)
+        if not parameter.requires_grad and parameter.is_cpu and parameter.numel() <= _COMPARED
+    ]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, held in gradients:
+            parameter.grad = held
+        written = [name for name, parameter, held in frozen if restore(parameter, held)]
+    if written:
+        raise written_to(", ".join(written))
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -17,17 +17,23 @@ from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.batching import batched, differentiable
-from privgrad.gradient.engines.refusals import buffers_written
+from privgrad.gradient.engines.check_schedule import CheckSchedule
+from privgrad.gradient.engines.refusals import buffers_written, refused
 from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.module_state import (
     BoundLoss,
     preserved,
     require_losses,
+    seeded,
     trainable,
 )
+from privgrad.gradient.probes import few_of, norm_of
+from privgrad.gradient.randomness import find_randomness, random_state, without_randomness
 from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
+
+_TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
 
 class Vmap:
@@ -46,6 +52,7 @@ class Vmap:
         self._model = model
         self._loss_fn = loss_fn
         self._memory_mb = memory_mb
+        self._schedule = CheckSchedule()
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once; see `Factored.microbatch_size`."""
@@ -63,7 +70,8 @@ class Vmap:
         """Do nothing: this engine keeps nothing from step to step."""
 
     def check_again(self) -> None:
-        """Do nothing: this engine needs no check, because it computes each example by itself."""
+        """Compare the next examples with their gradients alone, after a change of the model."""
+        self._schedule.is_due = True
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return `size`: this engine writes out all gradients in any case."""
@@ -72,6 +80,7 @@ class Vmap:
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
         rows = per_sample_gradients(self._model, self._loss_fn, examples)
+        self._check(examples)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
@@ -88,7 +97,50 @@ class Vmap:
         """Return the gradient of each example's own loss at its own point, as Factored.at does."""
         along = {name: share * factor.dense() for name, factor in moved.items()}
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
+        self._check(examples)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
+
+    def _check(self, examples: Any) -> None:
+        """Compare a few rows with the gradients of single examples, at the 1st, 2nd, 4th, 8th ... call."""
+        self._schedule.begin()
+        if self._schedule.is_due:
+            few = few_of(examples, salt=self._schedule.calls, fill=False)
+            _require_equal_alone(self._model, self._loss_fn, few)
+            self._schedule.is_due = False
+
+
+def _require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
+    """Raise UnsupportedModuleError if a row of the gradients depends on its place among the examples.
+
+    vmap gives each row random numbers of its own, also where the forward pass draws them from a fixed seed. These
+    numbers are public, so one example more would give all later rows other numbers that are known. The rows are
+    compared with the same examples alone, with dropout off. If the forward pass draws other numbers from torch's random
+    streams, which are secret, nothing can be compared.
+
+    Args:
+        model: as in `per_sample_gradients`.
+        loss_fn: as in `per_sample_gradients`.
+        few: a few examples.
+    """
+    with without_randomness(model, find_randomness(model, loss_fn, few)), seeded(0):
+        before = random_state()
+        together = per_sample_gradients(model, loss_fn, few)
+        if not torch.equal(random_state(), before):
+            return  # draws from torch's random streams differ by row, as they should
+        for index in range(count_examples(few)):
+            alone = per_sample_gradients(model, loss_fn, part_of(few, slice(index, index + 1)))
+            whole = sum(norm_of(row) ** 2 for row in alone.values()) ** 0.5
+            for name, row in alone.items():
+                difference = norm_of(together[name][index] - row[0])
+                # The comparison is false if values are not finite: such an example contributes zero anyway.
+                if difference > _TOLERANCE * whole:
+                    remedy = (
+                        "draw what all examples share once, in __init__, and keep it as a buffer; draw what differs by "
+                        "example from torch's global random stream"
+                    )
+                    condition = "not to come from a fixed seed in the forward pass"
+                    got = f"a gradient of {name!r} that depends on its row"
+                    raise refused("random numbers", condition, got, remedy)
 
 
 def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,112 @@
+"""Give a model's random draws, such as dropout, random numbers that nobody can guess.
+
+A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
+masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
+whole secret state, of 19,968 bits. `PrivateGradient` calls it.
+
+The privacy guarantee rests on this file wherever the forward pass draws random numbers. On a GPU, torch's generator has
+a seed of 63 secret bits.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from privgrad.gradient.module_state import streams_kept
+from privgrad.rng import device_seed, torch_state
+
+
+class SecretDraws:
+    """Computations under a secret state of torch's random streams.
+
+    Privacy:
+        Two of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
+        numbers. They are replaced if the model draws at all, which shows in the state after a computation.
+    """
+
+    def __init__(self) -> None:
+        self._draws = False
+
+    def attempts(self, key: bytes) -> Generator[AbstractContextManager[object]]:
+        """Yield contexts in which to compute the same, one after the other. The last result is the one to use.
+
+        There are two only if the model draws for the first time.
+
+        Args:
+            key: 32 secret bytes, for this computation only.
+        """
+        if not self._draws:
+            attempt = _Attempt()
+            yield attempt.under(key)
+            if not attempt.drew:
+                return
+            self._draws = True
+        yield _replacing(key)
+
+
+class _Attempt:
+    """A computation without replaced operations.
+
+    Attributes:
+        drew: whether it drew random numbers on the CPU.
+    """
+
+    drew = False
+
+    @contextmanager
+    def under(self, key: bytes) -> Generator[None]:
+        """Compute under the key's state."""
+        with _seeded(key):
+            before = torch.get_rng_state()
+            yield
+            self.drew = not torch.equal(torch.get_rng_state(), before)
+
+
+@contextmanager
+def _replacing(key: bytes) -> Generator[None]:
+    """Compute under the key's state, with replaced operations."""
+    with _seeded(key), _Wide():
+        yield
+
+
+@contextmanager
+def _seeded(key: bytes) -> Generator[None]:
+    """Set the state of torch's random streams from a key, and restore their states afterwards."""
+    with streams_kept():
+        if torch.accelerator.is_available():
+            torch.manual_seed(device_seed(key))
+        torch.default_generator.set_state(torch_state(key))
+        yield
+
+
+class _Wide(TorchDispatchMode):
+    """A mode in which operations on the CPU draw each number from the generator itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation; torch calls this for each one under the mode."""
+        wide = _WIDE.get(func) if args and isinstance(args[0], Tensor) and args[0].is_cpu else None
+        return (wide or func)(*args, **(kwargs or {}))
+
+
+def _bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """Write ones with probability p, in steps of 2^-24, and zeros."""
+    return x.copy_(torch.rand(x.shape, generator=generator) < p)
+
+
+def _exponential(x: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
+    """Write exponentially distributed numbers, which are above zero."""
+    drawn = -torch.log1p(-torch.rand(x.shape, generator=generator, dtype=torch.float64)) / lambd
+    return x.copy_(drawn.clamp_min_(torch.finfo(x.dtype).tiny))
+
+
+_WIDE: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.bernoulli_.float: _bernoulli,
+    torch.ops.aten.bernoulli.p: lambda x, p=0.5, generator=None: _bernoulli(
+        torch.empty_like(x), p, generator=generator
+    ),
+    torch.ops.aten.exponential_.default: _exponential,
+}

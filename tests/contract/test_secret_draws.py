@@ -1,0 +1,282 @@
+"""What the forward pass draws is secret, and what it leaves behind is undone."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import privgrad as pg
+from conftest import first_batch, loss_fn, make_data, make_plan
+from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.engines.self_check import parameters_kept
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.secret_draws import SecretDraws
+from privgrad.rng import mersenne_words, torch_state
+
+KEY = bytes(range(32))
+
+
+class Forward(nn.Module):
+    """A linear layer behind a function of the inputs, shape (B, 5)."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], width: int = 5) -> None:
+        super().__init__()
+        self.function, self.last = function, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(x))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.unsqueeze(-1).expand(-1, -1, 4)
+        return self.last(self.inner(steps, steps, steps, need_weights=False)[0].mean(1))
+
+
+class Recurs(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.inner, self.last = nn.LSTM(1, 4, layers, dropout=0.5, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x.unsqueeze(-1))[0][:, -1])
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)),
+    "a function": lambda: Forward(lambda x: F.dropout(x, 0.25)),
+    "channels": lambda: Forward(lambda x: F.dropout1d(x.unsqueeze(-1), 0.5).squeeze(-1)),
+    "alpha dropout": lambda: Forward(lambda x: F.alpha_dropout(x, 0.5, training=True)),
+    "attention": Attends,
+    "a recurrent layer": lambda: Recurs(2),
+}
+
+
+class Seen(TorchDispatchMode):
+    """The operations that reach torch's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = set[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_key_gives_each_librarys_generator_its_whole_state():
+    generator, same = torch.Generator(), random.Random()
+    generator.set_state(torch_state(KEY))
+    same.setstate((3, (*mersenne_words(KEY, "torch").tolist(), 624), None))
+    drawn = torch.empty(2000, dtype=torch.int64).random_(0, 2**16, generator=generator)
+    assert drawn.tolist() == [same.getrandbits(32) % 2**16 for _ in range(2000)]
+    words = [mersenne_words(key, name) for key in (KEY, KEY[::-1]) for name in ("torch", "numpy", "Python")]
+    assert len(np.unique(words)) == 6 * 624
+
+
+def test_the_forward_pass_of_a_step_has_the_state_of_its_key():
+    """No seed of 32 bits leads to it."""
+    model, states = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), list[bytes]()
+    plan = make_plan(seed=0)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    batch = first_batch(plan, make_data())
+    model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state().numpy().tobytes()))
+    private_grad(batch)
+    step_key = private_grad._dropout_stream.uint64(0, 5).tobytes()
+    key = pg.rng.Stream(step_key[:32]).uint64(0, 4).tobytes()
+    assert torch_state(key).numpy().tobytes() in states
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("name", DRAWING)
+def test_no_draw_of_a_released_gradient_comes_from_a_short_seed(name: str, engine: Any):
+    """torch's kernel takes 31 bits from the generator for a whole mask."""
+    torch.manual_seed(0)
+    plan = make_plan(seed=0)
+    private_grad, batches = pg.PrivateGradient(DRAWING[name](), loss_fn, plan, engine=engine), plan.batches(make_data())
+    private_grad(next(batches))  # its first computation shows that the model draws
+    with Seen() as seen:
+        private_grad(next(batches))
+    assert torch.ops.aten.rand.generator in seen.functions
+    assert not {torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p} & seen.functions
+
+
+def test_a_step_that_draws_for_the_first_time_gives_what_later_ones_would():
+    def gradients(known: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, plan = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)), make_plan(seed=0)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan)
+        private_grad._draws._draws = known
+        found = [private_grad(batch) for batch, _ in zip(plan.batches(make_data()), range(3), strict=False)]
+        return [noisy.tensors["0.weight"] for noisy in found]
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_models_without_draws_keep_torchs_operations():
+    draws, contexts = SecretDraws(), list[object]()
+    for context in draws.attempts(KEY):
+        with context:
+            contexts.append(context)
+    assert len(contexts) == 1
+
+
+def test_replaced_draws_have_their_distributions():
+    *_, last = (context for context in _drawn_once().attempts(KEY))
+    with last:
+        kept = torch.empty(100_000, dtype=torch.float64).bernoulli_(0.3)
+        waits = torch.empty(100_000).exponential_(2.0)
+    assert stats.binomtest(int(kept.sum()), kept.numel(), 0.3).pvalue > 1e-6
+    assert stats.kstest(waits.numpy(), stats.expon(scale=0.5).cdf).pvalue > 1e-6
+    assert set(kept.tolist()) == {0.0, 1.0}
+    assert waits.min() > 0
+
+
+def _drawn_once() -> SecretDraws:
+    draws = SecretDraws()
+    draws._draws = True
+    return draws
+
+
+def test_the_random_streams_of_the_program_are_left_alone():
+    plan = make_plan()
+    private_grad = pg.PrivateGradient(DRAWING["a layer"](), loss_fn, plan)
+    state = torch.get_rng_state()
+    private_grad(first_batch(plan, make_data()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(42)
+    return F.dropout(x, 0.5)
+
+
+def _seeds_apart(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("function", [_seeds, _seeds_apart])
+def test_a_forward_pass_that_seeds_its_dropout_is_refused(function: Any, engine: Any):
+    plan = make_plan()
+    private_grad = pg.PrivateGradient(Forward(function), loss_fn, plan, engine=engine)
+    with pytest.raises(pg.PrivacyError, match=r"random draws to follow.*leave torch\.manual_seed out"):
+        private_grad(first_batch(plan, make_data()))
+
+
+@pytest.mark.parametrize("make", [lambda: Recurs(1), lambda: _of_zeros(DRAWING["a layer"]())])
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
+def test_dropout_that_changes_no_loss_is_accepted(make: Callable[[], nn.Module]):
+    plan = make_plan()
+    pg.PrivateGradient(make(), loss_fn, plan)(first_batch(plan, make_data()))
+
+
+def _of_zeros(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def _features_of_a_seed(x: Tensor) -> Tensor:
+    return torch.cos(x @ torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def _features_of_a_seed_apart(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.cos(x @ torch.randn(5, 8))
+
+
+@pytest.mark.parametrize("function", [_features_of_a_seed, _features_of_a_seed_apart])
+def test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row(function: Any):
+    plan = make_plan(seed=0)
+    private_grad = pg.PrivateGradient(Forward(function, 8), loss_fn, plan, engine="vmap")
+    with pytest.raises(pg.UnsupportedModuleError, match=r"not to come from a fixed seed.*keep it as a buffer"):
+        private_grad(first_batch(plan, make_data()))
+
+
+def test_features_of_a_seed_are_the_same_for_all_examples_in_the_fast_engine_and_as_a_buffer():
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("drawn", torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cos(x @ self.drawn))
+
+    torch.manual_seed(0)
+    model = Forward(_features_of_a_seed, 8)
+    remedied = Buffered()
+    remedied.last.load_state_dict(model.last.state_dict())
+    fast, reference = Factored(model, loss_fn)(make_data()[:]), Vmap(remedied, loss_fn)(make_data()[:])
+    for name, factor in reference.items():
+        assert torch.allclose(fast[name].dense(), factor.dense(), atol=1e-5)
+
+
+def test_gradients_that_a_loss_leaves_are_undone():
+    def adversarial(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].detach().requires_grad_()
+        loss_fn(model, (x, batch[1])).sum().backward()
+        return loss_fn(model, (x.detach() + 0.1 * x.grad.sign(), batch[1]))
+
+    plan, model = make_plan(), nn.Linear(5, 3)
+    model.bias.grad = held = torch.ones(3)
+    pg.PrivateGradient(model, adversarial, plan)(first_batch(plan, make_data()))
+    assert model.weight.grad is None
+    assert model.bias.grad is held
+    assert torch.equal(held, torch.ones(3))
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("way", ["data", "numpy"])
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_a_write_to_a_frozen_parameter_stays_at_no_step(way: str, engine: Any):
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.rows = nn.Linear(5, 3), nn.Parameter(torch.zeros(20, 5), requires_grad=False)
+            self.begins, self.calls = 10**9, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.begins == 0:
+                rows = self.rows.data if way == "data" else self.rows.detach().numpy()
+                rows[:1] = x.detach()[:1] if way == "data" else x.detach()[:1].numpy()
+            return self.last(x)
+
+    model, plan = Bank(), make_plan(seed=0)
+    private_grad, batches = pg.PrivateGradient(model, loss_fn, plan, engine=engine), plan.batches(make_data())
+    for _ in range(4):
+        private_grad(next(batches))
+    object.__setattr__(model, "begins", 0)
+    private_grad._checked.add(  # as if the configuration had not changed
+        (frozenset({"last.weight", "last.bias"}), pg.private_gradient.configuration(model))
+    )
+    refused = pytest.raises(
+        pg.UnsupportedModuleError, match="parameters not to be written by the forward pass, got rows"
+    )
+    with refused if engine == "factored" else nullcontext():  # vmap computes with copies
+        private_grad(next(batches))
+    assert torch.equal(model.rows, torch.zeros(20, 5))
+
+
+def test_frozen_parameters_with_values_that_are_not_finite_are_no_writes():
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad_(False).fill_(torch.nan)
+    with parameters_kept(model):
+        pass
