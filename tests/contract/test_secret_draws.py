@@ -19,7 +19,8 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.self_check import parameters_kept
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.secret_draws import SecretDraws
-from privgrad.rng import mersenne_words, torch_state
+from privgrad.gradient.validation import configuration
+from privgrad.rng import Stream, mersenne_words, torch_state
 
 KEY = bytes(range(32))
 
@@ -95,7 +96,7 @@ def test_the_forward_pass_of_a_step_has_the_state_of_its_key():
     model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state().numpy().tobytes()))
     private_grad(batch)
     step_key = private_grad._dropout_stream.uint64(0, 5).tobytes()
-    key = pg.rng.Stream(step_key[:32]).uint64(0, 4).tobytes()
+    key = Stream(step_key[:32]).uint64(0, 4).tobytes()
     assert torch_state(key).numpy().tobytes() in states
 
 
@@ -214,7 +215,7 @@ def test_features_of_a_seed_are_the_same_for_all_examples_in_the_fast_engine_and
     class Buffered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("drawn", torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+            self.drawn = nn.Buffer(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
             self.last = nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -255,8 +256,10 @@ def test_a_write_to_a_frozen_parameter_stays_at_no_step(way: str, engine: Any):
 
         def forward(self, x: Tensor) -> Tensor:
             if self.begins == 0:
-                rows = self.rows.data if way == "data" else self.rows.detach().numpy()
-                rows[:1] = x.detach()[:1] if way == "data" else x.detach()[:1].numpy()
+                if way == "data":
+                    self.rows.data[:1] = x.detach()[:1]
+                else:
+                    self.rows.detach().numpy()[:1] = x.detach()[:1].numpy()
             return self.last(x)
 
     model, plan = Bank(), make_plan(seed=0)
@@ -265,7 +268,7 @@ def test_a_write_to_a_frozen_parameter_stays_at_no_step(way: str, engine: Any):
         private_grad(next(batches))
     object.__setattr__(model, "begins", 0)
     private_grad._checked.add(  # as if the configuration had not changed
-        (frozenset({"last.weight", "last.bias"}), pg.private_gradient.configuration(model))
+        (frozenset({"last.weight", "last.bias"}), configuration(model))
     )
     refused = pytest.raises(
         pg.UnsupportedModuleError, match="parameters not to be written by the forward pass, got rows"

@@ -362,7 +362,7 @@ class Oracle:
             values = {name: value.double() * self.plan.divisor for name, value in self.seen.pop().items()}
         else:
             self.private_grad.load_state_dict(self.start)
-            values = dict(self.private_grad._clipped_sum(batch, 0, 0, trainable(self.model))[0].values)
+            values = dict(self.private_grad._clipped_sum(batch, 0, bytes(40), trainable(self.model))[0].values)
         return torch.cat([value.double().flatten() for value in values.values()])
 
     def contributions(self, examples: Examples) -> Tensor:

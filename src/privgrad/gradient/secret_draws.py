@@ -103,10 +103,13 @@ def _exponential(x: Tensor, lambd: float = 1.0, *, generator: torch.Generator | 
     return x.copy_(drawn.clamp_min_(torch.finfo(x.dtype).tiny))
 
 
+def _new_bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """Return what `_bernoulli` writes, in a new tensor; vmap calls this one."""
+    return _bernoulli(torch.empty_like(x), p, generator=generator)
+
+
 _WIDE: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.bernoulli_.float: _bernoulli,
-    torch.ops.aten.bernoulli.p: lambda x, p=0.5, generator=None: _bernoulli(
-        torch.empty_like(x), p, generator=generator
-    ),
+    torch.ops.aten.bernoulli.p: _new_bernoulli,
     torch.ops.aten.exponential_.default: _exponential,
 }
