@@ -9,7 +9,9 @@ privacy guarantee rests on this file, because it computes every epsilon that pri
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
+from decimal import ROUND_CEILING, Context, Decimal
 from numbers import Real
 from typing import Literal, get_args
 
@@ -235,3 +237,15 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
         )
     most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
     return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
+
+
+def rounded_up(bound: float, digits: int = 4) -> str:
+    """Return an upper bound with so many significant digits, rounded up, never down.
+
+    `statement` and `integrations.model_card` state epsilon and an attacker's success with it. A number that was rounded
+    down would claim more than was computed.
+    """
+    if not math.isfinite(bound):
+        return f"{bound:g}"
+    exact = Decimal(repr(float(bound)))
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(exact)):.{digits}g}"

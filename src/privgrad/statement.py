@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from privgrad.accounting import attack_success, epsilon
+from privgrad.accounting import attack_success, epsilon, rounded_up
 from privgrad.budget import Budget
 from privgrad.budget_file import Commitment
 from privgrad.errors import require_delta
@@ -162,16 +162,16 @@ def budget_statement(budget: Budget) -> Statement:
     cost, quoted = "Nothing is committed yet.", tuple[str, ...]()
     if len(held) == 1:
         by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
-        cost = f"Its only commitment costs epsilon = {spent:.4g}."
+        cost = f"Its only commitment costs epsilon = {rounded_up(spent)}."
         quoted = (
             f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",
             f"With a second commitment, quote the budget, epsilon = {budget.total_epsilon:g}.",
         )
     elif held:
-        cost = f"Its {len(held)} commitments cost epsilon = {spent:.4g} together."
+        cost = f"Its {len(held)} commitments cost epsilon = {rounded_up(spent)} together."
         quoted = (
-            f"Quote epsilon = {size:.4g}, the budget. It holds even if a later commitment was chosen after a look at "
-            "earlier results (a Renyi filter).",
+            f"Quote epsilon = {rounded_up(size)}, the budget. It holds even if a later commitment was chosen after a look "
+            "at earlier results (a Renyi filter).",
             "The smaller number holds if all of them were planned before the first result.",
         )
     computed = (
@@ -197,7 +197,7 @@ def _commitment_text(one: Commitment, delta: float) -> str:
         what = f"a training with up to {first.count:,} noisy gradients"
     path = Path(one.name)
     name = "/".join(path.parts[-2:]) if path.is_absolute() else " ".join(one.name.split())
-    return f"{name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {alone:.4g}."
+    return f"{name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {rounded_up(alone)}."
 
 
 def _today() -> str:
@@ -217,7 +217,7 @@ def _sections(
     is_user = numbers["privacy_unit"] == "user"
     one, many = ("person", "people") if is_user else ("row", "rows")
     return (
-        Section("In short", _in_short(numbers, facts, many)),
+        Section("In short", _in_short(numbers, facts, one, many)),
         Section("People and data", _whose_data(numbers, one, many, is_user=is_user)),
         Section(
             "Attackers",
@@ -235,9 +235,10 @@ def _sections(
     )
 
 
-def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: str) -> tuple[str, ...]:
+def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], one: str, many: str) -> tuple[str, ...]:
     """Return the result, with each reason for which it is none."""
-    size, eps = numbers["epsilon"], f"epsilon = {numbers['epsilon']:.3g} and delta = {numbers['delta']:g}"
+    size = numbers["epsilon"]
+    eps = f"epsilon = {rounded_up(size, 3)} and delta = {numbers['delta']:g}"
     reasons: list[str] = []
     if any(fact.get("simulates") is not None for fact in facts):
         reasons.append("The training simulates another one in smaller batches, which protects nobody.")
@@ -249,6 +250,7 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
         return ("Nothing has been released from the data yet.", *reasons)
     if not math.isfinite(size):
         return ("These releases protect nobody: their epsilon is infinite.", *reasons)
+    reasons += _warning_of_delta(numbers, one)
     if reasons:
         return (f"These releases would satisfy differential privacy with {eps}, except for the following.", *reasons)
     return (f"The {many} whose data these results use are protected by differential privacy with {eps}.",)
@@ -286,12 +288,11 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
     return (
         f"Suppose an attacker wants to find out whether a given {one} was in the data.",
         f"Suppose the attacker is wrong for {wrong:.0%} of the {many} that were not.",
-        f"Then the attacker is right for at most {success:.1%} of the {many} that were.",
+        f"Then the attacker is right for at most {rounded_up(100 * success, 3)}% of the {many} that were.",
         f"A guess, without the model, is right for {wrong:.0%}.",
         "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
         *(_BOUND_OF_A_BUDGET if budget else ()),
         f"Delta = {numbers['delta']:g} limits the chance that this protection fails.",
-        *_warning_of_delta(numbers, one),
     )
 
 
@@ -313,8 +314,8 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
     lines = [
         *([f"The training released {gradients:,} noisy gradients."] if len(others) < len(facts) else []),
         *(f"A noisy {kind} of the data was released." for kind in others),
-        f"Quote epsilon = {numbers['epsilon']:.4g}. It is computed by privacy loss distributions (PLD).",
-        f"The RDP accountant gives {numbers['epsilon_rdp']:.4g}. It is a looser bound on the same quantity."
+        f"Quote epsilon = {rounded_up(numbers['epsilon'])}. It is computed by privacy loss distributions (PLD).",
+        f"The RDP accountant gives {rounded_up(numbers['epsilon_rdp'])}. It is a looser bound on the same quantity."
         if numbers["epsilon_rdp"] < math.inf or numbers["epsilon"] == math.inf
         else "The RDP accountant does not cover truncated batches.",
     ]

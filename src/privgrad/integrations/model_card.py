@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from huggingface_hub import ModelCard
 
+from privgrad.accounting import rounded_up
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.statement import Statement, released_beside, statement
@@ -103,7 +104,7 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
     turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
     turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
     rows = {
-        **({"epsilon": f"{found.numbers['epsilon']:.4g}"} if found is not None and _protects(plan, found) else {}),
+        **({"epsilon": rounded_up(found.numbers["epsilon"])} if found is not None and _protects(plan, found) else {}),
         **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
         f"{counted} in the data": f"{plan.num_examples:,}{exactness}, as declared",
