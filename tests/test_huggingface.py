@@ -1119,7 +1119,7 @@ def test_a_saved_model_carries_its_privacy(
     assert {"differential-privacy", "privgrad"} <= set(card.data["tags"])
     assert card.data.get("library_name") == ("peft" if make is bert_lora else None)
     assert card.text.count("## Privacy") == 1
-    assert f"| epsilon | {ledger.epsilon(delta=1e-3):.4g} |" in card.text
+    assert f"| epsilon | {rounded_up(ledger.epsilon(delta=1e-3))} |" in card.text
     assert f"Quote epsilon = {rounded_up(ledger.epsilon(delta=1e-3))}" in (saved / "statement.txt").read_text()
     assert "raw_" not in folder_text(saved)
     assert "metadata block" not in caplog.text

@@ -170,8 +170,8 @@ def budget_statement(budget: Budget) -> Statement:
     elif held:
         cost = f"Its {len(held)} commitments cost epsilon = {rounded_up(spent)} together."
         quoted = (
-            f"Quote epsilon = {rounded_up(size)}, the budget. It holds even if a later commitment was chosen after a look "
-            "at earlier results (a Renyi filter).",
+            f"Quote epsilon = {rounded_up(size)}, the budget. It holds even if a later commitment was chosen after a "
+            "look at earlier results (a Renyi filter).",
             "The smaller number holds if all of them were planned before the first result.",
         )
     computed = (
