@@ -1,6 +1,7 @@
 """The numbers that some pages of docs/ print are those of the records that they name."""
 
 import json
+import math
 import re
 import runpy
 import statistics
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.pld import PLDAccountant
+from scipy.stats import binom
 
 import privgrad as pg
 from benchmarks.claims.__main__ import CHECKS, read, table
@@ -20,6 +24,7 @@ CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
+PERSON = r"^\| (\d+) \| ([\d.]+) \| (\d+) \|$"  # rows of a person, epsilon, k times 3
 TRIED = re.compile(r"(?P<lr>[\d.]+): (?P<value>[\d.]+)(?P<percent> %)?")
 
 # Ten passes of one example in 50.
@@ -64,6 +69,32 @@ def summary(folder: Path, name: str, metric: str) -> tuple[float, float]:
 def printed(value: float, like: str) -> str:
     """The value with as many decimals as another number has."""
     return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+def epsilon_of_rows(plan: pg.PrivacyPlan, rows: int) -> float:
+    """The epsilon of one person's rows together, if each is drawn by itself and all pull in one direction."""
+    drawn = [float(binom.pmf(count, rows, plan.sample_rate)) for count in range(rows + 1)]
+    event = MixtureOfGaussiansDpEvent(plan.noise_multiplier, list(range(rows + 1)), drawn)
+    return PLDAccountant(value_discretization_interval=1e-3).compose(event, plan.steps).get_epsilon(plan.delta)
+
+
+def test_the_epsilon_of_a_person_with_several_rows_is_computed_and_more_than_k_times():
+    (quick_start,) = (block.text for block in blocks("README.md", "python") if "plan.batches(" in block.text)
+    options = re.search(r"for_budget\(.*\n(.*)\n\)", quick_start)
+    assert options
+    plan = eval(f"pg.PrivacyPlan.for_budget({options[1]})", {"pg": pg})
+    page = (ROOT / "docs/before-training.md").read_text()
+    found = {int(k): (float(said), int(k_times)) for k, said, k_times in re.findall(PERSON, page, re.MULTILINE)}
+    assert list(found) == [1, 2, 5, 9]
+    for k, (said, k_times) in found.items():
+        assert said == math.ceil(100 * epsilon_of_rows(plan, k)) / 100  # never below
+        assert k_times == 3 * k
+        assert k == 1 or said > k_times
+    for name in ("README.md", "docs/own-data.md", "docs/lessons/what-epsilon-means.md"):
+        text = (ROOT / name).read_text()
+        assert "21.17" in text
+        assert not re.search(r"(?<!more than k )times\s+the\s+epsilon", text), name
+    assert page.count("47.83") == 2
 
 
 def test_what_choosing_says_was_measured_stands_in_the_records():

@@ -7,9 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -443,6 +445,45 @@ def test_users_are_rows_of_their_own_examples():
     for arguments, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"by_user: expected .*{message}"):
             by_user(*arguments, cap=4, minimum=2)
+
+
+NOBODY = [
+    *(
+        "",
+        " ",
+        "NA",
+        "na ",
+        "N/A",
+        "#N/A N/A",
+        "<NA>",
+        "None",
+        "NULL",
+        "nil",
+        "NaN",
+        "-nan",
+        "NaT",
+        "?",
+        "--",
+        "(null)",
+    ),
+    *("\\N", "missing", "Unknown", None, math.nan, torch.tensor(math.nan), np.float32("nan"), np.datetime64("NaT")),
+    *(np.str_("NA"), ("ward 3", "NA"), ("ward 3", None)),
+]
+
+
+@pytest.mark.parametrize("mark", NOBODY, ids=repr)
+def test_people_without_a_name_are_never_one_user(mark: Any):
+    """A person among them moves the sum of the common user from one clipped gradient to another: by up to 2 C."""
+    with pytest.raises(pg.PrivacyError, match=r"user of example 1 to be known, got .*; leave out examples"):
+        by_user((torch.zeros(3),), ["p1", mark, mark], cap=2)
+
+
+def test_one_name_in_several_spellings_is_one_user_as_in_a_table():
+    names = [7, "7", "7 ", "7.0", 7.0, np.int64(7), np.float32(7), torch.tensor(7), Decimal("7.00")]
+    assert len(by_user((torch.zeros(9),), names, cap=9)) == 1
+    assert len(by_user((torch.zeros(4),), ["Zo\u00eb", "Zoe\u0308 ", ("a", 1), ("a", "1.0")], cap=9)) == 2
+    others = ["N", "Nana", "N1", "na 7", b"7", ("n", "a"), ("na1", 0), 0, -1, 1, True, "p7", "P7", 7.5]
+    assert len(by_user((torch.zeros(len(others)),), others, cap=9)) == len(others)
 
 
 def spec_of(unit: str = "user", model: str = "bag-of-words", **method: Any) -> dict[str, Any]:

@@ -264,6 +264,15 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
     (changed_row(ill="maybe"), {}, "row 3, column 'ill' of a.csv to be one of no, yes, got 'maybe'"),
     (changed_row(ill=""), {}, "row 3, column 'ill' of a.csv to be one of no, yes, got ''"),
     (changed_row(patient=""), {"unit": "patient", "max_rows": 2}, "row 3, column 'patient' .* to identify the unit"),
+    *[
+        (
+            changed_row(patient=mark),
+            {"unit": "patient", "max_rows": 2},
+            "row 3, column 'patient' .* to identify the unit",
+        )
+        for mark in ("NA", "none", " <NA> ", "n/a", "?", "nil", "NaT", "\\N", "-", "Unknown")
+    ],
+    (changed_row(patient="NA"), {"row_id": "patient"}, "row 3, column 'patient' .* to identify the unit, got 'NA'"),
     (changed_row(patient="p0"), {"row_id": "patient"}, "row 3, column 'patient' of a.csv to differ from row 1"),
     (ROWS, {"table": "visits"}, "table to be absent for a.csv, got 'visits'"),
     (ROWS, {"test_share": 0.999_999}, "training part of a.csv to hold at least 1 unit, got 0"),
@@ -409,6 +418,7 @@ def test_wrong_folders_of_images_by_person_are_one_clear_error(tmp_path: Path):
         (changed(file_name=first), {}, "row 2, column 'file_name' of metadata.csv of people to differ from row 1"),
         (changed(patient=" "), {}, "row 2, column 'patient' of metadata.csv of people to identify the person, got ''"),
         (changed(patient="NaN"), {}, "row 2, column 'patient' .* to identify the person, got 'NaN'"),
+        (changed(patient="NA"), {}, "row 2, column 'patient' .* to identify the person, got 'NA'"),
         (
             rows[:-1],
             {},

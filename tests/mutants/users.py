@@ -11,7 +11,8 @@ from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, re
 from mutants.gradients import another_sum
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient
-from privgrad.data import users
+from privgrad.data import units, users
+from privgrad.data.schema import is_missing
 from privgrad.federated import LocalUpdate
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.types import ClippedSum
@@ -22,6 +23,14 @@ Updates = Mapping[str, Tensor]
 def cap_forgotten(patch: Patch) -> None:
     real = users.by_user
     everywhere(patch, real, lambda tensors, users, *, cap, minimum=1: real(tensors, users, cap=999, minimum=minimum))
+
+
+def only_nan_is_nobody(patch: Patch) -> None:
+    everywhere(patch, units.is_nobody, is_missing)
+
+
+def names_as_they_are(patch: Patch) -> None:
+    everywhere(patch, units.person_of, lambda text: text)
 
 
 def unclipped(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> tuple[ClippedSum, Any]:
@@ -144,6 +153,17 @@ USERS = [
         "the cap on a user's examples dropped",
         cap_forgotten,
         "test_federated.test_users_are_rows_of_their_own_examples",
+    ),
+    Mutant(
+        "people whose name is NA are one user",
+        only_nan_is_nobody,
+        "test_federated.test_people_without_a_name_are_never_one_user",
+        {"mark": "NA"},
+    ),
+    Mutant(
+        "one name in two spellings is two users",
+        names_as_they_are,
+        "test_federated.test_one_name_in_several_spellings_is_one_user_as_in_a_table",
     ),
     Mutant(
         "a user's update not clipped",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from privgrad.data.own_images import SUFFIXES, read_image, require_images, require_pillow
-from privgrad.data.own_table import person_of
 from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import Schema, Text, Where, is_missing, number_of, schema_of, text_of
+from privgrad.data.units import is_nobody, person_of
 from privgrad.errors import PrivacyError
 from privgrad.features import Bins, OneHot
 
@@ -220,11 +220,11 @@ def _of_units(schema: Schema, texts: Mapping[str, Sequence[str]]) -> list[RawFin
     """Return the rows without an identifier, repeated ids of rows, and persons with more rows than are kept."""
     name = f"{schema.identifier}"
     keys = [person_of(text) for text in texts[name]]
-    found = _finding(name, "missing", _where(is_missing, keys), "fill them in, or leave the rows out", blocks=True)
+    found = _finding(name, "missing", _where(is_nobody, keys), "fill them in, or leave the rows out", blocks=True)
     if not schema.by_person:
         remedy = "leave copies out, or set unit to the column that identifies a person"
         return found + _finding(name, "an id that an earlier row has", _repeated(keys), remedy, blocks=True)
-    counts, most = Counter(key for key in keys if not is_missing(key)), schema.max_rows or 1
+    counts, most = Counter(key for key in keys if not is_nobody(key)), schema.max_rows or 1
     first = {key: row for row, key in reversed(list(enumerate(keys, start=1)))}
     several = [first[key] for key, count in counts.items() if count > 1]
     beyond = [first[key] for key, count in counts.items() if count > most]
@@ -238,7 +238,7 @@ def _persons(others: Mapping[str, Sequence[Any]]) -> list[RawFinding]:
     """Return the undeclared columns that seem to identify persons with several rows, although unit is "row"."""
     found: list[RawFinding] = []
     for name, values in others.items():
-        keys = [text for text in map(text_or_kind, values) if not is_missing(text)]
+        keys = [person_of(text) for text in map(text_or_kind, values) if not is_nobody(text)]
         if _OF_PERSONS.search(name) and len(set(keys)) < len(keys):
             what = f"{len(set(keys))} values in {len(keys)} rows, and unit is 'row'"
             remedy = f'if it identifies persons, set unit = "{name}": several rows of a person are protected less'

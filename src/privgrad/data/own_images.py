@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
-from privgrad.data.own_table import Share, part_of, person_of, require_split
+from privgrad.data.own_table import Share, part_of, require_split
 from privgrad.data.read_rows import is_datasets_folder, read_columns
-from privgrad.data.schema import ROW, Where, is_missing, require_unit
+from privgrad.data.schema import ROW, Where, require_unit
 from privgrad.data.sources import PathLike, Positive
+from privgrad.data.units import is_nobody, person_of
 from privgrad.errors import PrivacyError, described, did_you_mean, expected
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -164,7 +165,7 @@ def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str,
             raise expected("image_folder", place, "to be an image in a class's folder", repr(name), remedy)
         if name in seen:
             raise expected("image_folder", place, f"to differ from row {seen[name]}", repr(name), "leave one out")
-        if is_missing(key):
+        if is_nobody(key):
             place, remedy = f"row {row}, column {unit!r} of {source}", "fill it in, or leave row and image out"
             raise expected("image_folder", place, "to identify the person", repr(text), remedy)
         seen[name] = row

@@ -6,8 +6,6 @@ of a person are in one row of the data set, and neither the codes of a row nor i
 
 import hashlib
 import json
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +18,14 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import Schema, Where, is_missing, schema_of
+from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.sources import PathLike, Positive
 from privgrad.data.table_codes import encoded, texts_of, width_of
+from privgrad.data.units import is_nobody, person_of
 from privgrad.errors import described, did_you_mean, expected
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
-_WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
 _LONGEST_KEY = 64  # bytes, of BLAKE2b
 
 
@@ -234,7 +232,7 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
     for row, text in enumerate(texts[schema.identifier]):
         key = person_of(text)
         place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
-        if is_missing(key):
+        if is_nobody(key):
             remedy = "fill it in, or leave the row out"
             raise expected("table", place, "to identify the unit", repr(key), remedy)
         if key in rows and not schema.by_person:
@@ -247,14 +245,6 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
 def key_of_row(texts: Sequence[str]) -> str:
     """Return the text that decides the part of a row without a name. `raw_sizes` also calls it."""
     return json.dumps(texts)
-
-
-def person_of(text: str) -> str:
-    """Return the name of a unit from the text of its column: "7" for "7.0". `own_images` also calls it.
-
-    Texts that Unicode holds to be equal have one name.
-    """
-    return _WHOLE.sub(r"\1", unicodedata.normalize("NFC", text).strip())
 
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:

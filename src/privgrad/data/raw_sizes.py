@@ -11,9 +11,10 @@ from typing import Any
 
 from privgrad.data.findings import RawFinding, text_or_kind
 from privgrad.data.own_images import units_of
-from privgrad.data.own_table import key_of_row, part_in_file, person_of, require_every, require_split
+from privgrad.data.own_table import key_of_row, part_in_file, require_every, require_split
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import ROW, Schema, Where, is_missing, schema_of
+from privgrad.data.schema import ROW, Schema, Where, schema_of
+from privgrad.data.units import is_nobody, person_of
 
 SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 _SHOWN = 10  # columns that are not used
@@ -128,7 +129,7 @@ def _keys(schema: Schema, texts: Mapping[str, Sequence[str]]) -> list[str]:
     if schema.identifier is None:
         return [key_of_row(row) for row in zip(*texts.values(), strict=True)]
     keys = [person_of(text) for text in texts[schema.identifier]]
-    return list(dict.fromkeys(key for key in keys if not is_missing(key)))
+    return list(dict.fromkeys(key for key in keys if not is_nobody(key)))
 
 
 def _training(name: str, keys: Sequence[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:

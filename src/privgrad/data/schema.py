@@ -98,7 +98,7 @@ def text_of(value: object) -> str:
 
 
 def is_missing(text: str) -> bool:
-    """Return whether a text is a missing value: empty, NaN or null. `own_table` calls it."""
+    """Return whether a text is a missing value: empty, NaN or null; `units.is_nobody` is for names of persons."""
     return text.lower() in _MISSING
 
 

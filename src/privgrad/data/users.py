@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.data.units import key_of_user
 from privgrad.errors import expected, require_integer
 
 
@@ -23,7 +24,9 @@ def by_user(
     Args:
         tensors: the tensors of the examples, for instance (inputs, labels), each with leading dimension n; or a
             TensorDataset of them.
-        users: the user of each example, n entries: numbers, names or any other hashable values.
+        users: the user of each example, n entries: numbers, names or any other hashable values. As in a
+            table, "7 ", "7.0" and 7 are one user. None, NaN, "", "NA", "?" and other marks of a missing name are
+            errors.
         cap: the largest number of examples kept per user, the first ones; >= 1. Choose what a typical user has, from
             public knowledge. It does not change epsilon.
         minimum: users with fewer examples are left out; >= 1.
@@ -42,11 +45,11 @@ def by_user(
     rows = dict[Hashable, list[int]]()
     total = 0
     for index, named in enumerate(users):
-        user: Hashable = named.item() if isinstance(named, Tensor) else named
-        # NaN differs from itself, so each would be a separate user; all examples without a name would be one.
-        if user is None or user != user or user == "":
+        user = key_of_user(named)
+        if user is None:
+            got = repr(named.item() if isinstance(named, Tensor) else named)
             remedy = "leave out examples without a user"
-            raise expected("by_user", f"the user of example {index}", "to be known", repr(user), remedy)
+            raise expected("by_user", f"the user of example {index}", "to be known", got, remedy)
         rows.setdefault(user, []).append(index)
         total += 1
     if not tensors or any(len(tensor) != total for tensor in tensors):
