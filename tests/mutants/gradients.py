@@ -459,7 +459,7 @@ def nothing_undone(patch: Patch) -> None:
 
 
 def contents_left(patch: Patch) -> None:
-    patch.setattr(module_state, "_restore", lambda *_: False)
+    patch.setattr(module_state, "restore", lambda *_: False)
 
 
 NOT_ALONE = "to match the gradients of single examples, got a difference"
