@@ -1,6 +1,7 @@
 """What is saved for publication: the weights and the statement, and nothing else; and that the files can be used."""
 
 import copy
+import gc
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad.accounting import Release
+from privgrad.accounting import Release, epsilon
 from privgrad.checkpoint import read_checkpoint
 from privgrad.features import Hog, Patches, Whitened, join, silhouettes
 from privgrad.heads import Head
@@ -210,11 +211,60 @@ def test_a_ledger_of_another_training_is_refused(tmp_path: Path):
     assert files(tmp_path / "saved") == []
 
 
+EARLIER = "If the training began with weights of an earlier private training, that one is counted only if"
+
+
+def trained_twice(how: str, folder: Path) -> tuple[nn.Module, pg.Ledger]:
+    """A model that went through two trainings of 10 and 4 releases, and the ledger of the second."""
+    places = [folder / name if "in folders" in how else None for name in ("a", "b")]
+    model, _, result = trained(places[0])
+    if how == "as a copy":
+        model = copy.deepcopy(model)
+    elif how == "from an average":
+        model = result.averaged
+    del result
+    gc.collect()
+    model, _, result = trained(places[1], model=model, steps=4)
+    return (result.averaged if "an average" in how else model), result.ledger
+
+
+@pytest.mark.parametrize(
+    "how", ["in memory", "in folders", "as a copy", "an average", "an average in folders", "from an average"]
+)
+def test_a_model_that_was_trained_twice_is_stated_with_both_trainings(how: str, tmp_path: Path):
+    model, ledger = trained_twice(how, tmp_path)
+    with pytest.raises(pg.PrivacyError, match=r"cover every training .* got a training with 10 releases, recorded in"):
+        pg.save(model, tmp_path / "saved", ledger=ledger)
+    said = pg.save(model, tmp_path / "saved", ledger=pg.ledgers_of(model))  # the remedy
+    assert (said.numbers["releases"], len(pg.ledgers_of(model))) == (14, 2)
+    both = epsilon([one for held in pg.ledgers_of(model) for one in held.charged], delta=1e-3)
+    assert said.numbers["epsilon"] == both > ledger.epsilon(delta=1e-3)
+    assert EARLIER in said.sections[-1].sentences[-1]
+
+
+def test_a_model_that_was_reset_between_its_trainings_is_saved_by_the_remedy(tmp_path: Path):
+    model, _, _ = trained()
+    for module in model:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    _, _, result = trained(model=model, steps=4)
+    match = "if the weights were reset after that training, load the state dict of the model into a newly built one"
+    with pytest.raises(pg.PrivacyError, match=match):
+        pg.save(model, tmp_path / "saved", ledger=result.ledger)
+    built = make_model()
+    built.load_state_dict(model.state_dict())
+    said = pg.save(built, tmp_path / "saved", ledger=result.ledger)
+    assert said.numbers["releases"] == 4
+    assert EARLIER in said.sections[-1].sentences[-1]  # what the folder cannot tell
+
+
 def test_weights_are_compared_with_the_checkpoint_of_their_ledger(tmp_path: Path):
-    model, private_grad, result = trained(tmp_path / "run")
-    weights, ledger = copy.deepcopy(model), tmp_path / "run" / "ledger.jsonl"
-    averaged = copy.deepcopy(result.averaged)
-    del model, private_grad, result
+    model, _, result = trained(tmp_path / "run")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    weights: Any = make_model()
+    averaged = make_model()
+    weights.load_state_dict(model.state_dict())  # as in another process, which does not know the training
+    averaged.load_state_dict(result.averaged.state_dict())
     for name, same in (("last", weights), ("averaged", averaged)):
         said = pg.save(same, tmp_path / name, ledger=ledger)
         assert "The weights are those of the checkpoint that was written with this record." in str(said)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.accounting import rounded_up
+from privgrad.accounting import epsilon, rounded_up
 from privgrad.checkpoint import read_checkpoint
 from scripts import example, how_it_ended, kill_again_and_again
 
@@ -1123,6 +1123,48 @@ def test_a_saved_model_carries_its_privacy(
     assert f"Quote epsilon = {rounded_up(ledger.epsilon(delta=1e-3))}" in (saved / "statement.txt").read_text()
     assert "raw_" not in folder_text(saved)
     assert "metadata block" not in caplog.text
+
+
+def trained_in_phases(folder: Path, **second: Any) -> PrivateTrainer:
+    """The trainer of the second of two trainings of one model: of its head, and of all layers. Both save it."""
+    model, phases = bert(), list[dict[str, Any]](({"steps": 4}, {"steps": 3, **second}))
+    for number, changed in enumerate(phases):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(number == 1 or name.startswith("classifier"))
+        planned: dict[str, Any] = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, **changed}
+        options = {"perturb": pg.perturb.SampleGradient(planned.get("privacy_unit", "example"))}
+        trainer = make_trainer(folder / f"{number}", model, texts(), planned=planned, private_options=options)
+        trainer.train()
+        trainer.save_model(str(folder / "saved"))
+    return trainer  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def test_a_card_counts_every_private_training_of_the_model(tmp_path: Path):
+    trainer = trained_in_phases(tmp_path, delta=5e-4)
+    card = ModelCard.load(tmp_path / "saved" / "README.md")
+    privacy: Any = card.data["privacy"]
+    assert (privacy["released_gradients"], privacy["other_trainings"], privacy["other_released_gradients"]) == (3, 1, 4)
+    assert "| other private trainings of the model | 1, with 4 noisy gradients |" in card.text
+    charged = [one for ledger in pg.ledgers_of(trainer.private_grad.model) for one in ledger.charged]
+    assert privacy["epsilon"] == epsilon(charged, delta=5e-4)
+    assert privacy["epsilon"] > trainer.private_grad.ledger.epsilon(delta=5e-4)
+    assert "The training released 7 noisy gradients." in (tmp_path / "saved" / "statement.txt").read_text()
+
+
+def test_merged_adapters_keep_their_training(tmp_path: Path):
+    model: Any = bert_lora()
+    trainer = make_trainer(tmp_path, model, texts(), planned={"seed": None, "steps": 2})
+    trainer.train()
+    assert pg.ledgers_of(model.merge_and_unload()) == [trainer.private_grad.ledger]
+
+
+def test_a_card_has_no_epsilon_if_trainings_cannot_be_counted_together(tmp_path: Path):
+    trained_in_phases(tmp_path, privacy_unit="user")
+    card = ModelCard.load(tmp_path / "saved" / "README.md")
+    assert "epsilon" not in dict(card.data["privacy"])
+    assert "The private trainings of this model have no statement in common." in card.text
+    assert "No number here counts the other private trainings of this model." in card.text
+    assert not (tmp_path / "saved" / "statement.txt").exists()  # that of the first training
 
 
 def test_the_trainers_card_names_the_private_optimizer_and_no_private_loss(tmp_path: Path):

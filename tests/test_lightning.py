@@ -1,5 +1,6 @@
 """PrivateStrategy: the step is the private_grad's, the rest is Lightning's; killed runs go on."""
 
+import gc
 import os
 import re
 import signal
@@ -384,6 +385,18 @@ def test_a_second_fit_does_not_forget_what_the_first_released(tmp_path: Path):
     with pytest.raises(pg.BudgetExceededError, match=f"got {STEPS} releases"):
         fit(make_trainer(tmp_path, planned(), strategy=strategy, accelerator="auto"), module)
     assert strategy.private_grad.ledger.releases == STEPS
+
+
+def test_a_saved_module_counts_the_trainings_of_strategies_that_are_gone(tmp_path: Path):
+    plan, module = planned(steps=2, delta=1e-3), Classifier()
+    for _ in range(2):
+        strategy = PrivateStrategy(plan, device="cpu")
+        fit(make_trainer(tmp_path, plan, strategy=strategy), module)
+    ledger = strategy.private_grad.ledger  # pyright: ignore[reportPossiblyUnboundVariable]
+    gc.collect()
+    with pytest.raises(pg.PrivacyError, match=r"cover every training .* got a training with 2 releases"):
+        pg.save(module, tmp_path / "saved", ledger=ledger)
+    assert pg.save(module.net, tmp_path / "saved", ledger=pg.ledgers_of(module)).numbers["releases"] == 4
 
 
 def test_autocast_reaches_the_private_step(tmp_path: Path):

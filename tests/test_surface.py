@@ -25,7 +25,7 @@ NAMES = {
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
     "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head freeze_unused noise optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
-    "side_information suggest save load",
+    "side_information suggest save load ledgers_of",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -81,6 +81,7 @@ SIGNATURES = {
     pg.Head.load: "folder modules",
     pg.save: "model folder ledger delta post_processing overwrite",
     pg.load: "model folder",
+    pg.ledgers_of: "model",
     pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples "
     "privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",
     pg.Ledger: "path read_only",

@@ -22,6 +22,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.gradient.unused import freeze_unused
 from privgrad.heads import Head, fit_head
 from privgrad.ledger import Ledger
+from privgrad.lineage import ledgers_of
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.releases import release_histogram, release_mean, release_second_moment, release_sum
@@ -59,6 +60,7 @@ __all__ = [
     "fit",
     "fit_head",
     "freeze_unused",
+    "ledgers_of",
     "load",
     "noise",
     "optim",

@@ -23,12 +23,17 @@ from privgrad.checkpoint import damage_refused, read_checkpoint
 from privgrad.errors import described, expected, require_path
 from privgrad.heads import Head
 from privgrad.ledger import Ledger
-from privgrad.private_gradient import ledgers_of, require_model
+from privgrad.lineage import covers, ledgers_of
+from privgrad.private_gradient import require_model
 from privgrad.saved_folder import require_place, usual_mode, written_whole
 from privgrad.statement import Section, Statement, budget_statement, statement
 
 _FORMAT = 1  # of statement.json
 WEIGHTS, TEXT, FACTS = "model.safetensors", "statement.txt", "statement.json"
+_BEGUN = (
+    "If the training began with weights of an earlier private training, that one is counted only if its record was "
+    "given too."
+)
 Record = Ledger | Budget | str | os.PathLike[str]
 
 
@@ -50,7 +55,7 @@ def save(
         model: a trained module.
         folder: a new or empty folder, or with `overwrite` one that `save` wrote.
         ledger: of the training, or its file; or the budget, or its file, if a budget holds the releases. A sequence of
-            ledgers if several trainings made the weights.
+            ledgers if several trainings made the weights: `ledgers_of(model)` returns those that this process knows.
         delta: in (0, 1). None: the delta that the ledgers record.
         post_processing: what changed the weights after the training, in a few words: "merged the adapters", say. It
             is stated as declared. None: nothing did, and the weights are compared with checkpoint.pt in the folder of
@@ -61,9 +66,9 @@ def save(
         The statement, with a section on the weights. A research seed, a simulated plan or batches of a fixed size are
         named in its first section, because then there is no guarantee.
     Raises:
-        PrivacyError: the model is a Head; the ledger holds no release; this process trained the model with another
-            ledger too; the weights are not those of the checkpoint; `statement` refuses the ledgers; the folder holds
-            files; or the model has state that is no tensor.
+        PrivacyError: the model is a Head; the ledger holds no release; this process trained the model, or one that it
+            was copied from, with another ledger too; the weights are not those of the checkpoint; `statement` refuses
+            the ledgers; the folder holds files; or the model has state that is no tensor.
     Privacy:
         Weights are post-processing of released gradients if they were computed from these and public data alone. The
         statement says how far this was checked. Buffers that the model computes from private data itself, such as
@@ -192,17 +197,31 @@ def _statement(records: Sequence[Ledger | Budget], delta: float | None) -> State
 
 
 def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str | None) -> tuple[str, ...]:
-    """Return sentences on how the weights are tied to the records.
+    """Return the sentences on the weights: how they are tied to the records, and what is not known of them.
 
     Raises:
         PrivacyError: a training in this process is missing from the records, or the weights are not the checkpoint's.
     """
-    known = [held for held in ledgers_of(model) if held.releases]
+    known = ledgers_of(model)
     for held in known:
         if not any(_covers(record, held) for record in records):
             got = f"a training with {held.releases} releases, recorded in {held.path or 'memory'}"
-            remedy = "give a list of all ledgers, or the budget; if the model was reset since, copy it first"
+            remedy = (
+                "give privgrad.ledgers_of(model), or the budget; if the weights were reset after that training, "
+                "load the state dict of the model into a newly built one, and save that one"
+            )
             raise expected("save", "ledger", "to cover every training of the model in this process", got, remedy)
+    return (*_tied(model, records, known, changes), _BEGUN)
+
+
+def _tied(
+    model: nn.Module, records: Sequence[Ledger | Budget], known: Sequence[Ledger], changes: str | None
+) -> tuple[str, ...]:
+    """Return sentences on what ties the weights to the records.
+
+    Raises:
+        PrivacyError: the weights are not those of the checkpoint.
+    """
     if changes is not None:
         return (
             f"After the training, the weights were changed, as declared: {' '.join(changes.split())}.",
@@ -237,7 +256,7 @@ def _covers(record: Ledger | Budget, held: Ledger) -> bool:
         own = next((one for one in record.commitments if one.name == held.commitment), None)
         is_there = own is not None and (own.ledger is None or held.path is None or held.path.is_relative_to(own.ledger))
         return held.budget == record.path.name and is_there
-    return record is held or (record.path is not None and record.path == held.path)
+    return covers(record, held)
 
 
 def _is_of(model: nn.Module, checkpoint: Path) -> bool:

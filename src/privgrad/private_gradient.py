@@ -4,8 +4,8 @@ The file is long, so that a reviewer reads admission, sum, noise and charge in o
 
 Users, `experiments`, audits, papers and the bridges make a PrivateGradient. `training_run` and
 `integrations.external_loop` call it at each step, and so do users in loops of their own. `fit` and the bridges read its
-properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`,
-`_other_plan` and `ledgers_of`.
+properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`
+and `_other_plan`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ from privgrad.gradient.secret_draws import SecretDraws
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
+from privgrad.lineage import note_training
 from privgrad.noise import Recursion, add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
@@ -67,8 +68,6 @@ _Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
 _ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
-# The ledgers of the trainings of each model in this process, as long as something else holds them.
-_LEDGERS: MutableMapping[nn.Module, WeakSet[Ledger]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -112,22 +111,13 @@ def _require_together(
         raise expected("PrivateGradient", "filter", condition, repr(averages), remedy)
 
 
-def ledgers_of(model: nn.Module) -> list[Ledger]:
-    """Return the ledgers of this process that record gradients of parameters of the model.
-
-    `deployment` compares them with those that it states.
-    """
-    own = {id(parameter) for parameter in model.parameters()}
-    known = list(_LEDGERS.items())
-    return [ledger for other, held in known for ledger in held if own & {id(p) for p in other.parameters()}]
-
-
 class PrivateGradient:
     """Turn a batch into a released gradient: per example gradient, clip; sum; noise; charge; divide by B.
 
     Args:
-        model: any module whose examples do not influence each other. It is not changed, and no hooks stay on it.
-            Threads that use one model take turns. Use models that share modules in one thread only.
+        model: any module whose examples do not influence each other. It is not changed, except for a note of its
+            ledger (see `ledgers_of`), and no hooks stay on it. Threads that use one model take turns. Use models that
+            share modules in one thread only.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
         perturb: what each example adds: perturb.BAM(radius), its gradient at a point of its own; perturb.SAT(radius),
@@ -287,7 +277,7 @@ class PrivateGradient:
             if not isinstance(ledger, Ledger):  # nobody else could close it
                 self._ledger.close()
             raise
-        _LEDGERS.setdefault(model, WeakSet()).add(self._ledger)
+        note_training(model, self._ledger)
         self._draws = SecretDraws()
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
@@ -395,7 +385,7 @@ class PrivateGradient:
         except BaseException:
             ledger.close()
             raise
-        _LEDGERS.setdefault(self._model, WeakSet()).add(ledger)
+        note_training(self._model, ledger)
         self._ledger = ledger
 
     def epsilon(self, *, steps: int) -> float:

@@ -25,6 +25,7 @@ from privgrad.checkpoint import OtherRunError, damage_refused, read_checkpoint, 
 from privgrad.early_stopping import charge_unused
 from privgrad.errors import BudgetExceededError, expected
 from privgrad.ledger import Ledger
+from privgrad.lineage import note_training
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
@@ -87,6 +88,8 @@ class TrainingRun:
 
     def resume(self) -> int:
         """Load the checkpoint, or write the first one; return the index of the next step."""
+        if self.averaged is not None:
+            note_training(self.averaged.module, self.result.ledger)
         with self.processes.all_succeed():
             stored = self._stored()
         state = self.processes.broadcast_object(stored)

@@ -12,8 +12,9 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, composition, ledger_file, plan_numbers, training_run
+from privgrad import accounting, checkpoint, composition, ledger_file, lineage, plan_numbers, training_run
 from privgrad.accounting import Release
+from privgrad.lineage import Lineage
 
 
 def edited(module: Any, name: str, **changed: Any) -> Callable[[Patch], None]:
@@ -186,6 +187,17 @@ def code_run_by_checkpoints(patch: Patch) -> None:
 
 def halves_saved(patch: Patch) -> None:
     patch.setattr(training_run.TrainingRun, "is_consistent", property(lambda self: True))
+
+
+def only_the_last_training_known(patch: Patch) -> None:
+    def wrong(self: Lineage, ledger: pg.Ledger) -> None:
+        self._ledgers = [ledger]
+
+    patch.setattr(Lineage, "add", wrong)
+
+
+def known_by_its_path(patch: Patch) -> None:
+    everywhere(patch, lineage.covers, lambda record, other: record is other or record.path == other.path is not None)
 
 
 def unknown_arguments_swallowed(patch: Patch) -> None:
@@ -373,4 +385,31 @@ CHECKPOINTS = [
         "test_training.test_no_byte_of_a_checkpoint_changes_unseen",
     ),
     Mutant("checkpoints that run code", code_run_by_checkpoints, "test_training.test_a_checkpoint_cannot_run_code"),
+]
+
+WEIGHTS = [
+    Mutant(
+        "a training of the same weights that is forgotten",
+        only_the_last_training_known,
+        "test_deployment.test_a_model_that_was_trained_twice_is_stated_with_both_trainings",
+        {"how": "in memory"},
+    ),
+    Mutant(
+        "a copy of a model without its trainings",
+        lambda patch: patch.setattr(Lineage, "__deepcopy__", lambda self, memo: Lineage()),
+        "test_deployment.test_a_model_that_was_trained_twice_is_stated_with_both_trainings",
+        {"how": "as a copy"},
+    ),
+    Mutant(
+        "an average without the training of its weights",
+        lambda patch: patch.setattr(training_run, "note_training", lambda model, ledger: None),
+        "test_deployment.test_a_model_that_was_trained_twice_is_stated_with_both_trainings",
+        {"how": "an average in folders"},
+        guard="model to have the weights of",  # those of the checkpoint of the first training
+    ),
+    Mutant(
+        "a record that is known by its path alone",
+        known_by_its_path,
+        "test_lineage.test_a_record_covers_what_its_file_held_when_it_was_read",
+    ),
 ]

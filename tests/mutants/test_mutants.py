@@ -19,7 +19,7 @@ from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.norms import NORMS
 from mutants.processes import PROCESSES
-from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER
+from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER, WEIGHTS
 from mutants.users import USERS
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -40,6 +40,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Ledger": LEDGER,
     "Budget": BUDGET,
     "Checkpoints": CHECKPOINTS,
+    "Statements on weights": WEIGHTS,
     "Several processes": PROCESSES,
 }
 ALL = [mutant for part in MUTANTS.values() if part is not PROCESSES for mutant in part]

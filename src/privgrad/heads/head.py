@@ -25,9 +25,9 @@ from privgrad.errors import PrivacyError, described, expected
 from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import CONFIG, CONSTANTS, load_extractor, save_extractor
 from privgrad.ledger import Ledger
+from privgrad.lineage import ledgers_of
 from privgrad.models import UnitLinear
 from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import ledgers_of
 from privgrad.saved_folder import require_place, usual_mode, written_whole
 from privgrad.statement import Section, Statement, statement
 from privgrad.training_run import FitResult

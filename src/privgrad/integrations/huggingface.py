@@ -288,7 +288,7 @@ class PrivateTrainer(Trainer):
         return 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as the Trainer does, with its privacy in README.md and statement.txt."""
+        """Save the model as the Trainer does, with the privacy of all its trainings in README.md and statement.txt."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:  # in a checkpoint, the computation of epsilon would cost time at each save
             self._write_privacy(self.args.output_dir if output_dir is None else output_dir)
@@ -314,7 +314,7 @@ class PrivateTrainer(Trainer):
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
         made = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
         updates = made if self._updates_of_best is None else self._updates_of_best
-        write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, name, rates, updates)
+        write_privacy(Path(cast(str, folder)), private_grad, name, rates, updates)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""

@@ -6,15 +6,18 @@ numbers of the plan and the ledger. Readers may act on them, so a number that pr
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCard
 
 from privgrad.accounting import rounded_up
+from privgrad.errors import PrivacyError
 from privgrad.ledger import Ledger
+from privgrad.lineage import covers, ledgers_of
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.statement import Statement, released_beside, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
@@ -23,55 +26,72 @@ _TAGS = ("differential-privacy", "privgrad")
 
 
 def write_privacy(
-    folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: str, rates: Mapping[str, float], updates: int
+    folder: Path, private_grad: PrivateGradient, optimizer: str, rates: Mapping[str, float], updates: int
 ) -> None:
-    """Write the privacy of a training to the folder of its model.
+    """Write the privacy of a training, and of all others of its model, to the folder of the model.
 
     README.md is created if absent. If it exists, the section of an earlier call is replaced, and the rest is kept,
     except for the lines of the Trainer's own draft that name an optimizer and a learning rate.
 
     Args:
         folder: where the model was saved.
-        plan: the plan of the training.
-        ledger: its ledger, bound to the plan.
+        private_grad: of the training. Its model names the other trainings that this process knows.
         optimizer: name of the private optimizer.
         rates: its rates by name, at the peak of the schedule.
         updates: the number of updates that the model had. They are fewer than the released gradients after an
             interruption, or if the weights of an earlier step were loaded as the best ones.
     """
-    path, found = folder / "README.md", _statement_of(plan, ledger)
+    plan, own = private_grad.plan, private_grad.ledger
+    ledgers = [own, *(other for other in ledgers_of(private_grad.model) if not covers(own, other))]
+    path, found = folder / "README.md", _statement_of(plan, ledgers)
     empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
     card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
     rate = ", ".join([optimizer, *(f"{name.replace('_', ' ')} {value:g}" for name, value in rates.items())])
     content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
     content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
     content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
-    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledger, found, rate, updates)}\n")
+    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledgers, found, rate, updates)}\n")
     tags = cast("list[str]", card.data.get("tags") or [])
     card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
-    card.data["privacy"] = _facts(plan, ledger, found) | {"updates": updates}
+    card.data["privacy"] = _facts(plan, ledgers, found) | {"updates": updates}
     path.write_text(str(card), encoding="utf-8")
     if found is not None:
         (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
+    elif ledgers[1:] and own.commitment is None:  # an earlier call may have stated fewer trainings
+        (folder / _STATEMENT).unlink(missing_ok=True)
 
 
-def _statement_of(plan: PrivacyPlan, ledger: Ledger) -> Statement | None:
-    """Return the statement on a ledger; None without a delta, or if the ledger is part of a budget."""
-    return None if plan.delta is None or ledger.commitment is not None else statement([ledger])
+def _statement_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Statement | None:
+    """Return the statement on all trainings of a model.
+
+    None without a delta, if a budget holds a training, or if the trainings protect different units.
+    """
+    if plan.delta is None or any(ledger.commitment is not None for ledger in ledgers):
+        return None
+    try:
+        return statement(ledgers, delta=plan.delta)
+    except PrivacyError:
+        if not ledgers[1:]:
+            raise
+        return None
 
 
-def _protects(plan: PrivacyPlan, found: Statement) -> bool:
+def _protects(found: Statement, ledgers: Sequence[Ledger]) -> bool:
     """Return whether the epsilon of a statement is a guarantee."""
-    numbers = found.numbers
-    is_repeatable = plan.seed is not None or numbers["seeded_releases"] > 0
-    return plan.is_covered and plan.simulates is None and not is_repeatable and math.isfinite(numbers["epsilon"])
+    numbers, facts = found.numbers, [ledger.plan_facts for ledger in ledgers]
+    is_repeatable = numbers["seeded_releases"] > 0 or any(fact.get("research_seed") for fact in facts)
+    is_simulation = any(fact.get("simulates") is not None for fact in facts)
+    is_sound = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
+    return is_sound and not is_simulation and not is_repeatable
 
 
-def _facts(plan: PrivacyPlan, ledger: Ledger, found: Statement | None) -> dict[str, Any]:
+def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None) -> dict[str, Any]:
     """Return the metadata: epsilon only if it is a guarantee, and the numbers of the plan."""
-    facts: dict[str, Any] = {}
-    if found is not None and _protects(plan, found):
+    (ledger, *others), facts = ledgers, dict[str, Any]()
+    if found is not None and _protects(found, ledgers):
         facts |= {"epsilon": found.numbers["epsilon"], "delta": plan.delta}
+    if others:
+        facts |= {"other_trainings": len(others), "other_released_gradients": sum(one.releases for one in others)}
     return facts | {
         "unit": plan.privacy_unit,
         "neighboring_relation": plan.neighboring_relation,
@@ -90,25 +110,42 @@ def _facts(plan: PrivacyPlan, ledger: Ledger, found: Statement | None) -> dict[s
     }
 
 
-def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: str, updates: int) -> str:
-    """Return the section of the README: what is protected, and the numbers that it follows from."""
+def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None) -> list[str]:
+    """Return sentences on what is protected; without a statement, how to get one."""
     if found is not None:
-        lines = [*found.sections[0].sentences, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
-    elif ledger.commitment is not None:
+        return [*found.sections[0].sentences, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+    ledger, *others = ledgers
+    if ledger.commitment is not None:
         lines = ["The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."]
-    else:
+    elif plan.delta is None:
         lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
+    else:
+        lines = ["The private trainings of this model have no statement in common."]
+    if others:
+        lines.append(
+            "No number here counts the other private trainings of this model. "
+            "Run `privgrad statement` on their ledgers too."
+        )
+    return lines
+
+
+def _section(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None, rate: str, updates: int) -> str:
+    """Return the section of the README: what is protected, and the numbers that it follows from."""
+    (ledger, *others), lines = ledgers, _guarantee(plan, ledgers, found)
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
     rule, counted = ledger.plan_facts.get("adaptive_clip"), "people" if plan.privacy_unit == "user" else "rows"
     exactness = " or more" if plan.max_batch_size is None else " or one less"
     turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
     turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
     rows = {
-        **({"epsilon": rounded_up(found.numbers["epsilon"])} if found is not None and _protects(plan, found) else {}),
+        **(
+            {"epsilon": rounded_up(found.numbers["epsilon"])} if found is not None and _protects(found, ledgers) else {}
+        ),
         **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
         f"{counted} in the data": f"{plan.num_examples:,}{exactness}, as declared",
         "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
+        **({"other private trainings of the model": _of_others(others)} if others else {}),
         "updates of the model": f"{updates:,}" + _lost(ledger.releases - updates),
         "expected batch size": f"{plan.expected_batch_size:,}",
         "sampling": f"{plan.sampling}, rate {plan.group_rate:.4g}{turns}",
@@ -127,3 +164,8 @@ def _lost(count: int) -> str:
     return (
         f"; {count:,} released gradients were lost in an interruption, came later or went unused" if count > 0 else ""
     )
+
+
+def _of_others(ledgers: Sequence[Ledger]) -> str:
+    """Return the number of other trainings and of their releases."""
+    return f"{len(ledgers):,}, with {sum(ledger.releases for ledger in ledgers):,} noisy gradients"
