@@ -381,13 +381,50 @@ def test_the_folder_of_a_head_is_public(tmp_path: Path):
     assert files(tmp_path / "again") == ["head.json", "weights.safetensors"]
 
 
-def test_a_statement_beside_a_head_names_every_training_of_it(tmp_path: Path):
+def train_further(head: Head, **changed: Any) -> pg.Ledger:
+    plan = make_plan(**{"delta": 1e-3, "steps": 1} | changed)
+    unit = pg.perturb.SampleGradient(plan.privacy_unit)
+    private_grad = pg.PrivateGradient(head.model, head.target.losses, plan, perturb=unit)
+    batch = pg.Batch((torch.rand(4, 7), torch.tensor([0, 1, 2, 0])), 4, next(plan.batches(make_data())).sampling)
+    private_grad(batch)
+    return private_grad.ledger
+
+
+def test_a_head_that_was_trained_further_counts_every_training(tmp_path: Path):
     head = head_of(torch.rand(300, 7))
-    plan = make_plan(delta=1e-3, steps=1)
-    private_grad = pg.PrivateGradient(head.model, head.target.losses, plan)
-    private_grad(pg.Batch((torch.rand(4, 7), torch.tensor([0, 1, 2, 0])), 4, next(plan.batches(make_data())).sampling))
+    alone, copied = head.epsilon, copy.deepcopy(head)
+    train_further(head, delta=5e-4)
+    gc.collect()
+    both = epsilon([one for held in pg.ledgers_of(head.model) for one in held.charged], delta=1e-3)
+    assert head.epsilon == both > alone == copied.epsilon
     head.save(tmp_path / "head")
     assert "The training released 4 noisy gradients." in (tmp_path / "head" / "statement.txt").read_text()
+    facts = json.loads((tmp_path / "head" / "head.json").read_text())["privacy"]
+    assert facts["epsilon"] == both == Head.load(tmp_path / "head").epsilon
+    (further,) = facts["further"]
+    assert further.keys() == PLAN | {"ledger"}
+    copied.save(tmp_path / "copy")
+    assert "The training released 3 noisy gradients." in (tmp_path / "copy" / "statement.txt").read_text()
+    assert "further" not in json.loads((tmp_path / "copy" / "head.json").read_text())["privacy"]
+
+
+def test_a_head_is_not_saved_with_an_epsilon_that_lacks_a_training(tmp_path: Path):
+    made = head_of(torch.rand(300, 7))
+    made.save(tmp_path / "made")
+    head = Head.load(tmp_path / "made")
+    assert head.epsilon == made.epsilon
+    second = train_further(head)
+    for act in (lambda: head.save(tmp_path / "saved"), lambda: head.epsilon):
+        with pytest.raises(pg.PrivacyError, match=r"1 later training with 1 release; call privgrad\.save\(head"):
+            act()
+    assert not (tmp_path / "saved").exists()
+    assert made.result is not None
+    said = pg.save(head.model, tmp_path / "model", ledger=[made.result.ledger, second])  # the remedy
+    assert said.numbers["releases"] == 4
+    for_users = head_of(torch.rand(300, 7))
+    train_further(for_users, privacy_unit="user")
+    with pytest.raises(pg.PrivacyError, match="to have had no training that it cannot count"):
+        for_users.save(tmp_path / "saved")
 
 
 def test_the_statement_of_a_head_in_a_budget_is_that_of_the_budget(tmp_path: Path):

@@ -22,6 +22,7 @@ from privgrad.budget_file import is_budget
 from privgrad.checkpoint import damage_refused, read_checkpoint
 from privgrad.errors import described, expected, require_path
 from privgrad.heads import Head
+from privgrad.heads.cost import public_facts
 from privgrad.ledger import Ledger
 from privgrad.lineage import covers, ledgers_of
 from privgrad.private_gradient import require_model
@@ -96,7 +97,7 @@ def save(
             "format": _FORMAT,
             "weights": {"file": WEIGHTS, "sha256": _digest(partial / WEIGHTS), "tensors": len(state)},
             "numbers": {name: _finite(value) for name, value in said.numbers.items()},
-            "plans": [_public(record.plan_facts) for record in records if isinstance(record, Ledger)],
+            "plans": [public_facts(record) for record in records if isinstance(record, Ledger)],
             "statement": [asdict(section) for section in said.sections],
         }
         (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -287,11 +288,6 @@ def _plain_state(model: nn.Module) -> dict[str, Tensor]:
             remedy = "gather the weights into a whole model first"
             raise expected("save", f"{name} of the model", "to be a whole tensor", "a sharded one", remedy)
     return cast("dict[str, Tensor]", state)
-
-
-def _public(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a plan without the name of a commitment, which may be a path of the machine."""
-    return {name: fact for name, fact in facts.items() if name != "commitment"}
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +24,12 @@ from privgrad.data.table_codes import declaration_of, is_rows, require_codes, ro
 from privgrad.errors import PrivacyError, described, expected
 from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import CONFIG, CONSTANTS, load_extractor, save_extractor
+from privgrad.heads.cost import cost_of, public_facts, statement_beside
 from privgrad.ledger import Ledger
-from privgrad.lineage import ledgers_of
+from privgrad.lineage import Lineage, ledgers_of
 from privgrad.models import UnitLinear
 from privgrad.plan import PrivacyPlan
 from privgrad.saved_folder import require_place, usual_mode, written_whole
-from privgrad.statement import Section, Statement, statement
 from privgrad.training_run import FitResult
 
 _BLOCK = 4096  # rows that are predicted at once
@@ -109,7 +109,8 @@ class Head(nn.Module):
         schema: of the table of the training, `DataSet.schema`, for rows by column name; None for other data. Set it
             after `fit_head`.
         image_shape: (channels, height, width) of the images of the training, if it is known; `predict` refuses others.
-        privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
+        privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features. `epsilon`
+            and `save` also count later trainings.
         result: of the training; None for a loaded head.
     """
 
@@ -128,6 +129,7 @@ class Head(nn.Module):
         super().__init__()
         self.model, self.extractor = model, extractor
         self.target, self.privacy, self.result = target, dict(privacy), result
+        self._made_by = Lineage(ledgers_of(model) if result is None else [result.ledger])  # what `privacy` counts
         self.classes = None if classes is None else list(classes)
         self.image_shape = None if image_shape is None else tuple(image_shape)
         self.schema = schema
@@ -141,10 +143,14 @@ class Head(nn.Module):
     def epsilon(self) -> float:
         """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee.
 
-        With a research seed, this number holds for people who do not know the seed. If `privacy` names a budget, quote
-        the statement on the budget, which also covers other releases from the same data.
+        It counts later private trainings of `model` in this process. With a research seed, this number holds for people
+        who do not know the seed. If `privacy` names a budget, quote the statement on the budget, which also covers
+        other releases from the same data.
+
+        Raises:
+            PrivacyError: no statement covers the training and the later ones together.
         """
-        epsilon = self.privacy["epsilon"]
+        epsilon = cost_of(self.model, self.privacy, self._made_by)[0]["epsilon"]
         return math.inf if epsilon is None else epsilon
 
     def forward(self, rows: Rows) -> Tensor:
@@ -259,19 +265,22 @@ class Head(nn.Module):
         """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
 
         The folder also gets the privacy statement, statement.txt, if this process trained the head, the plan has a
-        delta, and no budget holds the training. A budget has one statement on everything in it: `budget_statement`.
+        delta, and no budget holds the training. A budget has one statement on everything in it: `budget_statement`. All
+        numbers count later private trainings of `model` in this process.
 
         Args:
             folder: a new or empty folder, or with `overwrite` one that `save` wrote.
             overwrite: replace a folder that `save` wrote, as a whole. A folder with any other file is refused.
         Raises:
             PrivacyError: the folder holds files already; its statement would be lost, because this process does not
-                know the training; or `classes` names another number of classes.
+                know the training; a later training of `model` cannot be counted; or `classes` names another number of
+                classes.
         Privacy:
             Everything in the folder is post-processing of released gradients, or public.
         """
         place = require_place("Head.save", folder, overwrite=overwrite, is_own=_is_saved)
-        said = self._statement()
+        privacy, ledgers = cost_of(self.model, self.privacy, self._made_by)
+        said = statement_beside(ledgers, privacy.get("delta"))
         if said is None and (place / _TEXT).exists():
             remedy = "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", "a head of unknown training", remedy)
@@ -293,7 +302,7 @@ class Head(nn.Module):
             and [one if isinstance(one, str | int | float) else str(one) for one in self.classes],
             "image_shape": self.image_shape,
             "schema": None if self.schema is None else declaration_of(self.schema),
-            "privacy": self.privacy,
+            "privacy": privacy,
         }
         with written_whole(place, overwrite=overwrite) as made:
             if self.extractor is not None:
@@ -303,17 +312,6 @@ class Head(nn.Module):
             if said is not None:
                 (made / _TEXT).write_text(f"{said}\n", encoding="utf-8")
             (made / _FACTS).write_text(json.dumps(facts, indent=1))
-
-    def _statement(self) -> Statement | None:
-        """Return the statement on all trainings of the head that this process knows; None if none can be made."""
-        own = [] if self.result is None else [self.result.ledger]
-        known = list(dict.fromkeys(ledger for ledger in (*own, *ledgers_of(self.model)) if ledger.releases))
-        facts = [ledger.plan_facts for ledger in known]
-        if not own or any(ledger.budget for ledger in known) or any(fact.get("delta") is None for fact in facts):
-            return None
-        said = statement(known)
-        weights = Section("Weights", ("The process that trained the head with this record saved its weights.",))
-        return replace(said, sections=(*said.sections, weights))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, modules: Mapping[str, Extractor] | None = None) -> "Head":
@@ -374,10 +372,8 @@ def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     `fitting` and `experiments` call it.
     """
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
-    # A commitment's name may be a path of the machine.
-    facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "commitment"}
-    budget = {} if ledger.commitment is None else {"budget": ledger.budget}
-    return {**facts, **budget, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+    facts = public_facts(ledger) | ({} if ledger.commitment is None else {"budget": ledger.budget})
+    return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
 
 
 def _is_saved(place: Path) -> bool:
