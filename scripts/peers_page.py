@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy.run import ALL, PLAN, SEEDS, read  # noqa: E402
+from privgrad.rounding import rounded_up, two_decimals_up  # noqa: E402
 
 PAGE, RECORDS = ROOT / "docs/peers.md", ROOT / "results/peers"
 Row = dict[str, Any]
@@ -141,8 +142,8 @@ def task_table(records: list[Row]) -> str:
             LIBRARIES[key[0]],
             VARIANTS[key],
             score(rows),
-            f"{epsilon:.3f}",
-            f"{rows[0]['delta']:g}",
+            two_decimals_up(epsilon),
+            rounded_up(rows[0]["delta"], 3),
             f"{seconds:.1f} s",
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -27,6 +27,7 @@ from privgrad.budget_file import Commitment
 from privgrad.cli import app
 from privgrad.mechanisms import Split
 from privgrad.privacy_filter import filter_epsilon
+from privgrad.rounding import rounded_up
 from privgrad.statement import budget_statement, statement
 
 ONE = Release(20.0, 1.0)
@@ -452,7 +453,7 @@ def test_the_command_shows_who_spent_what(tmp_path: Path, fast: None):
     assert shown["left_for_one_release"] == budget.left()
     table = CliRunner().invoke(app, ["budget", str(budget.path)]).stdout
     assert "imputation" in table
-    assert f"spent: epsilon {budget.spent():.4g} of 2" in table
+    assert f"spent: epsilon {rounded_up(budget.spent(), 4)} of 2" in table
     assert "all of them are counted by a Renyi filter" in " ".join(table.split())
 
 

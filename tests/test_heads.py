@@ -230,7 +230,7 @@ def test_a_saved_head_knows_its_classes_and_refuses_images_of_another_size(tmp_p
     head.classes = ["one", "two"]
     with pytest.raises(pg.PrivacyError, match="classes to be 3 names, got 2 names"):
         head.save(tmp_path / "head")
-    head.classes = ["one", "two", "three"]
+    head.classes, head.image_shape = ["one", "two", "three"], (1, 8, 8)
     head.save(tmp_path / "head")
     loaded = pg.Head.load(tmp_path / "head")
     assert loaded.classes == ["one", "two", "three"]
@@ -250,12 +250,19 @@ def test_a_saved_head_knows_its_classes_and_refuses_images_of_another_size(tmp_p
     assert old.predict(images.repeat(1, 1, 2, 2)).shape == (60,)
 
 
-def test_an_extractor_of_several_sizes_leaves_the_size_open():
-    extractor = Hog(places=(2,))
-    sizes = [torch.rand(60, 1, size, size) for size in (8, 9)]
-    features = [extractor(images) for images in sizes]
-    head = pg.fit_head(features[0], Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)
-    assert head.predict(sizes[1]).shape == (60,)
+def test_a_saved_head_says_nothing_about_images_that_is_not_declared(tmp_path: Path):
+    """One person's photo of another size changed the file, when the extractor noted the sizes that it saw."""
+    texts: list[str] = []
+    for size in (8, 9):
+        extractor, images = Hog(places=(2,)), list(torch.rand(60, 1, 1, 8, 8).unbind())
+        images[0] = torch.rand(1, 1, size, size)
+        features = torch.cat([extractor(image) for image in images])
+        plan = make_plan(1.0, seed=0)
+        head = pg.fit_head(features, Y, num_classes=3, extractor=extractor, plan=plan, progress=False)
+        assert head.predict(torch.rand(60, 1, 9, 9)).shape == (60,)
+        head.save(tmp_path / str(size))
+        texts.append((tmp_path / str(size) / "head.json").read_text())
+    assert texts[0] == texts[1]
 
 
 def _other_extractor(folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.accounting import epsilon, rounded_up
+from privgrad.accounting import epsilon
 from privgrad.checkpoint import read_checkpoint
 from scripts import example, how_it_ended, kill_again_and_again
 
@@ -55,6 +55,7 @@ from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer
 from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP, POOLER_NOISE_STEP
 from privgrad.integrations.huggingface_models import causal_lm_losses, classification_losses
+from privgrad.rounding import rounded_up
 
 LENGTH = 6
 STEPS = 12
@@ -1119,8 +1120,8 @@ def test_a_saved_model_carries_its_privacy(
     assert {"differential-privacy", "privgrad"} <= set(card.data["tags"])
     assert card.data.get("library_name") == ("peft" if make is bert_lora else None)
     assert card.text.count("## Privacy") == 1
-    assert f"| epsilon | {rounded_up(ledger.epsilon(delta=1e-3))} |" in card.text
-    assert f"Quote epsilon = {rounded_up(ledger.epsilon(delta=1e-3))}" in (saved / "statement.txt").read_text()
+    assert f"| epsilon | {rounded_up(ledger.epsilon(delta=1e-3), 4)} |" in card.text
+    assert f"Quote epsilon = {rounded_up(ledger.epsilon(delta=1e-3), 4)}" in (saved / "statement.txt").read_text()
     assert "raw_" not in folder_text(saved)
     assert "metadata block" not in caplog.text
 

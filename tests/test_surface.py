@@ -46,7 +46,7 @@ SIGNATURES = {
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "norm_bins adaptive_clip filter processes side_information",
     pg.noise.Banded: "bands coefficients relative_error",
-    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory is_filtered",
+    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory is_filtered side_information",
     pg.filters.LinearFilter: "b a",
     pg.filters.EMA: "weight",
     pg.filters.Innovation: "weight",
@@ -60,7 +60,7 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score counts_provenance split by_person pixel_range public_inputs extractor classes schema",
+    "other_public score counts_provenance split by_person pixel_range public_inputs extractor image_shape classes schema",
     data.part_of: "unit test_share validation_share split_key",
     data.image_folder: "path classes size channels standardize unit max_rows test test_share validation_share "
     "split_key",

@@ -9,9 +9,7 @@ privacy guarantee rests on this file, because it computes every epsilon that pri
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable
-from decimal import ROUND_CEILING, Context, Decimal
 from numbers import Real
 from typing import Literal, get_args
 
@@ -28,6 +26,7 @@ from privgrad.errors import (
     require_rate,
 )
 from privgrad.mechanisms import Release, Repeated, Selection, Split, each_group, mechanisms_of
+from privgrad.rounding import rounded_up
 
 Accountant = Literal["pld", "rdp"]
 
@@ -146,7 +145,7 @@ def calibrate_noise_multiplier(
     if (kept := calibration_cache.found(key)) is not None:
         return kept
     if others and (spent := epsilon_of(others, float(delta), "pld")) >= target_epsilon:
-        condition = f"to be above {spent:.6g}, the epsilon of the releases in besides"
+        condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
 
     def cost(noise_multiplier: float, accountant: str) -> float:
@@ -231,21 +230,9 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
         raise expected(
             function,
             "target_epsilon",
-            f"to be at least {one_step:.6g}, the epsilon of one step",
+            f"to be at least {rounded_up(one_step)}, the epsilon of one step",
             target_epsilon,
             "raise it or noise_multiplier, or lower sample_rate",
         )
     most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
     return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
-
-
-def rounded_up(bound: float, digits: int = 4) -> str:
-    """Return an upper bound with so many significant digits, rounded up, never down.
-
-    `statement` and `integrations.model_card` state epsilon and an attacker's success with it. A number that was rounded
-    down would claim more than was computed.
-    """
-    if not math.isfinite(bound):
-        return f"{bound:g}"
-    exact = Decimal(repr(float(bound)))
-    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(exact)):.{digits}g}"

@@ -29,6 +29,7 @@ from privgrad.ledger import Ledger
 from privgrad.ledger_file import VERSION, LedgerFile
 from privgrad.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.plan import PrivacyPlan
+from privgrad.rounding import rounded_up
 from privgrad.types import PrivacyUnit
 
 _PATIENCE = 30.0  # seconds to wait for another process that commits
@@ -155,10 +156,12 @@ class Budget:
         found = self._noise_left(sample_rate, steps)
         if found is None:
             name = f"the epsilon of all commitments with a release of noise multiplier {_MUCH_NOISE:,.0f}"
-            condition, remedy = f"to be at most {self.total_epsilon:g}", "train on public data, or on new data"
+            condition = f"to be at most {rounded_up(self.total_epsilon)}"
+            remedy = "train on public data, or on new data"
             if len(self.commitments) == 1:  # see docs/budget.md
                 remedy += "; next time, leave a tenth of epsilon to a second commitment, or plan both as one by besides"
-            got = f"{self.spent(besides=[Release(_MUCH_NOISE, 1.0)]):.6g}, of which {self.spent():.6g} is committed"
+            least = self.spent(besides=[Release(_MUCH_NOISE, 1.0)])
+            got = f"{rounded_up(least)}, of which {rounded_up(self.spent())} is committed"
             raise expected("Budget.calibrate", name, condition, got, remedy, BudgetExceededError)
         return found
 
@@ -329,8 +332,8 @@ class Budget:
                 raise expected(
                     "Budget.commit",
                     f"the epsilon of all commitments with {wanted.name}",
-                    f"to be at most {self.total_epsilon:g}",
-                    f"{cost:.6g} ({cost_of(before, **cap):.6g} without it)",
+                    f"to be at most {rounded_up(self.total_epsilon)}",
+                    f"{rounded_up(cost)} ({rounded_up(cost_of(before, **cap))} without it)",
                     "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) gives the noise",
                     BudgetExceededError,
                 )

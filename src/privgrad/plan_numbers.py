@@ -24,6 +24,7 @@ from privgrad.errors import (
     require_positive,
     require_rate,
 )
+from privgrad.rounding import rounded_up
 from privgrad.types import PrivacyUnit, SamplingScheme
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def require_numbers(plan: "PrivacyPlan") -> None:
         if plan.delta > 1 / plan.num_examples and plan.simulates is None:
             count, whole = ("num_users", "user") if plan.privacy_unit == "user" else ("num_examples", "record")
             warnings.warn(
-                f"delta = {plan.delta:g} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta allows "
-                f"a mechanism that publishes one whole {whole}; lower delta",
+                f"delta = {rounded_up(plan.delta)} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta "
+                f"allows a mechanism that publishes one whole {whole}; lower delta",
                 stacklevel=4,
             )
     if plan.simulates is not None:

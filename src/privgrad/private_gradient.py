@@ -143,8 +143,8 @@ class PrivateGradient:
         filter: a linear filter of the released gradients (see `filters`); the gradient that a call returns is then the
             filtered one. perturb.DiSK(weight) needs filters.EMA(weight). None: no filter.
         processes: the processes that train together; see integrations.distributed. None: only this one.
-        side_information: other data that the model or its inputs depend on, such as the source of features, in a few
-            words; recorded in the ledger. None: there is none.
+        side_information: other data that the training depends on, in a few words: the source of features, or of the
+            public gradients of an optimizer. The ledger records it. None: there is none.
     Raises:
         UnsupportedModuleError: a module mixes examples. The message gives its path and the remedy.
         PrivacyError: an argument is invalid, or the ledger was written under a different plan.
@@ -464,7 +464,8 @@ class PrivateGradient:
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
-        return replace(gradient, tensors=processes.shard_like(gradient, trainable(self._model)))
+        tensors = processes.shard_like(gradient, trainable(self._model))
+        return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""

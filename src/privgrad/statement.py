@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from privgrad.accounting import attack_success, epsilon, rounded_up
+from privgrad.accounting import attack_success, epsilon
 from privgrad.budget import Budget
 from privgrad.budget_file import Commitment
 from privgrad.errors import require_delta
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
+from privgrad.rounding import rounded_up
 from privgrad.types import COVERED
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
@@ -159,23 +160,24 @@ def budget_statement(budget: Budget) -> Statement:
         "date": _today(),
         "versions": _versions(),
     }
+    cap = rounded_up(budget.total_epsilon)
     cost, quoted = "Nothing is committed yet.", tuple[str, ...]()
     if len(held) == 1:
         by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
-        cost = f"Its only commitment costs epsilon = {rounded_up(spent)}."
+        cost = f"Its only commitment costs epsilon = {rounded_up(spent, 4)}."
         quoted = (
             f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",
-            f"With a second commitment, quote the budget, epsilon = {budget.total_epsilon:g}.",
+            f"With a second commitment, quote the budget, epsilon = {cap}.",
         )
     elif held:
-        cost = f"Its {len(held)} commitments cost epsilon = {rounded_up(spent)} together."
+        cost = f"Its {len(held)} commitments cost epsilon = {rounded_up(spent, 4)} together."
         quoted = (
-            f"Quote epsilon = {rounded_up(size)}, the budget. It holds even if a later commitment was chosen after a "
+            f"Quote epsilon = {cap}, the budget. It holds even if a later commitment was chosen after a "
             "look at earlier results (a Renyi filter).",
             "The smaller number holds if all of them were planned before the first result.",
         )
     computed = (
-        f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
+        f"The data set has a budget: epsilon = {cap} for everything together.",
         cost,
         "A commitment counts all releases that it may make, also those that were not made.",
         *quoted,
@@ -197,7 +199,7 @@ def _commitment_text(one: Commitment, delta: float) -> str:
         what = f"a training with up to {first.count:,} noisy gradients"
     path = Path(one.name)
     name = "/".join(path.parts[-2:]) if path.is_absolute() else " ".join(one.name.split())
-    return f"{name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {rounded_up(alone)}."
+    return f"{name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {rounded_up(alone, 4)}."
 
 
 def _today() -> str:
@@ -238,7 +240,7 @@ def _sections(
 def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], one: str, many: str) -> tuple[str, ...]:
     """Return the result, with each reason for which it is none."""
     size = numbers["epsilon"]
-    eps = f"epsilon = {rounded_up(size, 3)} and delta = {numbers['delta']:g}"
+    eps = f"epsilon = {rounded_up(size, 3)} and delta = {rounded_up(numbers['delta'])}"
     reasons: list[str] = []
     if any(fact.get("simulates") is not None for fact in facts):
         reasons.append("The training simulates another one in smaller batches, which protects nobody.")
@@ -292,7 +294,7 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
         f"A guess, without the model, is right for {wrong:.0%}.",
         "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
         *(_BOUND_OF_A_BUDGET if budget else ()),
-        f"Delta = {numbers['delta']:g} limits the chance that this protection fails.",
+        f"Delta = {rounded_up(numbers['delta'])} limits the chance that this protection fails.",
     )
 
 
@@ -314,8 +316,8 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
     lines = [
         *([f"The training released {gradients:,} noisy gradients."] if len(others) < len(facts) else []),
         *(f"A noisy {kind} of the data was released." for kind in others),
-        f"Quote epsilon = {rounded_up(numbers['epsilon'])}. It is computed by privacy loss distributions (PLD).",
-        f"The RDP accountant gives {rounded_up(numbers['epsilon_rdp'])}. It is a looser bound on the same quantity."
+        f"Quote epsilon = {rounded_up(numbers['epsilon'], 4)}. It is computed by privacy loss distributions (PLD).",
+        f"The RDP accountant gives {rounded_up(numbers['epsilon_rdp'], 4)}. It is a looser bound on the same quantity."
         if numbers["epsilon_rdp"] < math.inf or numbers["epsilon"] == math.inf
         else "The RDP accountant does not cover truncated batches.",
     ]

@@ -36,9 +36,11 @@ from privgrad.errors import (
 from privgrad.gradient.module_state import evaluating
 from privgrad.loading import require_loading
 from privgrad.optim import PrivateOptimizer
+from privgrad.optim.public_data import require_named_source
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
 from privgrad.reading import Collate
+from privgrad.rounding import two_decimals_up
 from privgrad.sampling import ask_about_rows
 from privgrad.schedule import Decay, Schedule
 from privgrad.training_run import FitResult, TrainingRun
@@ -201,6 +203,7 @@ def _require_arguments(
         remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
         got = f"an optimizer without {', '.join(left_out)}"
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
+    require_named_source("fit", optimizer, private_grad.ledger.plan_facts["side_information"] or "")
     ask_about_rows(train_set, private_grad.plan.num_examples, private_grad.plan.privacy_unit)
 
 
@@ -368,8 +371,8 @@ def _epsilon_note(private_grad: PrivateGradient, spent: float | None) -> str:
     if spent is None:
         return ""
     if spent < math.inf:
-        return f"ε ≤ {math.ceil(100 * spent) / 100:.2f}"
+        return f"ε ≤ {two_decimals_up(spent)}"
     simulated = private_grad.simulated_epsilon
     if simulated is None or math.isinf(simulated):
         return "no ε"
-    return f"ε = ∞ (simulates {math.ceil(100 * simulated) / 100:.2f})"
+    return f"ε = ∞ (simulates {two_decimals_up(simulated)})"

@@ -315,6 +315,8 @@ class NoisyGradient(Mapping[str, Tensor]):
         noise_memory: for noise with memory (`noise.Banded`), its coefficients; None for independent noise, and after a
             filter.
         is_filtered: whether it is the output of a filter, whose noise depends on that of earlier steps.
+        side_information: the sources of public data that the ledger names; empty if it names none, and None for a
+            gradient without a ledger.
     """
 
     tensors: Mapping[str, Tensor]
@@ -323,6 +325,7 @@ class NoisyGradient(Mapping[str, Tensor]):
     noise_gain: float = 1.0
     noise_memory: NoiseMemory | None = None
     is_filtered: bool = False
+    side_information: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

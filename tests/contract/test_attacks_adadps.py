@@ -18,6 +18,7 @@ from conftest import loss_fn, make_data, make_model
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.models import SparseLinear
+from privgrad.statement import statement
 from privgrad.types import Scales
 
 
@@ -388,6 +389,32 @@ def test_optimizers_refuse_the_public_gradient_of_another_model(kind: str):
     gradient = pg.NoisyGradient({name: torch.ones_like(p) for name, p in model.named_parameters()}, 0.1)
     with pytest.raises(pg.PrivacyError, match=r"public gradient of '0.weight' of shape \(4, 5\), got \(1,\)"):
         optimizer.step(grad=gradient)
+
+
+@pytest.mark.parametrize("kind", ["RMSpropPub", "AdamPub", "MirrorDescent"])
+def test_the_ledger_names_the_public_data_of_an_optimizer(kind: str):
+    extra = {"horizon": 3} if kind == "MirrorDescent" else {}
+    data = make_data(10)
+
+    def parts(named: str | None) -> tuple[pg.PrivateGradient, Any]:
+        model = make_model()
+        public = pg.PublicGradient(model, loss_fn, TensorDataset(*data.tensors), source="public: ten volunteers")
+        optimizer = getattr(pg.optim, kind)(model.named_parameters(), public=public, lr=0.1, **extra)
+        return pg.PrivateGradient(model, loss_fn, plan_of(10, noise_multiplier=1.0), side_information=named), optimizer
+
+    for named in (None, "features: somewhere else"):
+        private_grad, optimizer = parts(named)
+        before = [p.detach().clone() for p in private_grad.model.parameters()]
+        with pytest.raises(pg.PrivacyError, match=r"fit: expected the ledger's side_information to name 'public: ten"):
+            pg.fit(private_grad, optimizer, data)
+        assert private_grad.ledger.releases == 0
+        gradient = private_grad(next(iter(private_grad.plan.batches(data))))
+        with pytest.raises(pg.PrivacyError, match=rf"{kind}.step: .* start a new ledger, with PrivateGradient"):
+            optimizer.step(grad=gradient)
+        assert all(torch.equal(p, old) for p, old in zip(private_grad.model.parameters(), before, strict=True))
+    private_grad, optimizer = parts("public: ten volunteers")
+    optimizer.step(grad=private_grad(next(iter(private_grad.plan.batches(data)))))
+    assert "public: ten volunteers" in str(statement([private_grad.ledger], delta=1e-3))
 
 
 def test_a_parameter_of_no_size_has_scales_too():

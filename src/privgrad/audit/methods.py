@@ -37,6 +37,7 @@ _RATE, _STEPS = 0.5, 4  # of a "training"
 _ONE_RUN = ("factored", "AdamBC")  # methods that are also audited by one run of a training
 _ONE_RUN_CANARIES = 1000
 _PAID_STEPS = 10**9  # one private_grad makes many trainings; the claim is about each of them alone
+_MADE_UP = "public: made up"
 _LR = 1e-3  # weights stay near 0, so that no gradient changes its sign
 
 
@@ -96,7 +97,7 @@ def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _public(model: nn.Module) -> PublicGradient:
     """Return a made-up public gradient, for the methods that need one."""
     inputs = torch.ones(2, cast("nn.Linear", next(iter(model.children()))).in_features)
-    return PublicGradient(model, _losses, (inputs, torch.ones(2)), source="public: made up")
+    return PublicGradient(model, _losses, (inputs, torch.ones(2)), source=_MADE_UP)
 
 
 def _scaled(model: nn.Module) -> dict[str, Any]:
@@ -356,7 +357,7 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
         noise_on_grid=method.noise_on_grid,
         privacy_unit="user" if method.users else "example",
     )
-    private_grad = PrivateGradient(model, _losses, plan, **method.private_grad(model))
+    private_grad = PrivateGradient(model, _losses, plan, side_information=_MADE_UP, **method.private_grad(model))
     beginning = private_grad.state_dict()
     if "perturb" in beginning and "direction" in beginning["perturb"]:
         # One step of SAT differs from one of SGD only after an earlier release.

@@ -4,7 +4,7 @@ typer calls `budget`. It prints what `privgrad.budget` computes. The privacy gua
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +13,7 @@ from rich.text import Text
 from privgrad.accounting import epsilon
 from privgrad.budget import Budget
 from privgrad.cli.console import STDOUT, AsJson, print_json, tell
+from privgrad.rounding import rounded_up
 
 
 def budget(
@@ -24,7 +25,7 @@ def budget(
     Each row has the epsilon of one commitment alone. The total is not their sum.
     """
     found = Budget(path)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": one.name,
             "by": one.by,
@@ -34,7 +35,7 @@ def budget(
         }
         for one in found.commitments
     ]
-    answer = {
+    answer: dict[str, Any] = {
         "total_epsilon": found.total_epsilon,
         "delta": found.delta,
         "num_examples": found.num_examples,
@@ -47,28 +48,27 @@ def budget(
     if as_json:
         print_json({**answer, "commitments": rows})
         return
-    table = Table(title=f"Budget: epsilon {found.total_epsilon:g} at delta = {found.delta:g}")
+    total = rounded_up(found.total_epsilon)
+    table = Table(title=f"Budget: epsilon {total} at delta = {rounded_up(found.delta)}")
     for heading in ("name", "by", "date"):
         table.add_column(heading, overflow="fold")
     for heading in ("releases", "epsilon alone"):
         table.add_column(heading, justify="right")
     for row in rows:
         texts = (Text(str(row[cell])) for cell in ("name", "by", "date"))
-        table.add_row(*texts, str(row["releases"]), f"{row['epsilon']:.4g}")
+        table.add_row(*texts, str(row["releases"]), rounded_up(row["epsilon"], 4))
     STDOUT.print(table)
-    spent, left = f"{answer['spent']:.4g}", f"{answer['left_for_one_release']:.4g}"
-    STDOUT.print(f"spent: epsilon {spent} of {found.total_epsilon:g}", highlight=False)
+    STDOUT.print(f"spent: epsilon {rounded_up(answer['spent'], 4)} of {total}", highlight=False)
     if len(rows) > 1:
-        first = f"{rows[0]['epsilon']:.4g}"
+        first = rounded_up(rows[0]["epsilon"], 4)
         STDOUT.print(
             f"The first commitment alone cost {first}. Those after it may depend on its results, so all of them are "
             "counted by a Renyi filter, which is less tight. "
-            f"Quote epsilon {found.total_epsilon:g}, the budget.",
+            f"Quote epsilon {total}, the budget.",
             highlight=False,
         )
     if answer["left_for_one_release"] == 0:
         STDOUT.print("left: nothing")
         return
-    STDOUT.print(
-        f"left: one more Gaussian release of epsilon {left} alone. Epsilons do not simply add up", highlight=False
-    )
+    left = f"about {answer['left_for_one_release']:.4g}"
+    STDOUT.print(f"left: one more Gaussian release of epsilon {left}. Epsilons do not simply add up", highlight=False)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from privgrad.experiments.folder import is_begun
+from privgrad.rounding import rounded_up
 
 STDOUT = Console()
 STDERR = Console(stderr=True)
@@ -49,7 +50,7 @@ def print_answer(answer: dict[str, Any], *, as_json: bool) -> None:
         return
     table = Table(show_header=False)
     for name, value in answer.items():
-        table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        table.add_row(name.replace("_", " "), rounded_up(value) if isinstance(value, float) else str(value))
     STDOUT.print(table)
 
 

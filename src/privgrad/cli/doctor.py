@@ -27,6 +27,7 @@ from privgrad.experiments.load_spec import check_spec, read_tables
 from privgrad.experiments.sources import find_loader
 from privgrad.gradient.explanation import REMEDY_OF_UNUSED, Explanation, explain
 from privgrad.gradient.validation import Problem, find_problems
+from privgrad.rounding import rounded_up
 from privgrad.types import LossFunction
 
 _IMAGES = ("classes", "size", "channels", "unit", "max_rows")
@@ -156,7 +157,7 @@ def _of_delta(privacy: dict[str, Any]) -> list[RawFinding]:
     delta, count = privacy.get("delta"), privacy.get("num_examples")
     if "simulate" in privacy or not (isinstance(delta, float) and isinstance(count, int) and count > 0):
         return []
-    what = f"delta = {delta:g} is above 1 / num_examples = {1 / count:.3g}"
+    what = f"delta = {rounded_up(delta)} is above 1 / num_examples = {1 / count:.3g}"
     remedy = "lower delta far below: such a delta allows a mechanism that publishes one whole record"
     return [RawFinding("", what, 1, (), remedy)] if delta > 1 / count else []
 

@@ -19,6 +19,7 @@ from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
 from privgrad.ledger import Ledger
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
+from privgrad.rounding import rounded_up
 from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
@@ -153,13 +154,14 @@ def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], de
 
 
 def _ledger_table(answer: dict[str, Any]) -> Table:
-    table = Table(title=f"At delta = {answer['delta']:g}", caption="Together: all releases composed.")
+    table = Table(title=f"At delta = {rounded_up(answer['delta'])}", caption="Together: all releases composed.")
     table.add_column("ledger", overflow="fold")
     costs = [f"epsilon_{kind}" for kind in get_args(Accountant)]
     for name in ("releases", *costs):
         table.add_column(name.replace("_", " "), justify="right")
-    for row in (*answer["ledgers"], {"ledger": "together", **answer}):
-        table.add_row(Text(row["ledger"]), str(row["releases"]), *(f"{row[cost]:.6g}" for cost in costs))
+    together: dict[str, Any] = {"ledger": "together", **answer}
+    for row in (*answer["ledgers"], together):
+        table.add_row(Text(row["ledger"]), str(row["releases"]), *(rounded_up(row[cost]) for cost in costs))
     return table
 
 

@@ -20,6 +20,7 @@ from privgrad.experiments.paid_folder import largest_total, shared_budget
 from privgrad.experiments.prices import price, prices_of, way_of
 from privgrad.experiments.spec import Spec
 from privgrad.progress import notes_only
+from privgrad.rounding import rounded_up
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
@@ -128,7 +129,8 @@ def _check(spec: Spec, *, as_json: bool) -> int:
     if "cap" in answer:
         STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
         fits = "fits into" if answer["suits"] else "does NOT fit into"
-        STDOUT.print(f"It {fits} the budget: epsilon {answer['spent_with_it']:.4g} of {answer['cap']:g} with it.")
+        spent, cap = rounded_up(answer["spent_with_it"], 4), rounded_up(answer["cap"])
+        STDOUT.print(f"It {fits} the budget: epsilon {spent} of {cap} with it.")
     if (largest := answer.get("largest_total")) is not None:
         STDOUT.print(f"The largest total_epsilon that fits is about {largest:g}. Nothing was written.")
         return 1

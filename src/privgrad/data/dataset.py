@@ -53,6 +53,7 @@ class DataSet:
         public_inputs: inputs without labels, outside of all examples, (m, *input_shape): for the statistics of feature
             extractors. None if there are none.
         extractor: made the inputs from those of the loader; None if they are as loaded.
+        image_shape: of the images from which an extractor made the inputs; None for other data.
         classes: the public names of the labels 0, 1, ..., which a head is saved with; None if they are not declared.
         schema: the public declaration of a table's columns, which a head is saved with; None for other data.
     """
@@ -75,6 +76,7 @@ class DataSet:
     pixel_range: tuple[float, float] | None = None
     public_inputs: Tensor | None = None
     extractor: Extractor | None = None
+    image_shape: tuple[int, ...] | None = None
     classes: tuple[str | int | bool, ...] | None = None
     schema: Schema | None = None
 

@@ -111,6 +111,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             engine=spec.run.engine,
             microbatch_size=spec.run.microbatch_size,
             memory_mb=spec.run.memory_mb,
+            side_information=None if public is None else public.source,
         )
         if math.isinf(private_grad.epsilon(steps=1)):
             remedy = "name the other methods with --method"

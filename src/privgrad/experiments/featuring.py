@@ -31,7 +31,7 @@ from privgrad.features import Extractor, Public
 from privgrad.features.caching import cached
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target, images_of
+from privgrad.heads.head import Target
 from privgrad.models import LowerLayers, UnitLinear
 from privgrad.training_run import FitResult
 
@@ -160,7 +160,9 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtyp
             inputs = _features(compute, extractor, part.tensors[0], len(data.input_shape), place, dtype)
             made[name] = TensorDataset(inputs, *part.tensors[1:])
     shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
-    return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
+    images = data.input_shape if len(data.input_shape) == 3 else None
+    made |= {"input_shape": shape, "image_shape": images, "vocabulary": None, "public_inputs": None}
+    return replace(data, **made, extractor=extractor)
 
 
 def _features(
@@ -249,7 +251,7 @@ def save_head(
     if not (folder / "head.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
-        facts: dict[str, Any] = {"classes": data.classes, "image_shape": images_of(data.extractor)}
+        facts: dict[str, Any] = {"classes": data.classes, "image_shape": data.image_shape}
         # A function of the user may have replaced the codes of a table by other inputs.
         if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):
             facts["schema"] = data.schema

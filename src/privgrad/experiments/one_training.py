@@ -103,7 +103,9 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         warm_start(method.warm_start, model, public_examples(method, data), data)
     optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
-    features = None if data.extractor is None else declared(data.extractor)
+    # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.
+    sources = [public and public.source, data.extractor and declared(data.extractor)]
+    others = [source for source in sources if source and source != (made and made.source)]
     private_grad = PrivateGradient(
         model,
         losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
@@ -113,11 +115,10 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
-        side_information=features,
+        side_information="; ".join(others) or None,
         **method.parts(),
     )
-    source = made.source if made is not None else public.source if public is not None else None
-    source = "; ".join(filter(None, (source, features))) or None
+    source = private_grad.ledger.plan_facts["side_information"]
     has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
     released = ReleasedStats(private_grad) if has_distribution else None
     return Prepared(model, plan, private_grad, optimizer, method, source, released)

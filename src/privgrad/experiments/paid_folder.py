@@ -19,6 +19,7 @@ from privgrad.experiments.prices import Price
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Release, Selection, Split
+from privgrad.rounding import rounded_up
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 _SELECTION = "selection.txt"  # in raw/: the secret choice of candidates, and the files of their releases
@@ -197,7 +198,8 @@ def _noisier(release: Release | Selection | Split, factor: float) -> Any:
 
 def _too_much(spec: Spec, cost: Price, budget: Budget) -> PrivacyError:
     """Return the error for a comparison that does not fit into a shared budget."""
-    condition = f"to fit into the budget: epsilon {budget.spent():.4g} of {budget.total_epsilon:g} is committed"
+    spent, cap = rounded_up(budget.spent(), 4), rounded_up(budget.total_epsilon)
+    condition = f"to fit into the budget: epsilon {spent} of {cap} is committed"
     most = largest_total(cost, budget)
     remedy = f"lower it to {most:g}" if most else "use new data: no training of these steps fits any more"
     if budget.commitments:

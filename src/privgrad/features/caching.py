@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from privgrad.errors import PrivacyError, expected, require_choice, require_integer
-from privgrad.features.extractor import Copies, Extractor, Rows, shape_of
+from privgrad.features.extractor import Copies, Extractor, Rows
 from privgrad.progress import bars
 
 _FORMAT = 1  # of the folder
@@ -81,7 +81,6 @@ def cached(
     `cache` calls it; `experiments.featuring` does for public rows, which need no comparison.
     """
     count = len(cast(Sequence[Any], data))
-    extractor.shapes.add(shape_of(_slice(data, 0, 1)))  # not only in its calls: the folder may hold all features
     with bars(shown=progress) as shown:
         task = shown.add_task("features", total=count, note="")
         if folder is None:

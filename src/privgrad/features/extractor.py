@@ -96,7 +96,6 @@ class Extractor(nn.Module, ABC):
     Attributes:
         source: where its constants come from, for the ledger, such as "no data".
         options: names of the attributes that hold its settings, as values that JSON can hold.
-        shapes: of the rows, as tensors, whose features it or a cache has returned in this process.
         block: the number of rows in one call of `features`, unless a nested extractor takes fewer. Fewer rows of a
             tensor are filled up to it.
         tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
@@ -128,7 +127,6 @@ class Extractor(nn.Module, ABC):
         super().__init__()
         self.source = source
         self._tried: set[tuple[int, ...]] = set()
-        self.shapes: set[tuple[int, ...]] = set()
         for name, constant in constants.items():
             self.register_buffer(name, constant.detach())
         self.eval()
@@ -171,7 +169,6 @@ class Extractor(nn.Module, ABC):
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
-        self.shapes.add(shape)
         size, copies = self._size, Copies(self, len(rows))
         made = torch.cat([self._block(rows[i : i + size], first + i) for i in range(0, len(rows), size)])
         if shared := copies.add(rows):

@@ -25,7 +25,7 @@ from privgrad.defaults import head_noise_step
 from privgrad.errors import SamplingError, described, expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.heads.head import Head, Target, declared, images_of, privacy_of
+from privgrad.heads.head import Head, Target, declared, privacy_of
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
@@ -150,8 +150,7 @@ def fit_head(
             "give another folder to train on other rows",
             stacklevel=2,
         )
-    privacy, shape = privacy_of(plan, result.ledger), images_of(extractor)
-    return Head(model, target, extractor, privacy=privacy, image_shape=shape, result=result)
+    return Head(model, target, extractor, privacy=privacy_of(plan, result.ledger), result=result)
 
 
 def _tensor(name: str, values: object) -> Tensor:

@@ -108,7 +108,8 @@ class Head(nn.Module):
             `fit_head`.
         schema: of the table of the training, `DataSet.schema`, for rows by column name; None for other data. Set it
             after `fit_head`.
-        image_shape: (channels, height, width) of the images of the training, if it is known; `predict` refuses others.
+        image_shape: (channels, height, width) of all images, a public number; `predict` refuses others. None if it is
+            not declared. Set it after `fit_head`.
         privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features. `epsilon`
             and `save` also count later trainings.
         result: of the training; None for a loaded head.
@@ -355,15 +356,6 @@ def declared(extractor: Extractor) -> str:
     `fitting` and `experiments` call it.
     """
     return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
-
-
-def images_of(extractor: Extractor | None) -> tuple[int, ...] | None:
-    """Return the shape of the images that an extractor has seen; None for several shapes, and for other rows.
-
-    `fitting` and `experiments` call it.
-    """
-    shapes = [shape for shape in extractor.shapes if len(shape) == 3] if extractor is not None else []
-    return shapes[0] if len(shapes) == 1 else None
 
 
 def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from privgrad.checkpoint import OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
+from privgrad.optim.public_data import require_named_source
 from privgrad.participations import first_step_of_new_groups
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
@@ -79,6 +80,7 @@ class ExternalLoopStep:
         if not isinstance(optimizer, PrivateOptimizer):
             remedy = "create it from privgrad.optim with model.named_parameters()"
             raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
+        require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
         self.private_grad = private_grad
         self.optimizer = optimizer
         self.epoch_steps = private_grad.plan.epoch_steps

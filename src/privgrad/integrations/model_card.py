@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from huggingface_hub import ModelCard
 
-from privgrad.accounting import rounded_up
 from privgrad.errors import PrivacyError
 from privgrad.ledger import Ledger
 from privgrad.lineage import covers, ledgers_of
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.rounding import rounded_up
 from privgrad.statement import Statement, released_beside, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
@@ -139,9 +139,11 @@ def _section(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | No
     turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
     rows = {
         **(
-            {"epsilon": rounded_up(found.numbers["epsilon"])} if found is not None and _protects(found, ledgers) else {}
+            {"epsilon": rounded_up(found.numbers["epsilon"], 4)}
+            if found is not None and _protects(found, ledgers)
+            else {}
         ),
-        **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
+        **({} if plan.delta is None else {"delta": rounded_up(plan.delta)}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
         f"{counted} in the data": f"{plan.num_examples:,}{exactness}, as declared",
         "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",

@@ -4,7 +4,7 @@ Users make the optimizers; `experiments.spec` and `audit.methods` make them by n
 base class PrivateOptimizer calls `_update` in each step, and `_require_options` for each param group.
 
 The privacy guarantee does not rest on this file. It needs public gradients that are public, see
-`gradient.public_gradient`.
+`gradient.public_gradient`. `require_named_source` refuses a ledger that does not name them.
 """
 
 import math
@@ -24,6 +24,27 @@ Public = Callable[[int], Mapping[str, Tensor]]
 Numerator = Literal["private", "public"]
 
 
+def require_named_source(function: str, optimizer: PrivateOptimizer, recorded: str | None) -> None:
+    """Raise PrivacyError unless the ledger names the public data that the optimizer uses.
+
+    `fit` and `integrations.external_loop` call it before the first release; `step` calls it for other loops.
+
+    Args:
+        function: the name that the message starts with.
+        optimizer: any optimizer of ours.
+        recorded: the sources that the ledger names, "" for none; None without a ledger.
+    """
+    if not isinstance(optimizer, _WithPublic) or recorded is None:
+        return
+    source = getattr(optimizer.public, "source", None)
+    if not recorded or (isinstance(source, str) and source not in recorded):
+        condition = f"to name {source!r}, the public data of the {type(optimizer).__name__}"
+        if source is None:
+            condition = f"to name the public data of the {type(optimizer).__name__}"
+        remedy = "start a new ledger, with PrivateGradient(..., side_information=public.source)"
+        raise expected(function, "the ledger's side_information", condition, repr(recorded), remedy)
+
+
 class _WithPublic(PrivateOptimizer):
     """A base class that takes one public gradient per step, before any parameter moves."""
 
@@ -34,7 +55,7 @@ class _WithPublic(PrivateOptimizer):
         if not callable(public):
             remedy = "give PublicGradient(model, loss_fn, examples, source=...)"
             raise expected(name, "public", "to be callable", type(public).__name__, remedy)
-        self._public = public
+        self.public = public
         # The step count is in the groups, because state_dict saves them.
         super().__init__(params, defaults=defaults | {"steps": 0})
         model = getattr(public, "model", None)
@@ -46,7 +67,7 @@ class _WithPublic(PrivateOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return torch's state and the public gradient; copy and pickle call it."""
-        return super().__getstate__() | {"_public": self._public}
+        return super().__getstate__() | {"public": self.public}
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         """Raise PrivacyError if an option is out of its range."""
@@ -65,7 +86,8 @@ class _WithPublic(PrivateOptimizer):
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
         """Compute the public gradient once, then move each parameter by both gradients."""
-        public = self._public(self.param_groups[0]["steps"])
+        require_named_source(f"{type(self).__name__}.step", self, gradient.side_information)
+        public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for parameter, grad, other in self._triples(group, gradient, public):
                 self._move(group, parameter, grad, other)

@@ -25,6 +25,7 @@ from privgrad.experiments.tuner import judge
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.rounding import two_decimals_up
 from privgrad.threads import one_thread
 from privgrad.types import Scales
 
@@ -144,7 +145,7 @@ def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any]
     table = Table("method", "final loss", "expected", "noise step", "grid", title=item.title)
     table.caption = (
         f"Training loss (NOT PRIVATE), mean ± standard deviation over {item.trials} trials; one private training: "
-        f"epsilon {plan_of(item, 0).epsilon():.2f}."
+        f"epsilon {two_decimals_up(plan_of(item, 0).epsilon())}."
     )
     found: dict[str, Any] = {}
     for method in methods:

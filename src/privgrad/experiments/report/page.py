@@ -53,6 +53,7 @@ from privgrad.experiments.report.texts import (
     trainings_text,
 )
 from privgrad.optim.debiased import Debiased
+from privgrad.rounding import rounded_up
 from privgrad.types import COVERED
 
 _TUNED_BY = {
@@ -294,7 +295,7 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
     return {
         "epsilon": epsilon,
         "simulates": simulated_epsilon(records),
-        "factor": f"{math.exp(epsilon):,.3g}" if epsilon is not None and epsilon < 15 else None,
+        "factor": rounded_up(math.exp(epsilon), 3) if epsilon is not None and epsilon < 15 else None,
         "delta": max(numbers(in_phase(records, "final"), "delta"), default=None),
         "fixed": ", ".join(fixed),
         # Runs of one plan differ in epsilon at most by rounding.

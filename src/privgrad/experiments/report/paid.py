@@ -19,6 +19,7 @@ from privgrad.experiments.report.page import template
 from privgrad.experiments.report.texts import epsilon_text, losses_text
 from privgrad.experiments.spec import Spec
 from privgrad.mechanisms import Release, Selection, Split
+from privgrad.rounding import rounded_up
 from privgrad.statement import Statement
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
@@ -28,7 +29,7 @@ def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
     """Return the three ways to spend the total epsilon, as a table for the terminal. An arrow marks the chosen one."""
     total, delta = spec.privacy.total_epsilon, spec.privacy.delta
     assert total is not None
-    table = Table(title=f"Ways to spend ε = {epsilon_text(total)} at δ = {delta:g}", title_justify="left")
+    table = Table(title=f"Ways to spend ε = {epsilon_text(total)} at δ = {rounded_up(delta)}", title_justify="left")
     table.add_column("way")
     for name in ("trainings", "σ, model", "σ, trial", "score's noise"):
         table.add_column(name, justify="right")
@@ -74,7 +75,8 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
     constant = outcome.get("class_shares_loss")
     text += "." if constant is None or outcome["loss"] <= constant else f". {losses_text(constant)}"
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
-    return f"{text} Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
+    cost = f"ε = {epsilon_text(outcome['epsilon'])} at δ = {rounded_up(outcome['delta'])}"
+    return f"{text} Total {cost}{tuned[outcome['way']]}."
 
 
 def _metric_texts(outcome: Mapping[str, Any], score: str) -> list[str]:

@@ -6,12 +6,12 @@ states the guarantee.
 
 import math
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from privgrad.experiments.metrics import title
 from privgrad.experiments.records import FEW_CLIPPED, Record, in_phase, is_finite, summarize
 from privgrad.experiments.report.grids import EDGE, OPEN, mark, verdicts, words
+from privgrad.rounding import two_decimals_up
 
 _EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
 _DASH = "–"
@@ -138,9 +138,7 @@ def epsilon_text(epsilon: float | None) -> str:
         return "not private"
     if epsilon > 1e6:
         return "over 1000000"
-    exact = Decimal(repr(float(epsilon)))
-    places = min(-2, exact.adjusted() - 1) if exact else -2
-    return f"{exact.quantize(Decimal(1).scaleb(places), ROUND_CEILING):f}"
+    return two_decimals_up(epsilon)
 
 
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
