@@ -440,7 +440,7 @@ def test_noise_destroys_and_a_tiny_bound_freezes():
         optimizer.step(grad=private_grad(batch))
     moved = max((a - b).abs().max().item() for a, b in zip(before, model.parameters(), strict=True))
     assert 0 < moved <= 1.1e-5
-    loud = make_plan(noise_multiplier=1000.0)
+    loud = make_plan(noise_multiplier=1000.0, seed=0)  # 20 values without a seed miss the bound once in 600 draws
     gradient = pg.PrivateGradient(model, loss_fn, loud)(first_batch(loud, make_data()))
     assert gradient["0.weight"].std().item() == pytest.approx(1000 / 8, rel=0.5)
 
