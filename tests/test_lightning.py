@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ThroughputMonitor,
+    Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
 
@@ -302,14 +303,20 @@ def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[
         LearningRateFinder(),
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
         DeviceStatsMonitor(cpu_stats=False),
+        Timer("00:00:00:03"),
     ],
     ids=lambda callback: type(callback).__name__,
 )
-def test_callbacks_that_spend_steps_or_log_private_sizes_are_refused(callback: Any, tmp_path: Path):
+def test_callbacks_that_spend_steps_or_show_private_sizes_are_refused(callback: Any, tmp_path: Path):
     logger = CSVLogger(str(tmp_path))
     trainer = make_trainer(tmp_path, planned(), callbacks=[callback], logger=logger)
     with pytest.raises(pg.PrivacyError, match=f"to hold no {type(callback).__name__}"):
         fit(trainer, Classifier())
+
+
+def test_no_private_duration_ends_the_training(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="to hold no Timer, got a Timer; leave it out: the time of a step"):
+        fit(make_trainer(tmp_path, planned(), max_time={"seconds": 3}), Classifier())
 
 
 def test_no_exact_result_decides_the_rate(tmp_path: Path):

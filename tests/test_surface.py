@@ -60,7 +60,8 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score counts_provenance split by_person pixel_range public_inputs extractor image_shape classes schema",
+    "other_public score counts_provenance split by_person pixel_range public_inputs extractor image_shape classes "
+    "schema",
     data.part_of: "unit test_share validation_share split_key",
     data.image_folder: "path classes size channels standardize unit max_rows test test_share validation_share "
     "split_key",

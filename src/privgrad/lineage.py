@@ -12,7 +12,7 @@ release. Lineage is kept in two places, because neither knows every way that wei
 Nothing tells where weights came from that were loaded from a state dict, or from a pickle.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -49,16 +49,28 @@ class Lineage:
 _OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary())
 
 
-def note_training(model: nn.Module, ledger: Ledger) -> None:
+def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | None = None) -> None:
     """Note that the releases of a ledger move the weights of a model, until these and their copies are deleted.
 
-    It keeps the ledger, whatever else becomes of it, and opens no file. Modules without a trainable part, such as a
-    frozen encoder, get no note.
+    It keeps the ledger, whatever else becomes of it, and opens no file. Modules without a moved parameter, such as a
+    frozen encoder, get no note. It is called again at each step, because a part may be unfrozen or added at any time.
+
+    Args:
+        model: the model, or the average of its weights.
+        ledger: the record of the releases.
+        moved: the names of the parameters that move; None: the trainable ones.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if (parameter.requires_grad if moved is None else name in moved)
+    ]
+    if all(ledger in _OF_PARAMETERS.get(parameter, ()) for parameter in trained):
+        return
     found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in trained]
+    ours = set(map(id, trained))
     for module in model.modules():
-        if any(parameter.requires_grad for parameter in module.parameters()):
+        if any(id(parameter) in ours for parameter in module.parameters()):
             if not isinstance(vars(module).get(_NAME), Lineage):
                 vars(module)[_NAME] = Lineage()
             found.append(vars(module)[_NAME])

@@ -477,6 +477,7 @@ class PrivateGradient:
         if self._adaptive is not None:  # a rule of the user's may choose any C
             require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
         require_supported(self._model)
+        note_training(self._model, self._ledger)  # a part may have been unfrozen or added
         found = frozenset(parameters), configuration(self._model)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from privgrad.checkpoint import OtherRunError, damage_refused, read_checkpoint, require_resumable, write_checkpoint
 from privgrad.early_stopping import charge_unused
 from privgrad.errors import BudgetExceededError, expected
+from privgrad.gradient.module_state import trainable
 from privgrad.ledger import Ledger
 from privgrad.lineage import note_training
 from privgrad.optim import PrivateOptimizer
@@ -146,6 +147,7 @@ class TrainingRun:
             self.optimizer.step(grad=self.private_grad(batch))
             if self.averaged is not None:
                 self.averaged.update_parameters(self.model)
+                note_training(self.averaged.module, result.ledger, trainable(self.model))
             if self.scheduler is not None and self.made + self.start + 1 < self.private_grad.plan.steps:
                 self.scheduler.step()  # for the next update; there is none after the last
             self.made += 1

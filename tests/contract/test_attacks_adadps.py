@@ -402,7 +402,7 @@ def test_the_ledger_names_the_public_data_of_an_optimizer(kind: str):
         optimizer = getattr(pg.optim, kind)(model.named_parameters(), public=public, lr=0.1, **extra)
         return pg.PrivateGradient(model, loss_fn, plan_of(10, noise_multiplier=1.0), side_information=named), optimizer
 
-    for named in (None, "features: somewhere else"):
+    for named in (None, "features: somewhere else", "x public: ten volunteers"):
         private_grad, optimizer = parts(named)
         before = [p.detach().clone() for p in private_grad.model.parameters()]
         with pytest.raises(pg.PrivacyError, match=r"fit: expected the ledger's side_information to name 'public: ten"):

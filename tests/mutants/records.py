@@ -402,7 +402,7 @@ WEIGHTS = [
     ),
     Mutant(
         "an average without the training of its weights",
-        lambda patch: patch.setattr(training_run, "note_training", lambda model, ledger: None),
+        lambda patch: patch.setattr(training_run, "note_training", lambda model, ledger, moved=None: None),
         "test_deployment.test_a_model_that_was_trained_twice_is_stated_with_both_trainings",
         {"how": "an average in folders"},
         guard="model to have the weights of",  # those of the checkpoint of the first training

@@ -2,7 +2,7 @@
 
 `privgrad compare` and `privgrad.compare` call it for a spec with privacy.total_epsilon. The privacy guarantee of the
 total rests on this file, on `prices` and on `paid_folder`: everything is committed to a budget before the first
-training, and only what the budget holds leaves the folder raw/.
+training, and only what the budget holds leaves the folder raw/. A checkpoint also holds the training's duration.
 """
 
 import json

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateFinder, ThroughputMonitor
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateFinder, ThroughputMonitor, Timer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -229,6 +229,7 @@ _REFUSED: dict[type, str] = {
     LearningRateFinder: "its steps would be charged; give optimizers of privgrad a noise_step",
     ThroughputMonitor: "it logs the sizes of private batches",
     DeviceStatsMonitor: "the memory that it logs depends on the sizes of private batches",
+    Timer: "the time of a step depends on the size of its private batch, and max_time would end the training by it",
 }
 
 

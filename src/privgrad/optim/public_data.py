@@ -37,7 +37,7 @@ def require_named_source(function: str, optimizer: PrivateOptimizer, recorded: s
     if not isinstance(optimizer, _WithPublic) or recorded is None:
         return
     source = getattr(optimizer.public, "source", None)
-    if not recorded or (isinstance(source, str) and source not in recorded):
+    if not recorded or (isinstance(source, str) and f"; {source}; " not in f"; {recorded}; "):
         condition = f"to name {source!r}, the public data of the {type(optimizer).__name__}"
         if source is None:
             condition = f"to name the public data of the {type(optimizer).__name__}"
