@@ -24,8 +24,9 @@ RDP_ORDERS = (
 _COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 
+@functools.lru_cache(maxsize=4096)
 def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
-    """Compute `accounting.attack_success` of one group of people."""
+    """Compute `accounting.attack_success` of one group of people; cached."""
     if not mechanisms:
         return alpha
     if _lacks_noise(mechanisms):
