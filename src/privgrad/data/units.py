@@ -17,30 +17,11 @@ from privgrad.data.schema import text_of
 
 _WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
 # Marks of a missing value, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
-_NOBODY = frozenset(
-    (
-        "na",
-        "nan",
-        "snan",
-        "qnan",
-        "nat",
-        "none",
-        "null",
-        "nil",
-        "undef",
-        "undefined",
-        "missing",
-        "notavailable",
-        "notapplicable",
-        "unknown",
-        "anonymous",
-        "empty",
-        "blank",
-        "1qnan",
-        "1ind",
-        "nana",
-    )
-)
+_NOBODY = {
+    *("na", "nan", "nana", "nat", "snan", "qnan", "1qnan", "1ind"),
+    *("none", "null", "nil", "undef", "undefined", "empty", "blank"),
+    *("missing", "unknown", "anonymous", "notavailable", "notapplicable"),
+}
 _WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
 _NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
 
