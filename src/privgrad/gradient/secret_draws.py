@@ -9,7 +9,7 @@ a seed of 63 secret bits.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,48 +39,21 @@ class SecretDraws:
         Args:
             key: 32 secret bytes, for this computation only.
         """
-        if not self._draws:
-            attempt = _Attempt()
-            yield attempt.under(key)
-            if not attempt.drew:
-                return
-            self._draws = True
-        yield _replacing(key)
-
-
-class _Attempt:
-    """A computation without replaced operations.
-
-    Attributes:
-        drew: whether it drew random numbers on the CPU.
-    """
-
-    drew = False
+        drew_before = self._draws
+        yield self._under(key)
+        if self._draws != drew_before:
+            yield self._under(key)
 
     @contextmanager
-    def under(self, key: bytes) -> Generator[None]:
-        """Compute under the key's state."""
-        with _seeded(key):
+    def _under(self, key: bytes) -> Generator[None]:
+        """Compute under the key's state, with replaced operations if the model is known to draw."""
+        with streams_kept(), _Wide() if self._draws else nullcontext():
+            if torch.accelerator.is_available():
+                torch.manual_seed(device_seed(key))
+            torch.default_generator.set_state(torch_state(key))
             before = torch.get_rng_state()
             yield
-            self.drew = not torch.equal(torch.get_rng_state(), before)
-
-
-@contextmanager
-def _replacing(key: bytes) -> Generator[None]:
-    """Compute under the key's state, with replaced operations."""
-    with _seeded(key), _Wide():
-        yield
-
-
-@contextmanager
-def _seeded(key: bytes) -> Generator[None]:
-    """Set the state of torch's random streams from a key, and restore their states afterwards."""
-    with streams_kept():
-        if torch.accelerator.is_available():
-            torch.manual_seed(device_seed(key))
-        torch.default_generator.set_state(torch_state(key))
-        yield
+            self._draws = self._draws or not torch.equal(torch.get_rng_state(), before)
 
 
 class _Wide(TorchDispatchMode):
