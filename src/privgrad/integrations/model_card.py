@@ -76,20 +76,22 @@ def _statement_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Statement | N
         return None
 
 
-def _protects(found: Statement, ledgers: Sequence[Ledger]) -> bool:
-    """Return whether the epsilon of a statement is a guarantee."""
+def _epsilon_of(found: Statement | None, ledgers: Sequence[Ledger]) -> float | None:
+    """Return the epsilon of a statement; None without a statement, or if its epsilon is no guarantee."""
+    if found is None:
+        return None
     numbers, facts = found.numbers, [ledger.plan_facts for ledger in ledgers]
     is_repeatable = numbers["seeded_releases"] > 0 or any(fact.get("research_seed") for fact in facts)
     is_simulation = any(fact.get("simulates") is not None for fact in facts)
     is_sound = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
-    return is_sound and not is_simulation and not is_repeatable
+    return numbers["epsilon"] if is_sound and not is_simulation and not is_repeatable else None
 
 
 def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None) -> dict[str, Any]:
     """Return the metadata: epsilon only if it is a guarantee, and the numbers of the plan."""
     (ledger, *others), facts = ledgers, dict[str, Any]()
-    if found is not None and _protects(found, ledgers):
-        facts |= {"epsilon": found.numbers["epsilon"], "delta": plan.delta}
+    if (epsilon := _epsilon_of(found, ledgers)) is not None:
+        facts |= {"epsilon": epsilon, "delta": plan.delta}
     if others:
         facts |= {"other_trainings": len(others), "other_released_gradients": sum(one.releases for one in others)}
     return facts | {
@@ -131,18 +133,15 @@ def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | 
 
 def _section(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None, rate: str, updates: int) -> str:
     """Return the section of the README: what is protected, and the numbers that it follows from."""
-    (ledger, *others), lines = ledgers, _guarantee(plan, ledgers, found)
+    (ledger, *others), epsilon = ledgers, _epsilon_of(found, ledgers)
+    lines = _guarantee(plan, ledgers, found)
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
     rule, counted = ledger.plan_facts.get("adaptive_clip"), "people" if plan.privacy_unit == "user" else "rows"
     exactness = " or more" if plan.max_batch_size is None else " or one less"
     turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
     turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
     rows = {
-        **(
-            {"epsilon": rounded_up(found.numbers["epsilon"], 4)}
-            if found is not None and _protects(found, ledgers)
-            else {}
-        ),
+        **({} if epsilon is None else {"epsilon": rounded_up(epsilon, 4)}),
         **({} if plan.delta is None else {"delta": rounded_up(plan.delta)}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
         f"{counted} in the data": f"{plan.num_examples:,}{exactness}, as declared",
