@@ -415,6 +415,12 @@ def test_the_ledger_names_the_public_data_of_an_optimizer(kind: str):
     private_grad, optimizer = parts("public: ten volunteers")
     optimizer.step(grad=private_grad(next(iter(private_grad.plan.batches(data)))))
     assert "public: ten volunteers" in str(statement([private_grad.ledger], delta=1e-3))
+    private_grad, optimizer = parts(None)
+    optimizer.public = dict  # without a source
+    with pytest.raises(
+        pg.PrivacyError, match=rf"to name the public data of the {kind}.*side_information=\"their source"
+    ):
+        pg.fit(private_grad, optimizer, data)
 
 
 def test_a_parameter_of_no_size_has_scales_too():

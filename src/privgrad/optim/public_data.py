@@ -38,10 +38,10 @@ def require_named_source(function: str, optimizer: PrivateOptimizer, recorded: s
         return
     source = getattr(optimizer.public, "source", None)
     if not recorded or (isinstance(source, str) and f"; {source}; " not in f"; {recorded}; "):
-        condition = f"to name {source!r}, the public data of the {type(optimizer).__name__}"
-        if source is None:
-            condition = f"to name the public data of the {type(optimizer).__name__}"
-        remedy = "start a new ledger, with PrivateGradient(..., side_information=public.source)"
+        named, given = ("", '"their source"') if source is None else (f"{source!r}, ", "public.source")
+        condition = f"to name {named}the public data of the {type(optimizer).__name__}"
+        remedy = f"start a new ledger, with PrivateGradient(..., side_information={given})"
+        remedy += ', joined by "; " to the other sources' if recorded else ""
         raise expected(function, "the ledger's side_information", condition, repr(recorded), remedy)
 
 
