@@ -438,12 +438,12 @@ class PrivateGradient:
             step = batch.sampling.step if self._follows_draws else self._step
             try:
                 begins = self._begin_noise(batch.sampling)
-                mine = self._dropout_stream.uint64(step, 5).tobytes().hex(), self.max_grad_norm, begins
+                mine = self._dropout_stream.uint64(step, 5).tobytes(), self.max_grad_norm, begins
                 key, bound, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
                     self._require_same_draw(begins, together)
-                    clipped, clipping = self._clipped_sum(batch, step, bytes.fromhex(key), parameters)
+                    clipped, clipping = self._clipped_sum(batch, step, key, parameters)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
                 if self._observers:  # a copy: the noise is added in place
@@ -498,22 +498,21 @@ class PrivateGradient:
         self._engine.begin_step()
         transform = self._transform(batch, step, int.from_bytes(key[32:]) >> 1, parameters)
         scales = require_scales_only(transform) if contribution.applies_scales else transform.inverse_scales
-        new_accumulator = partial(
-            ClippingAccumulator,
-            like=parameters,
-            clip=self._clip,
-            max_grad_norm=self.max_grad_norm,
-            inverse_scales={} if contribution.applies_scales else scales,
-            grouped=plan.group_size > 1,
-            expected_size=plan.divisor,
-            statistic=self._statistic,
-        )
         mixed = bool(transform.shift) or transform.keep < 1
         raw_mean = partial(self._raw_mean, batch, "perturb")
-        accumulator: ClippingAccumulator | None = None
         own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
+        accumulator: ClippingAccumulator | None = None
         for attempt in self._draws.attempts(own_key):
-            accumulator, done = new_accumulator(), 0
+            accumulator = ClippingAccumulator(
+                like=parameters,
+                clip=self._clip,
+                max_grad_norm=self.max_grad_norm,
+                inverse_scales={} if contribution.applies_scales else scales,
+                grouped=plan.group_size > 1,
+                expected_size=plan.divisor,
+                statistic=self._statistic,
+            )
+            done = 0
             with parameters_kept(self._model), attempt, contribution.at(step, parameters, raw_mean):
                 for rows, chunk in self._chunks(batch, step, scales):
                     self._require_rows(rows, chunk, parameters)

@@ -62,7 +62,7 @@ class Processes:
         return gradient
 
     def broadcast_object(self, value: T) -> T:
-        """Return the first process's value: plain numbers, strings, tensors, and tuples, lists and dicts of these."""
+        """Return the first process's value: plain numbers, strings, bytes, tensors, and containers of these."""
         return value
 
     def begin(self, model: nn.Module) -> None:
