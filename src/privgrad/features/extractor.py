@@ -165,7 +165,7 @@ class Extractor(nn.Module, ABC):
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)
-        shape = shape_of(rows)
+        shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
@@ -322,11 +322,6 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
         remedy = "give source= in a few words, or a Public(rows, source)"
         raise expected(where, "source", "to be given for bare rows", None, remedy)
     return Public(public, source)
-
-
-def shape_of(rows: Rows) -> tuple[int, ...]:
-    """Return the shape of one row; () for texts. `caching` calls it too."""
-    return tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
 
 
 def first_infinite(rows: Tensor) -> int | None:
