@@ -1,7 +1,6 @@
 """Rounding of a bound that is shown to people: epsilon, delta, an attacker's success.
 
-Everything that shows such a number calls this file. A number that was rounded down would claim too
-much privacy.
+Everything that shows such a number calls this file. A number that was rounded down would claim too much privacy.
 """
 
 import math
@@ -9,7 +8,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 
 
 def rounded_up(bound: float, digits: int = 6) -> str:
-    """Return an upper bound with so many significant digits, rounded up, never down."""
+    """Return an upper bound with at most this many significant digits, rounded up, never down."""
     if not math.isfinite(bound):
         return f"{bound:g}"
     exact = Decimal(repr(float(bound)))

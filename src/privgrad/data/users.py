@@ -24,9 +24,8 @@ def by_user(
     Args:
         tensors: the tensors of the examples, for instance (inputs, labels), each with leading dimension n; or a
             TensorDataset of them.
-        users: the user of each example, n entries: numbers, names or any other hashable values. As in a
-            table, "7 ", "7.0" and 7 are one user. None, NaN, "", "NA", "?" and other marks of a missing name are
-            errors.
+        users: the user of each example, n entries: numbers, names or any other hashable values. As in a table, "7 ",
+            "7.0" and 7 are one user. None, NaN, "", "NA", "?" and other marks of a missing name are errors.
         cap: the largest number of examples kept per user, the first ones; >= 1. Choose what a typical user has, from
             public knowledge. It does not change epsilon.
         minimum: users with fewer examples are left out; >= 1.

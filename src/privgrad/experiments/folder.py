@@ -126,7 +126,7 @@ def read_records(out: Path) -> list[Record]:
 
 
 def make_secret(folder: Path) -> None:
-    """Create a folder for what no epsilon covers, which only its owner may open. The runners call it for raw/."""
+    """Create a folder that only its owner may open, for files that no epsilon covers. The runners call it for raw/."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 

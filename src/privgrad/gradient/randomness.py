@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from privgrad.errors import expected
+from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.module_state import evaluating, seeded
 from privgrad.gradient.probes import losses_on_copies
 from privgrad.types import LossFunction
@@ -50,7 +50,7 @@ def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
         raise _seeds("the same random state after different ones")
 
 
-def _seeds(got: str) -> Exception:
+def _seeds(got: str) -> PrivacyError:
     """Return the error for a forward pass that seeds its draws."""
     remedy = (
         "leave torch.manual_seed out of the forward pass and of loss_fn; draw what all examples share once, in "

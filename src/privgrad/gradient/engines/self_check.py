@@ -232,25 +232,25 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     """Undo what a step's passes leave on parameters: gradients, and writes to frozen parameters.
 
     `PrivateGradient` calls it around each step. loss_fn may call backward itself, which leaves raw gradients in
-    `.grad`.
-    A write by `.data` or numpy leaves no trace that autograd counts, so the values of frozen parameters are compared.
-    This holds for those on the CPU with up to 131,072 numbers; for all others, at checked steps only (`restored`).
+    `.grad`. A write by `.data` or numpy leaves no trace that autograd counts, so the values of frozen parameters are
+    compared. This holds for those on the CPU with up to 131,072 numbers. For all others, it holds at checked steps only
+    (`restored`).
 
     Raises:
         UnsupportedModuleError: such a parameter was written to. It has its former values again.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     frozen = [
         (name, parameter, parameter.detach().clone())
         for name, parameter in named_parameters(model)
         if not parameter.requires_grad and parameter.is_cpu and parameter.numel() <= _COMPARED
     ]
-    for parameter, _ in gradients:
+    for parameter, _ in grads:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, held in gradients:
+        for parameter, held in grads:
             parameter.grad = held
         written = [name for name, parameter, held in frozen if restore(parameter, held)]
     if written:
