@@ -171,11 +171,42 @@ def _seeds_apart(x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
 
 
+def _seeds_some(x: Tensor) -> Tensor:
+    return F.dropout(_seeds_apart(x), 0.5)
+
+
+def _seeds_attention(x: Tensor) -> Tensor:
+    x = x.unsqueeze(-1)
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).squeeze(-1)
+
+
+class _SeedsLayer(nn.Module):
+    """A layer whose functions drop values, under a seed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(42)
+            return self.layer(x)
+
+
+SEEDING = [
+    *(_seeds, _seeds_apart, _seeds_some, _seeds_attention),
+    *(_SeedsLayer(Attends()), _SeedsLayer(Recurs(2))),
+]
+
+
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
-@pytest.mark.parametrize("function", [_seeds, _seeds_apart])
+@pytest.mark.parametrize("function", SEEDING)
 def test_a_forward_pass_that_seeds_its_dropout_is_refused(function: Any, engine: Any):
     plan = make_plan()
-    private_grad = pg.PrivateGradient(Forward(function), loss_fn, plan, engine=engine)
+    width = function(torch.zeros(1, 5)).shape[1]
+    private_grad = pg.PrivateGradient(Forward(function, width), loss_fn, plan, engine=engine)
     with pytest.raises(pg.PrivacyError, match=r"random draws to follow.*leave torch\.manual_seed out"):
         private_grad(first_batch(plan, make_data()))
 

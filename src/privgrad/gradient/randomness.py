@@ -36,17 +36,18 @@ def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself.
 
     The draws would be known, and would follow an example's place in the batch. So one example more would give others
-    another mask of dropout, which anyone can compute.
+    another mask of dropout, which anyone can compute. Under two seeds, no function with dropout may meet one state.
     """
-    ends = list[Tensor]()
+    states = list[set[bytes]]()
     for seed in (0, 1):
         with _Dropout(off=False) as dropout, seeded(seed):
             before = random_state()
             losses_on_copies(model, loss_fn, few, seed=None)
-            ends.append(random_state())
-        if dropout.called and torch.equal(before, ends[-1]):
+            end = random_state()
+        if dropout.called and torch.equal(before, end):
             raise _seeds("dropout that leaves the random stream as it was")
-    if torch.equal(*ends):
+        states.append({*dropout.states, _bytes(end)})
+    if set.intersection(*states):
         raise _seeds("the same random state after different ones")
 
 
@@ -81,29 +82,35 @@ class _Dropout(TorchFunctionMode):
     Attributes:
         met: whether there is dropout: a layer of the model has a rate, or such a function was called.
         called: whether a function was called that drops a part of its input.
+        states: of torch's random streams, at each call of a function that may drop a part of its input.
     """
 
     def __init__(self, *, off: bool) -> None:
         super().__init__()
-        self._off, self.met, self.called = off, False, False
+        self._off, self.met, self.called, self.states = off, False, False, set[bytes]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function, with its dropout off or not; torch calls this for each function under the mode."""
-        options = dict(kwargs or {})
+        options, drops = dict(kwargs or {}), func in _RECURRENT
         if func in _DROPOUTS:
             x, rate, training = (
                 args[place] if len(args) > place else options.get(name, default)
                 for place, (name, default) in enumerate((("input", None), ("p", 0.5), ("training", True)))
             )
             self.met = self.met or bool(rate and training)
-            self.called = self.called or bool(training and 0 < rate < 1 and x.numel())
             if self._off:
                 return x
-        if func in _WITH_DROPOUT and self._off:
+            drops = bool(training and 0 < rate < 1 and x.numel())
+            self.called = self.called or drops
+        elif func in _WITH_DROPOUT:
             place, name, off = _WITH_DROPOUT[func]
-            self.met = self.met or bool(args[place] if len(args) > place else options.get(name))
-            args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
-            options |= {} if len(args) > place else {name: off}
+            drops = bool(args[place] if len(args) > place else options.get(name))
+            self.met = self.met or drops
+            if self._off:
+                args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
+                options |= {} if len(args) > place else {name: off}
+        if drops and not self._off:
+            self.states.add(_bytes(random_state()))
         return func(*args, **options)
 
 
@@ -118,6 +125,7 @@ _WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
     F.rrelu: (3, "training", False),
 }
+_RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate in modules
 
 
@@ -149,3 +157,8 @@ def random_state() -> Tensor:
     if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
     return torch.cat([state.cpu() for state in states])
+
+
+def _bytes(state: Tensor) -> bytes:
+    """Return a random state as a value that a set can hold."""
+    return state.numpy().tobytes()
