@@ -195,9 +195,24 @@ class _SeedsLayer(nn.Module):
             return self.layer(x)
 
 
+class DropPath(nn.Module):
+    """A layer that skips examples by a mask of its own, under a seed."""
+
+    drop_prob: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_prob = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(42)
+            return x * torch.empty(len(x), 1).bernoulli_(1 - self.drop_prob)
+
+
 SEEDING = [
     *(_seeds, _seeds_apart, _seeds_some, _seeds_attention),
-    *(_SeedsLayer(Attends()), _SeedsLayer(Recurs(2))),
+    *(_SeedsLayer(Attends()), _SeedsLayer(Recurs(2)), DropPath()),
 ]
 
 

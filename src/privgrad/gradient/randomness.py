@@ -5,7 +5,7 @@ checks of `validation` and `engines.factored` use this file. The privacy guarant
 that is disabled with the draws is not checked.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -36,11 +36,12 @@ def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself.
 
     The draws would be known, and would follow an example's place in the batch. So one example more would give others
-    another mask of dropout, which anyone can compute. Under two seeds, no function with dropout may meet one state.
+    another mask of dropout, which anyone can compute. Under two seeds, no function with dropout may meet one state, and
+    no function in a layer that has a rate of dropout.
     """
     states = list[set[bytes]]()
     for seed in (0, 1):
-        with _Dropout(off=False) as dropout, seeded(seed):
+        with _Dropout(off=False) as dropout, dropout.within(_dropping(model)), seeded(seed):
             before = random_state()
             losses_on_copies(model, loss_fn, few, seed=None)
             end = random_state()
@@ -88,6 +89,23 @@ class _Dropout(TorchFunctionMode):
     def __init__(self, *, off: bool) -> None:
         super().__init__()
         self._off, self.met, self.called, self.states = off, False, False, set[bytes]()
+        self._inside = 0  # layers that may drop by functions of any kind
+
+    @contextmanager
+    def within(self, layers: Iterable[nn.Module]) -> Generator[None]:
+        """Keep the states at all functions that these layers call."""
+
+        def enter(*_: Any) -> None:
+            self._inside += 1
+
+        def leave(*_: Any) -> None:
+            self._inside -= 1
+
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(layer.register_forward_pre_hook(enter).remove)
+                stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function, with its dropout off or not; torch calls this for each function under the mode."""
@@ -109,7 +127,7 @@ class _Dropout(TorchFunctionMode):
             if self._off:
                 args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
                 options |= {} if len(args) > place else {name: off}
-        if drops and not self._off:
+        if (drops or self._inside) and not self._off:
             self.states.add(_bytes(random_state()))
         return func(*args, **options)
 
@@ -132,13 +150,7 @@ _RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate
 @contextmanager
 def _without_dropout(model: nn.Module) -> Generator[_Dropout]:
     """Disable dropout without changing the modules' modes; the value says whether there was any."""
-    before: list[tuple[nn.Module, str, float]] = []
-    for module in model.modules():
-        drops = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-        name = type(module).__name__.lower()
-        if drops or "drop" in name or "stochasticdepth" in name:
-            held = {rate: vars(module).get(rate) for rate in _RATES}
-            before += [(module, rate, value) for rate, value in held.items() if isinstance(value, float) and value > 0]
+    before = [(layer, rate, value) for layer, rates in _dropping(model).items() for rate, value in rates.items()]
     mode = _Dropout(off=True)
     mode.met = any(module.training for module, _, _ in before)  # some layers read the rate, and call no function above
     try:
@@ -149,6 +161,18 @@ def _without_dropout(model: nn.Module) -> Generator[_Dropout]:
     finally:
         for module, rate, value in before:
             setattr(module, rate, value)
+
+
+def _dropping(model: nn.Module) -> dict[nn.Module, dict[str, float]]:
+    """Return the layers that have rates of dropout, with the rates by name."""
+    found = dict[nn.Module, dict[str, float]]()
+    for module in model.modules():
+        name = type(module).__name__.lower()
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) or "drop" in name or "stochasticdepth" in name:
+            held = {rate: vars(module).get(rate) for rate in _RATES}
+            if rates := {rate: value for rate, value in held.items() if isinstance(value, float) and value > 0}:
+                found[module] = rates
+    return found
 
 
 def random_state() -> Tensor:
