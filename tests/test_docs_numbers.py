@@ -232,6 +232,72 @@ def test_the_tables_of_the_papers_are_written_from_the_records():
     assert found >= 8
 
 
+# What the text of a section says besides recorded values: standard errors, gaps, features, former records.
+BESIDES = {
+    "Tweets": {"0.025"},
+    "Autoencoder": {"0.016"},
+    "Classes of images": {"3.2", "1.5", "2.7"},
+    "Federated (figure 6)": {"37.0"},
+    "Accuracy (table 1)": {"4.5"},
+    "Figure 3": {"3.2", "2.6"},
+    "Figure 1": {"3.4", "5.6", "3.9", "1.09"},
+    "A natural tail: sections of Debian packages": {"45.8", "54.1"},
+}
+SCORES = (
+    *("test_accuracy", "validation_accuracy", "raw_clip_fraction", "test_loss", "validation_loss", "raw_train_loss"),
+    *("epsilon", "simulates_epsilon", "seconds"),
+)
+
+
+def recorded(folder: Path) -> Iterator[float]:
+    """The scores of each training, their means and deviations over seeds, and the numbers of the comparison's spec."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "runs.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        last = run["curve"][-1] if run.get("curve") else {}
+        groups = last.get("raw_groups") or [] if isinstance(last, dict) else []
+        scores = {name: run.get(name) for name in SCORES}
+        scores |= {f"{n} {name}": group[name] for n, group in enumerate(groups) for name in ("accuracy", "loss")}
+        candidate = [run.get(name) for name in ("method", "phase", "noise_step", "lr", "own", "max_grad_norm")]
+        alike.setdefault(json.dumps(candidate), []).append(scores)
+    for trainings in alike.values():
+        for name in trainings[0]:
+            values = [one for s in trainings if isinstance(one := s[name], float) and math.isfinite(one)]
+            percent = "accuracy" in name or "fraction" in name
+            both = (statistics.fmean, statistics.stdev) if len(values) > 1 else ()
+            yield from ((100 if percent else 1) * value for value in (*values, *(of(values) for of in both)))
+    if (folder / "spec.json").exists():
+        yield from map(float, re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", (folder / "spec.json").read_text()))
+
+
+def test_what_the_papers_pages_say_of_comparisons_stands_in_the_records_of_the_section():
+    seen, unknown, unused = 0, list[tuple[str, str, str]](), {name: set(held) for name, held in BESIDES.items()}
+    for page in sorted((ROOT / "docs/papers").glob("*.md")):
+        for section in re.split(r"(?m)^## ", page.read_text())[1:]:
+            title = section.partition("\n")[0]
+            names = re.findall(r"results/([\w-]+)", section) + re.findall(r"<!-- results: ([\w-]+)", section)
+            folders = [ROOT / "results" / name for name in sorted(set(names))]
+            files = [folder / "runs.jsonl" for folder in folders]
+            held = [path.parent for path in files if path.exists() and '"test_loss"' in path.read_text()]
+            if not held:
+                continue
+            values = [value for folder in held for value in recorded(folder)]
+            table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+            words = "\n".join(line for line in section.splitlines() if not line.startswith("|"))
+            words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", words)
+            for number in re.findall(r"(?<![\w.,-])\d+\.\d+(?![\w]|\.\d)", words):
+                if number in BESIDES.get(title, ()):
+                    unused[title].discard(number)
+                    continue
+                digits = len(number.partition(".")[2])
+                is_recorded = any(f"{value:.{digits}f}" == number for value in values)
+                unknown += [] if number in table or is_recorded else [(page.name, title, number)]
+                seen += 1
+    assert unknown == []
+    assert seen > 100
+    assert not any(unused.values()), unused
+
+
 def test_the_page_on_models_is_written_from_the_records():
     script = runpy.run_path(str(ROOT / "scripts/models_page.py"))
     files = {path.name: script["read"](path) for path in sorted(script["RECORDS"].glob("*.jsonl"))}
