@@ -35,15 +35,17 @@ def cost_of(
     further = [ledger for ledger in ledgers_of(model) if not any(covers(one, ledger) for one in own)]
     if not further:
         return dict(privacy), own
+    numbers, cause = None, None
     try:
         numbers = statement([*own, *further], delta=privacy.get("delta")).numbers if own else None
-    except PrivacyError:  # for different units, or within a budget
-        numbers = None
+    except PrivacyError as error:  # for different units, or within a budget
+        cause = error
     if numbers is None:
         count, releases = len(further), sum(one.releases for one in further)
         got = f"{count} later training{'s' * (count > 1)} with {releases} release{'s' * (releases > 1)}"
         remedy = "call privgrad.save(head.model, folder, ledger=...) with the ledgers of all trainings, or their budget"
-        raise expected("Head", "the head", "to have had no training that it cannot count", got, remedy)
+        remedy += "; for trainings of different units, save a copy of the head from before the later one"
+        raise expected("Head", "the head", "to have had no training that it cannot count", got, remedy) from cause
     is_guarantee = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
     epsilon = numbers["epsilon"] if is_guarantee else None
     later = [{**public_facts(ledger), "ledger": ledger.head} for ledger in further]
