@@ -242,17 +242,27 @@ def test_a_model_that_was_trained_twice_is_stated_with_both_trainings(how: str, 
     assert EARLIER in said.sections[-1].sentences[-1]
 
 
-@pytest.mark.parametrize("how", ["unfrozen", "added", "an average"])
+@pytest.mark.parametrize("how", ["unfrozen", "added", "an average", "an average, amid the training"])
 def test_a_part_that_is_unfrozen_or_added_later_is_stated_with_its_training(how: str, tmp_path: Path):
     plan, data, model, other = make_plan(delta=1e-3), make_data(), make_model(), make_model()
     model[0].requires_grad_(False)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     if how == "added":
         model[0] = nn.Linear(5, 4)
-    model[0].requires_grad_(True)
+    model[0].requires_grad_("amid" not in how)
+
+    calls = list[nn.Module]()
+
+    def unfreeze(seen: nn.Module) -> dict[str, float]:
+        calls.append(seen)
+        if len(calls) == 3:  # `fit` tries the function before it begins
+            model[0].requires_grad_(True)
+        return {}
+
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
-    result = pg.fit(private_grad, optimizer, data, ema_decay=0.5 if how == "an average" else None, progress=False)
-    trained: Any = result.averaged if how == "an average" else model
+    options: Any = {"evaluate": unfreeze, "num_evaluations": 5, "ema_decay": 0.5 if "average" in how else None}
+    result = pg.fit(private_grad, optimizer, data, progress=False, **options)
+    trained: Any = result.averaged if "average" in how else model
     other[0] = trained[0].requires_grad_(False)
     second = pg.PrivateGradient(other, loss_fn, plan)
     pg.fit(second, pg.optim.SGD(other.named_parameters(), lr=0.1), data, progress=False)
