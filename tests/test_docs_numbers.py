@@ -204,22 +204,48 @@ def test_what_preconditioned_inputs_cost_stands_in_the_records():
         assert printed((second + (third - second) / 100) / first, total) == total
 
 
+MODELS = {
+    "bert": "BERT",
+    "gpt2": "GPT-2",
+    "llama": "LLaMA",
+    "timm_vit": "ViT (timm)",
+    "resnet_groupnorm": "ResNet, GroupNorm",
+}
+
+
+def measured_on_a_gpu() -> dict[tuple[str, str], dict[str, tuple[float, float, float | None]]]:
+    """For each workload and precision: seconds, ratio and ratio of memory of each method."""
+    found: dict[tuple[str, str], dict[str, tuple[float, float, float | None]]] = {}
+    for line in (ROOT / "results/bench/gpu.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["ratio"]:
+            held = found.setdefault((row["workload"], row["dtype"]), {})
+            held[row["method"]] = row["seconds"], row["ratio"], row["peak_memory_ratio"]
+    for line in (ROOT / "results/bench/gpu-zoo.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        peaks = {method: peak / row["peak_mb"]["ordinary"] for method, peak in row["peak_mb"].items()}
+        found[MODELS[row["name"]], row["precision"]] = {
+            method: (row["seconds"][method], ratio, peaks.get(method)) for method, ratio in row["ratio"].items()
+        }
+    return found
+
+
 def test_what_a_step_costs_on_a_gpu_stands_in_the_records():
-    records: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in ("gpu-earlier", "gpu"):  # the last run has the last word
-        lines = map(json.loads, (ROOT / f"results/bench/{name}.jsonl").read_text().splitlines())
-        records |= {(row["workload"], row["dtype"], row["method"]): row for row in lines}
+    records = measured_on_a_gpu()
     (section,) = re.findall(r"(?s)## On a GPU\n.*?(?=## )", (ROOT / "docs/performance.md").read_text())
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| W")]
-    assert len(rows) == 13
-    for workload, precision, milliseconds, *cells in rows:
-        found = {method: row for (at, dtype, method), row in records.items() if (at, dtype) == (workload, precision)}
-        assert printed(1000 * found["ordinary"]["seconds"], milliseconds[:-3]) == milliseconds[:-3]
-        fields = [(m, "ratio") for m in ("plain", "preconditioned", "bam", "opacus-ghost")]
-        fields += [(m, "peak_memory_ratio") for m in ("plain", "opacus-ghost")]
-        for cell, (method, field) in zip(cells, fields, strict=True):
-            value = found.get(method, {}).get(field)
-            assert cell == ("–" if value is None else f"{value:.2f}")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [A-Z]", line)]
+    assert len(rows) == 28
+    for name, *cells in rows:
+        if len(cells) == 7:  # float32, and memory
+            asked = [("float32", method, 1) for method in ("plain", "preconditioned", "bam", "opacus-ghost")]
+            asked = [("float32", "ordinary", 0), *asked, ("float32", "plain", 2), ("float32", "opacus-ghost", 2)]
+        else:
+            fields = (("ordinary", 0), ("plain", 1), ("opacus-ghost", 1))
+            asked = [(precision, *field) for precision in ("tf32", "bf16") for field in fields]
+        for cell, (precision, method, field) in zip(cells, asked, strict=True):
+            value = records.get((name, precision), {}).get(method, (None,) * 3)[field]
+            stated = "–" if value is None else f"{1000 * value:.1f} ms" if field == 0 else f"{value:.2f}"
+            assert cell == stated, (name, precision, method)
 
 
 def test_the_tables_of_the_papers_are_written_from_the_records():

@@ -298,7 +298,7 @@ def _peak_of(step: Callable[[], None], devices: Collection[torch.device]) -> flo
             before += torch.cuda.memory_allocated(gpu)
         step()
         return (sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) - before) / 2**20
-    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)  # else, old torch warns
     with _without_output():
         recorder.start()
     try:
