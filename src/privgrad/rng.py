@@ -29,7 +29,8 @@ from privgrad.errors import expected
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
-_SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # bytes of the state of torch's generator on the CPU
+_STATE = torch.Generator().manual_seed(0).get_state()  # of torch's generator on the CPU, as bytes
+_SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # what a key decides of these bytes
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
@@ -216,9 +217,10 @@ def mersenne_words(key: bytes, name: str) -> np.ndarray:
 
 def torch_state(key: bytes) -> Tensor:
     """Return a state for torch's generator on the CPU that follows from a key as `mersenne_words` does."""
-    state = torch.Generator().manual_seed(0).get_state()
-    state[_SEED] = torch.from_numpy(_derived(key, "torch's seed").uint64(0, 1).view(np.uint8).copy())
-    state[_WORDS] = torch.from_numpy(mersenne_words(key, "torch").astype(np.uint64).view(np.uint8))
+    drawn, state = _derived(key, "torch").uint64(0, 313), _STATE.clone()
+    held = state.numpy()  # shares its memory
+    held[_SEED] = drawn[312:].view(np.uint8)
+    held[_WORDS].view(np.uint64)[:] = drawn[:312].view(np.uint32)  # each of the 624 words has eight bytes in it
     return state
 
 

@@ -14,6 +14,7 @@ import privgrad as pg
 from privgrad.gradient.engines.arguments import Watched
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.module_state import named_modules, named_parameters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),
@@ -271,3 +272,14 @@ def test_what_changes_is_seen_however_deep():
     watched = Watched(arguments.values())
     arguments["set"].add(5)
     assert watched.changed() == "set"
+
+
+def test_modules_and_parameters_are_walked_as_torch_does():
+    shared = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.LSTM(2, 2), shared), "b": nn.ModuleList([shared[1]])})
+    model["b"].weight = shared[0].weight
+    model["b"].register_module("none", None)
+    for path in ("", "outer.inner"):
+        assert list(named_modules(model, path)) == list(model.named_modules(prefix=path))
+    walked, torchs = list(named_parameters(model)), list(model.named_parameters())
+    assert [(name, id(p)) for name, p in walked] == [(name, id(p)) for name, p in torchs]

@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from privgrad.gradient.module_state import named_modules
+
 
 @contextmanager
 def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
@@ -59,7 +61,7 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, Tensor]]]:
     """Yield each spectral norm of a parameter, the module that holds the parameter, and the two vectors."""
-    for module in model.modules():
+    for _, module in named_modules(model):
         if isinstance(module, parametrize.ParametrizationList):
             norm = module[0]  # a later one sees what the earlier ones computed
             original = vars(module)["_parameters"].get("original")

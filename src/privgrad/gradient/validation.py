@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes, refusing_in_place
-from privgrad.gradient.module_state import own_parameters, seeded, trainable
+from privgrad.gradient.module_state import named_modules, own_parameters, seeded, trainable
 from privgrad.gradient.probes import doubled, few_of, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
@@ -69,7 +69,7 @@ def find_problems(model: nn.Module) -> list[Problem]:
         This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
     problems, trained = list[Problem](), False
-    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+    for path, module in named_modules(model):
         kind = type(module).__name__
         if isinstance(module, _InstanceNorm):
             if module.training and _has_statistics(module):
@@ -194,7 +194,7 @@ def configuration(model: nn.Module) -> int:
     It does not see state elsewhere: in globals, in lists and other objects, in large tensors or on a GPU, in loss_fn.
     """
     found: list[object] = []
-    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+    for path, module in named_modules(model):
         owner = type(module)
         found.append((path, _serial(owner), _serial(getattr(getattr(owner, "forward", None), "__code__", owner))))
         for name, value in vars(module).items():

@@ -42,9 +42,10 @@ class _Moved(NamedTuple):
     @property
     def suits_lists(self) -> bool:
         """Whether `_move_by_lists` can update it, and is faster."""
+        if is_on_processor(self.values) or isinstance(self.std, Tensor):
+            return False
         tensors = [self.values, self.grad, self.square, *([] if self.average is None else [self.average])]
-        plain = all(t.dtype == self.values.dtype and not is_traceable_wrapper_subclass(t) for t in tensors)
-        return plain and not is_on_processor(self.values) and not isinstance(self.std, Tensor)
+        return all(t.dtype == self.values.dtype and not is_traceable_wrapper_subclass(t) for t in tensors)
 
 
 class Debiased(PrivateOptimizer):

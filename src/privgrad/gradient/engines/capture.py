@@ -54,7 +54,7 @@ from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms
 from privgrad.gradient.layers.base import Rule, find_forward, find_rule, version_of
 from privgrad.gradient.layers.functional import Product, faster, find_product
-from privgrad.gradient.module_state import named_parameters
+from privgrad.gradient.module_state import named_modules, named_parameters
 
 
 class Capture:
@@ -108,7 +108,7 @@ class Capture:
         # Attention's kernel for inference ignores them too, and cannot be differentiated.
         self._stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        for module in self._model.modules():
+        for _, module in named_modules(self._model):
             buffers = vars(module)["_buffers"]
             for name, buffer in buffers.items():
                 if buffer is not None:
@@ -372,7 +372,7 @@ def _cached_configs(model: nn.Module) -> list[Any]:
 
     Training needs no cache, and a layer that fills one would hand one example's values to the next.
     """
-    found = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    found = {id(config): config for _, module in named_modules(model) for config in [vars(module).get("config")]}
     return [config for config in found.values() if getattr(config, "use_cache", None) is True]
 
 

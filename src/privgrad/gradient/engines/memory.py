@@ -7,10 +7,9 @@ the examples and public numbers only, never on the number of examples that were 
 in two, or change how a gradient is stored, all others would be rounded differently.
 """
 
-from itertools import islice
-
 from torch import nn
 
+from privgrad.gradient.module_state import named_parameters
 from privgrad.threads import is_on_processor
 
 _TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
@@ -35,8 +34,9 @@ class MemoryPlan:
 
     def examples(self, usual_size: int, floats: int) -> int:
         """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
-        most = max(1, self._together // max(1, floats))
-        if self._room is None and usual_size * floats > self._few and usual_size * floats > 12 * self._size:
+        together, few, size = self._limits()
+        most = max(1, together // max(1, floats))
+        if self._room is None and usual_size * floats > max(few, 12 * size):
             # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
             # ordinary training.
             most = min(most, -(-usual_size // 2))
@@ -51,32 +51,21 @@ class MemoryPlan:
             written: the number of parameters that are written out for each example.
             exact: whether Hessian products are computed.
         """
-        if exact and size * floats > max(self._few, 2 * self._size):
+        together, few, trained = self._limits()
+        if exact and size * floats > max(few, 2 * trained):
             # The graph of the backward pass needs about as much memory as the graph of the forward pass.
             size = -(-size // 2)
         # 2: the weights themselves, and their gradients.
-        return max(1, min(size, self._together // max(1, 2 * written)))
+        return max(1, min(size, together // max(1, 2 * written)))
 
     def room(self, floats: int) -> int:
         """Return how many floats of written-out gradients per example may be kept from the norms to the sum."""
         return floats // 4 if self._room is None else min(floats, self._room)
 
-    @property
-    def _together(self) -> int:
-        """The number of floats to hold in memory for the examples of one pass."""
-        together = _TOGETHER if self._is_on_processor else _ON_DEVICE
-        return max(together, 4 * self._size) if self._room is None else self._room
-
-    @property
-    def _few(self) -> int:
-        """The number of floats of output gradients that are never split in two passes."""
-        return _FEW if self._is_on_processor else _ON_DEVICE
-
-    @property
-    def _is_on_processor(self) -> bool:
-        return all(map(is_on_processor, islice(self._model.parameters(), 1)))  # a model is on one device
-
-    @property
-    def _size(self) -> int:
-        """The number of trainable values."""
-        return sum(int(p.numel()) for p in self._model.parameters() if p.requires_grad)
+    def _limits(self) -> tuple[int, int, int]:
+        """Return three numbers of floats: to hold for one pass, never to split in two passes, and trainable values."""
+        parameters = [parameter for _, parameter in named_parameters(self._model)]
+        size = sum(int(parameter.numel()) for parameter in parameters if parameter.requires_grad)
+        on_processor = all(map(is_on_processor, parameters[:1]))  # a model is on one device
+        together, few = (_TOGETHER, _FEW) if on_processor else (_ON_DEVICE, _ON_DEVICE)
+        return max(together, 4 * size) if self._room is None else self._room, few, size

@@ -239,10 +239,11 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     Raises:
         UnsupportedModuleError: such a parameter was written to. It has its former values again.
     """
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    named = list(named_parameters(model))
+    grads = [(parameter, parameter.grad) for _, parameter in named]
     frozen = [
         (name, parameter, parameter.detach().clone())
-        for name, parameter in named_parameters(model)
+        for name, parameter in named
         if not parameter.requires_grad and parameter.is_cpu and parameter.numel() <= _COMPARED
     ]
     for parameter, _ in grads:

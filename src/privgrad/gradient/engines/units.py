@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.layers.base import find_forward, find_rule
-from privgrad.gradient.module_state import own_parameters
+from privgrad.gradient.module_state import named_parameters, own_parameters
 
 
 def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -32,7 +32,7 @@ def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) 
         return
     seen.add(id(model))
     if path in whole or find_forward(model) is not None or (_owns(model) and find_rule(model) is not None):
-        if any(p.requires_grad for p in model.parameters()):
+        if any(p.requires_grad for _, p in named_parameters(model)):
             yield path, model
         return
     for name, child in model.named_children():
