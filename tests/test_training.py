@@ -350,6 +350,15 @@ def test_a_run_that_lost_every_step_does_not_pass_for_a_trained_one(tmp_path: Pa
         run(tmp_path, seed=None, steps=20)
 
 
+def test_a_second_call_without_a_folder_says_that_the_training_is_complete():
+    model = make_model()
+    private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=2))
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    pg.fit(private_grad, optimizer, make_data(), progress=False)
+    with pytest.raises(pg.BudgetExceededError, match=r"all 2 taken by private_grad before this call; use the model"):
+        pg.fit(private_grad, optimizer, make_data(), progress=False)
+
+
 def test_an_exception_loses_nothing(tmp_path: Path):
     def broken(model: nn.Module) -> dict[str, float]:
         if model[0].weight[0, 0] != 0.1:  # pyright: ignore

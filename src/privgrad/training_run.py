@@ -123,6 +123,9 @@ class TrainingRun:
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
             remedy = "train in a new folder and add up both epsilons and both deltas"
+            if lost == 0:
+                got = f"all {spent} taken by private_grad before this call"
+                remedy = "use the model as it is, or make a plan with more steps, at a higher epsilon"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         if lost > 0:
             reason = "charged steps had no checkpoint, and stay spent"
