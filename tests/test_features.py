@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 import privgrad as pg
 from privgrad import features as ft
 from privgrad.features.extractor import Extractor
+from privgrad.statement import statement
 
 SIZE = 12
 PUBLIC = ft.silhouettes(300, SIZE, seed=1)
@@ -270,6 +271,24 @@ def test_a_private_second_moment_takes_the_place_of_public_rows(tmp_path: Path):
     assert values[0] / values[20] < 0.2 * raw[0] / raw[20]
     with pytest.raises(pg.PrivacyError, match="expected moment to be a symmetric matrix"):
         ft.Whitened.from_second_moment(extractor, moment[:3])
+
+
+def test_a_statement_says_that_it_does_not_count_the_release_that_features_whiten_by(tmp_path: Path):
+    extractor, rows, labels = ft.Hog(places=(2,)), images(200), torch.arange(200) % 2
+    numbers: dict[str, Any] = {"num_examples": 200, "delta": 1e-4}
+    path = tmp_path / "moment.jsonl"
+    found = ft.unit_rows(extractor(rows))
+    moment = pg.release_second_moment(found, bound=1.0, noise_multiplier=2.0, ledger=path, **numbers)
+    made = ft.Whitened.from_second_moment(extractor, moment, keep=8)
+    numbers |= {"target_epsilon": 1.0, "steps": 5, "num_classes": 2, "progress": False}
+    head = pg.fit_head(made(rows), labels, extractor=made, **numbers)
+    head.save(tmp_path / "head")
+    alone = (tmp_path / "head" / "statement.txt").read_text()
+    assert "would satisfy differential privacy" in alone
+    assert "The features whiten by a private second moment, whose release is not counted here." in alone
+    assert head.result is not None
+    together = str(statement([pg.Ledger(path, read_only=True), head.result.ledger], delta=1e-4))
+    assert "are protected by differential privacy" in together
 
 
 def test_join():

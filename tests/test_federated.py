@@ -431,6 +431,8 @@ def test_users_are_rows_of_their_own_examples():
     assert values[0].tolist() == list(range(8))
     assert values[1].tolist() == list(range(14, 22))
     assert pairs.shape == (4, 8, 2)
+    wide = by_user((torch.arange(25),), OWNERS, cap=30).tensors[0]
+    assert wide.shape[1] == 30, "the largest user must not decide the length of the rows of others"
     same = by_user(TensorDataset(torch.arange(25), torch.arange(50).view(25, 2)), OWNERS, cap=8, minimum=2)
     assert all(torch.equal(one, other) for one, other in zip(users.tensors, same.tensors, strict=True))
     wrong: list[tuple[Any, str]] = [

@@ -269,6 +269,29 @@ def no_rows(items: list[torch.Tensor]) -> torch.Tensor:
     raise RuntimeError("no room")
 
 
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        ({"x": torch.zeros(2), "weight": 1.0}, {"x": torch.zeros(2)}),
+        ({"x": torch.zeros(2)}, {"x": torch.zeros(2), "weight": 1.0}),
+        ((torch.zeros(2, dtype=torch.uint8), 1), (torch.zeros(2), 1)),
+        ((torch.zeros(2), 1), (torch.zeros(2), 1.5)),
+        ((torch.zeros(2), True), (torch.zeros(2), 1)),
+        ([torch.zeros(2), 1], [torch.zeros(2), 1, 2]),
+        ((np.zeros(2), 1), (np.zeros(2, np.float32), 1)),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 3])
+def test_one_example_of_another_form_cannot_change_the_rows_of_the_others(usual: Any, other: Any, place: int):
+    examples = [usual] * 8
+    examples[place] = other
+    plan = make_plan(sample_rate=1.0, num_examples=8, expected_batch_size=8, steps=1)
+    with pytest.raises(pg.SamplingError, match="examples of the same keys, types, dtypes and shapes"):
+        list(plan.batches(examples))
+    (batch,) = plan.batches([usual] * 8)
+    assert batch.size == 8
+
+
 def test_a_failure_of_collate_in_a_worker_is_named():
     with pytest.raises(pg.SamplingError, match=r"each batch to be collated, got RuntimeError: no room; correct coll"):
         list(make_plan(steps=1).batches(Indices(), collate=no_rows, num_workers=1))

@@ -117,10 +117,14 @@ class Examples(Dataset[Batch]):
     def _rows(self, tensors: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
         """Return rows of the tensors.
 
-        Batches that hold the whole data set share one copy. A new copy is made after a write to it or to the data set.
-        A worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
+        Batches of all rows in their order share one copy. A new copy is made after a write to it or to the data set. A
+        worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
+
+        Privacy:
+            The rows must be the chosen ones. A padded batch can have as many rows as the data set, and hold others.
         """
-        if len(chosen) < len(tensors[0]) or get_worker_info() or any(tensor.is_inference() for tensor in tensors):
+        is_whole = len(chosen) == len(tensors[0]) and bool(chosen.equal(torch.arange(len(chosen))))
+        if not is_whole or get_worker_info() or any(tensor.is_inference() for tensor in tensors):
             return tuple(tensor[chosen] for tensor in tensors)
         if not self._whole or [tensor._version for tensor in (*tensors, *self._whole)] != self._versions:
             self._whole = [tensor.clone() for tensor in tensors]

@@ -6,7 +6,7 @@
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -95,8 +95,9 @@ def default_collated(items: list[Any]) -> Any:
     """Collate items by torch's default_collate.
 
     Raises:
-        SamplingError: default_collate cannot turn the items into tensors.
+        SamplingError: default_collate cannot turn the items into tensors, or they differ in form (`require_alike`).
     """
+    require_alike("plan.batches", items, SamplingError)
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
@@ -106,6 +107,42 @@ def default_collated(items: list[Any]) -> Any:
         raise expected(
             "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
         ) from error
+
+
+def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
+    """Raise an error unless all items have the same keys, types, dtypes and shapes.
+
+    `default_collated` and `features.caching` call it. The guarantee rests on it: default_collate takes the keys from
+    the first item of a batch, and torch turns all into floats if one is a float. So one person's item would change the
+    rows of others.
+
+    Args:
+        function: named in the error.
+        items: the examples of a batch.
+        error: the class of the error.
+    """
+    first: object = None
+    for index, one in enumerate(items):
+        form = _form(one)
+        if index == 0:
+            first = form
+        elif form != first:
+            condition, got = "to have examples of the same keys, types, dtypes and shapes", "two kinds"
+            remedy = "convert all to one form in the data set, with a public value where something is missing"
+            raise expected(function, "dataset", condition, got, remedy, error)
+
+
+def _form(value: object) -> object:
+    """Return what of an example decides how a batch with it is collated: all but the numbers and texts themselves."""
+    if isinstance(value, Tensor | np.ndarray):
+        array: Any = value
+        return type(cast(object, value)), array.dtype, tuple(array.shape)
+    if isinstance(value, Mapping):
+        held = cast("Mapping[object, object]", value)
+        return {key: _form(part) for key, part in held.items()}
+    if isinstance(value, list | tuple):
+        return type(cast(object, value)), [_form(part) for part in cast("Sequence[object]", value)]
+    return type(value)
 
 
 def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:

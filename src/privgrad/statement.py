@@ -22,7 +22,7 @@ from privgrad.ledger import Ledger
 from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 from privgrad.rounding import rounded_up
-from privgrad.types import COVERED
+from privgrad.types import COVERED, PRIVATE_MOMENT
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _BOUND_OF_A_BUDGET = (
@@ -246,6 +246,9 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], one: str
         reasons.append("The training simulates another one in smaller batches, which protects nobody.")
     if any(fact.get("research_seed") for fact in facts) or numbers["seeded_releases"]:
         reasons.append("A seed produced the noise. Anyone who knows the seed can remove the noise.")
+    sources = " ".join(str(fact.get("side_information")) for fact in facts)
+    if PRIVATE_MOMENT in sources and all(fact.get("released") != "second moment" for fact in facts):
+        reasons.append("The features whiten by a private second moment, whose release is not counted here.")
     if not numbers["covered_by_accountant"]:
         reasons.append("The batches had a fixed size. The computation holds for random sizes only (Poisson sampling).")
     if not numbers["releases"]:

@@ -20,6 +20,7 @@ from privgrad.errors import described, expected
 
 SamplingScheme = Literal["poisson", "truncated", "fixed"]
 COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated")  # schemes that an accountant covers
+PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"  # the source of features that it whitens
 PrivacyUnit = Literal["example", "user"]
 LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
 

@@ -59,6 +59,17 @@ def test_draws_are_poisson_samples_of_which_random_ones_are_kept():
     assert stats.chisquare(drawn, np.full(count, mean)).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("largest", [8, 31, 32])
+def test_a_batch_holds_the_drawn_examples_also_where_padding_makes_it_as_long_as_the_data(largest: int):
+    data = TensorDataset(torch.arange(32))
+    sampler = truncated(max_batch_size=largest).sampler(data)
+    for draw in sampler:
+        batch = sampler.dataset[draw]
+        assert len(batch.examples[0]) == largest
+        assert batch.examples[0][: batch.size].tolist() == draw.indices.tolist()
+        assert set(batch.examples[0].tolist()) <= {*draw.indices.tolist()} or not batch.size
+
+
 class Widened(nn.Module):
     """A model whose gradient is not finite at examples of zeros."""
 

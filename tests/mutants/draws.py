@@ -375,6 +375,12 @@ SAMPLING = [
         "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
     ),
     Mutant(
+        "examples of different forms that are collated together",
+        lambda patch: everywhere(patch, reading.require_alike, lambda *_: None),
+        "test_loading.test_one_example_of_another_form_cannot_change_the_rows_of_the_others",
+        {"usual": (torch.zeros(2, dtype=torch.uint8), 1), "other": (torch.zeros(2), 1), "place": 0},
+    ),
+    Mutant(
         "random augmentation with a public seed",
         public_augmentation,
         "test_loading.test_random_augmentation_of_a_private_run_has_no_predictable_seed",

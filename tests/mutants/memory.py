@@ -10,6 +10,7 @@ import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import correlation, mechanisms, noise, plan_base, sampling
 from privgrad.gradient.clipping import ClippingAccumulator
+from privgrad.loading import Examples
 from privgrad.noise import Recursion
 from privgrad.participations import Participations
 from privgrad.private_gradient import PrivateGradient
@@ -106,6 +107,16 @@ def first_ones_kept(patch: Patch) -> None:
     patch.setattr(sampling.np, "argsort", lambda values, **_: np.arange(len(values)))
 
 
+def whole_by_length(patch: Patch) -> None:
+    """A batch that padding makes as long as the data set is taken for the data set."""
+    real: Any = Examples._rows
+
+    def wrong(self: Any, tensors: Any, chosen: Any) -> Any:
+        return tensors if len(chosen) == len(tensors[0]) else real(self, tensors, chosen)
+
+    patch.setattr(Examples, "_rows", wrong)
+
+
 def truncation_free(patch: Patch) -> None:
     """Truncated batches cost what Poisson samples do."""
     real = mechanisms._sums
@@ -123,6 +134,12 @@ TRUNCATION = [
         "truncation to the first examples of the data",
         first_ones_kept,
         "test_truncated.test_draws_are_poisson_samples_of_which_random_ones_are_kept",
+    ),
+    Mutant(
+        "the first rows in place of the drawn ones, where padding makes a batch as long as the data",
+        whole_by_length,
+        "test_truncated.test_a_batch_holds_the_drawn_examples_also_where_padding_makes_it_as_long_as_the_data",
+        {"largest": 32},
     ),
     Mutant("truncation for free", truncation_free, "test_truncated.test_plan_ledger_and_file_have_one_price"),
 ]

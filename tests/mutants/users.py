@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, realized_divisor
 from mutants.gradients import another_sum
@@ -23,6 +24,17 @@ Updates = Mapping[str, Tensor]
 def cap_forgotten(patch: Patch) -> None:
     real = users.by_user
     everywhere(patch, real, lambda tensors, users, *, cap, minimum=1: real(tensors, users, cap=999, minimum=minimum))
+
+
+def as_long_as_the_largest(patch: Patch) -> None:
+    """Rows have the length of the user with the most examples."""
+    real = users.by_user
+
+    def wrong(*args: Any, **options: Any) -> TensorDataset:
+        *tensors, counts = real(*args, **options).tensors
+        return TensorDataset(*(tensor[:, : int(counts.max())] for tensor in tensors), counts)
+
+    everywhere(patch, real, wrong)
 
 
 def only_nan_is_nobody(patch: Patch) -> None:
@@ -152,6 +164,11 @@ USERS = [
     Mutant(
         "the cap on a user's examples dropped",
         cap_forgotten,
+        "test_federated.test_users_are_rows_of_their_own_examples",
+    ),
+    Mutant(
+        "rows as long as those of the user with the most examples",
+        as_long_as_the_largest,
         "test_federated.test_users_are_rows_of_their_own_examples",
     ),
     Mutant(

@@ -38,9 +38,9 @@ def stackoverflow(
 ) -> DataSet:
     """Load the paper's federated task: predict the most frequent tags of a post. Bags of words, one row per user.
 
-    The training part has the format of by_user: word ids (U, M, length), 0 for none, tags (U, M, tags), and the number
-    of posts of each user. Title and text are one bag; posts without any of the tags are left out. The validation part
-    has the posts of other training users. The test part has the posts of users of the test file, as many as train.
+    The training part has the format of by_user: word ids (U, cap, length), 0 for none, tags (U, cap, tags), and the
+    number of posts of each user. Title and text are one bag; posts without any of the tags are left out. The validation
+    part has the posts of other training users. The test part has the posts of users of the test file, as many as train.
 
     Args:
         path: folder with TensorFlow Federated's files; None is the cache.

@@ -30,13 +30,15 @@ def by_user(
             public knowledge. It does not change epsilon.
         minimum: users with fewer examples are left out; >= 1.
     Returns:
-        TensorDataset of each tensor as (U, M, ...), and the number of examples of each user, (U,). M <= cap is the
-        largest of these numbers. Rows with fewer examples are filled up with the user's first example; these copies
-        are not trained on. Users with more examples come first, so that neighbors in a batch have similar sizes.
+        TensorDataset of each tensor as (U, cap, ...), and the number of examples of each user, (U,). Rows with fewer
+        examples are filled up with the user's first example; `LocalUpdate` does not train on these copies, and a loss
+        of yours must leave them out by the numbers. Users with more examples come first, so that neighbors in a batch
+        have similar sizes.
     Raises:
         PrivacyError: a number is out of its range, an argument is not a tensor, lengths differ, or no user is left.
     Privacy:
-        Each row holds examples of one user only. The number of users has to be public: it is the plan's n.
+        Each row depends on one user only: its length is `cap`, whatever the largest user has. The number of users has
+        to be public: it is the plan's n.
     """
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
@@ -59,9 +61,8 @@ def by_user(
         got = max(map(len, rows.values()), default=0)
         condition = f"to be at least {minimum}"
         raise expected("by_user", "the most examples of a user", condition, got, "lower minimum")
-    most = min(cap, len(kept[0]))
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
-    place_UM = torch.tensor([(own + own[:1] * most)[:most] for own in kept])
+    place_UM = torch.tensor([(own + own[:1] * cap)[:cap] for own in kept])
     return TensorDataset(*(tensor[place_UM] for tensor in tensors), count_U)
 
 

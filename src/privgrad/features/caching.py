@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from privgrad.errors import PrivacyError, expected, require_choice, require_integer
 from privgrad.features.extractor import Copies, Extractor, Rows
 from privgrad.progress import bars
+from privgrad.reading import require_alike
 
 _FORMAT = 1  # of the folder
 _HEADER, _BLOCKS, _FEATURES = "cache.json", "blocks.jsonl", "features.npy"
@@ -232,7 +233,10 @@ def _slice(data: Any, start: int, stop: int) -> Rows:
     given = cast(Any, data)
     items: list[Any] = [given[index] for index in range(start, min(stop, len(given)))]
     rows: list[Any] = [item[0] if isinstance(item, tuple | list) else item for item in items]
-    return torch.stack(rows) if isinstance(rows[0], Tensor) else rows
+    if isinstance(rows[0], Tensor):
+        require_alike("cache", rows)  # one float among bytes would turn all of them into floats
+        return torch.stack(rows)
+    return rows
 
 
 def _features(extractor: Extractor, rows: Rows, start: int, dtype: torch.dtype) -> Tensor:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from privgrad.errors import described, expected, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of, public_rows
+from privgrad.types import PRIVATE_MOMENT
 
 Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
-
-PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"
 
 
 class Whitened(Extractor):
