@@ -135,8 +135,8 @@ def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError]
 def _form(value: object) -> object:
     """Return what of an example decides how a batch with it is collated: all but the numbers and texts themselves."""
     if isinstance(value, Tensor | np.ndarray):
-        array: Any = value
-        return type(cast(object, value)), array.dtype, tuple(array.shape)
+        array = cast(Any, value)
+        return str(array.dtype), tuple(map(int, array.shape))
     if isinstance(value, Mapping):
         held = cast("Mapping[object, object]", value)
         return {key: _form(part) for key, part in held.items()}
