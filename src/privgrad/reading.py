@@ -128,7 +128,7 @@ def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError]
             first = form
         elif form != first:
             condition, got = "to have examples of the same keys, types, dtypes and shapes", "two kinds"
-            remedy = "convert all to one form in the data set, with a public value where something is missing"
+            remedy = "convert all to one form in the data set: pad to a public length, and fill in what is missing"
             raise expected(function, "dataset", condition, got, remedy, error)
 
 
