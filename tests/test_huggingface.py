@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 import privgrad as pg
 from conftest import make_plan
@@ -882,13 +883,40 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
     data = texts()
-    with pytest.raises(pg.PrivacyError, match="the train_dataset as eval_dataset; evaluate held-out or public data"):
+    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset; evaluate held-out"):
         make_trainer(tmp_path / "a", bert(), data, eval_dataset={"own": data} if named else data)
     later = make_trainer(tmp_path / "b", bert(), data)
     later.eval_dataset = cast(Any, data)
-    with pytest.raises(pg.PrivacyError, match="the train_dataset as eval_dataset"):
+    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
         later.train()
     assert later.private_grad.ledger.releases == 0
+    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
+        later.evaluate(cast(Any, Subset(cast(Any, data), [0, 1])))
+
+
+def test_a_folder_can_be_trained_in_again_once_a_training_has_ended(tmp_path: Path):
+    first = make_trainer(tmp_path, bert(), texts())
+    first.train()
+    assert not first.private_grad.ledger.is_open
+    first.save_model()
+    second = make_trainer(tmp_path, bert(), texts())
+    with pytest.raises(pg.BudgetExceededError, match="the ledger to be empty at the start of a training, got 12"):
+        second.train()
+    assert second.train(resume_from_checkpoint=True).global_step == STEPS
+
+
+def test_a_card_names_the_private_training_that_the_weights_come_from(tmp_path: Path):
+    options: dict[str, Any] = {"planned": {"seed": None, "delta": 1e-3}}
+    first = make_trainer(tmp_path / "a", bert(), texts(), **options)
+    first.train()
+    first.save_model()
+    later = BertForSequenceClassification.from_pretrained(tmp_path / "a")
+    second = make_trainer(tmp_path / "b", later, texts(), **options)
+    second.train()
+    second.save_model()
+    said = "Weights with a privacy statement of their own were loaded into the model: epsilon = "
+    assert said in (tmp_path / "b" / "README.md").read_text()
+    assert said not in (tmp_path / "a" / "README.md").read_text()
 
 
 def labeled(value: Any) -> list[dict[str, Any]]:
@@ -1140,6 +1168,7 @@ def trained_in_phases(folder: Path, **second: Any) -> PrivateTrainer:
     return trainer  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
+@pytest.mark.filterwarnings("ignore:the model was trained before")
 def test_a_card_counts_every_private_training_of_the_model(tmp_path: Path):
     trainer = trained_in_phases(tmp_path, delta=5e-4)
     card = ModelCard.load(tmp_path / "saved" / "README.md")
@@ -1159,6 +1188,7 @@ def test_merged_adapters_keep_their_training(tmp_path: Path):
     assert pg.ledgers_of(model.merge_and_unload()) == [trainer.private_grad.ledger]
 
 
+@pytest.mark.filterwarnings("ignore:the model was trained before")
 def test_a_card_has_no_epsilon_if_trainings_cannot_be_counted_together(tmp_path: Path):
     trained_in_phases(tmp_path, privacy_unit="user")
     card = ModelCard.load(tmp_path / "saved" / "README.md")

@@ -60,10 +60,13 @@ def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
         assert len(lines) == count + 1
         sigma_and_rate = {"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
         assert lines[-1].pop("checksum") == private_grad.ledger.head
-        assert lines[-1] == {"draw": batch.sampling.draw, **sigma_and_rate}
+        planned = {"steps": 10} if count == 1 else {}
+        assert lines[-1] == {"draw": batch.sampling.draw, **sigma_and_rate, **planned}
+    assert private_grad.ledger.planned_steps == (10,)
     assert lines[0]["plan"]["max_grad_norm"] == 1.0
     assert lines[0]["plan"]["neighboring_relation"] == "add or remove one"
     again = pg.Ledger(path, read_only=True)
+    assert again.planned_steps == (10,)
     assert again.epsilon(delta=1e-5) == private_grad.ledger.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
 
 

@@ -7,13 +7,13 @@ import signal
 import warnings
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
@@ -66,6 +66,8 @@ class Classifier(L.LightningModule):
         inputs, labels = batch
         self.log("accuracy", (self.net(inputs).argmax(1) == labels).float().mean())
 
+    test_step = validation_step
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.rates.append(self.optimizers().param_groups[0]["lr"])  # pyright: ignore
 
@@ -106,7 +108,8 @@ def make_trainer(folder: Path, plan: pg.PrivacyPlan, *, strategy: Any = None, **
 
 def fit(trainer: Any, module: Any, data: TensorDataset | None = None, **options: Any) -> Any:
     data = make_data() if data is None else data
-    trainer.fit(module, trainer.strategy.batches(data), DataLoader(data, batch_size=len(data)), **options)
+    held_out = TensorDataset(*(tensor.clone() for tensor in data.tensors))  # equal rows, so that scores are known
+    trainer.fit(module, trainer.strategy.batches(data), DataLoader(held_out, batch_size=len(data)), **options)
     return module
 
 
@@ -133,6 +136,55 @@ def test_every_private_gradient_equals_the_oracles(tmp_path: Path):
         schedule.step()
     assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), alone.parameters(), strict=True))
     assert module.rates == [0.05 * 0.5 ** (step // 4) for step in range(1, STEPS + 1)]
+
+
+def test_a_checkpoint_that_follows_a_number_needs_to_know_whose_it_is(tmp_path: Path):
+    best = ModelCheckpoint(tmp_path, monitor="accuracy", mode="max")
+    with pytest.raises(pg.PrivacyError, match=r"selection_data=None with ModelCheckpoint\(monitor=...\)"):
+        fit(make_trainer(tmp_path, planned(), callbacks=[best], enable_checkpointing=True), Classifier())
+    wrong = PrivateStrategy(planned(), device="cpu", selection_data=cast(Any, "private"))
+    with pytest.raises(pg.PrivacyError, match="selection_data='private' with no use for it"):
+        fit(make_trainer(tmp_path, planned(), strategy=wrong), Classifier())
+
+
+def test_the_training_data_are_not_evaluated(tmp_path: Path):
+    data, plan = make_data(), planned(seed=None)
+    some = Subset(data, range(3))
+    for own in (DataLoader(data), DataLoader(some)):
+        trainer = make_trainer(tmp_path / "a", plan)
+        with pytest.raises(pg.PrivacyError, match="the evaluation data to hold no row of the training data"):
+            trainer.fit(Classifier(), trainer.strategy.batches(data), own)
+        assert trainer.strategy.private_grad.ledger.releases == 0
+    trainer = make_trainer(tmp_path / "b", plan)
+    module = fit(trainer, Classifier(), data)
+    for evaluate in (trainer.validate, trainer.test):
+        with pytest.raises(pg.PrivacyError, match="the evaluation data to hold no row of the training data"):
+            evaluate(module, DataLoader(data))
+
+
+def test_hooks_cannot_log_private_batches(tmp_path: Path):
+    class LogsLosses(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            losses = super().training_step(batch, batch_idx)
+            cast(Any, self.logger).log_metrics({"loss": losses.mean().item()})
+            return losses
+
+    class LogsBatches(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert batch.size is None
+            self.log("mean", batch.examples[0].mean())
+
+    class LogsRates(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("rate", self.optimizers().param_groups[0]["lr"])  # pyright: ignore
+
+    for module, what in ((LogsLosses(), "a logger in training_step"), (LogsBatches(), "the batch after training_step")):
+        trainer = make_trainer(tmp_path / what, planned(), logger=CSVLogger(tmp_path / what))
+        with pytest.raises(pg.PrivacyError, match=f"expected {what} to stay unused"):
+            fit(trainer, module)
+    logger = CSVLogger(tmp_path / "public")
+    fit(make_trainer(tmp_path / "public", planned(), logger=logger, log_every_n_steps=1), LogsRates())
+    assert (Path(logger.log_dir) / "metrics.csv").read_text().count("\n") > STEPS
 
 
 def separable(count: int = 200) -> TensorDataset:
@@ -216,7 +268,10 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
 
 def test_a_callback_that_stops_early_does_not_lower_epsilon(tmp_path: Path):
     plan, stop = planned(seed=None, delta=1e-5), EarlyStopping("accuracy", mode="max", stopping_threshold=0.0)
-    trainer = make_trainer(tmp_path, plan, callbacks=[stop])
+    with pytest.raises(pg.PrivacyError, match="selection_data=None with EarlyStopping; give selection_data='public'"):
+        fit(make_trainer(tmp_path / "undeclared", plan, callbacks=[stop]), Classifier())
+    strategy = PrivateStrategy(plan, device="cpu", ledger=tmp_path / "ledger.jsonl", selection_data="public")
+    trainer = make_trainer(tmp_path, plan, strategy=strategy, callbacks=[stop])
     fit(trainer, Classifier())
     assert (trainer.global_step, trainer.strategy.private_grad.ledger.releases) == (4, STEPS)
     assert trainer.strategy.private_grad.ledger.epsilon(delta=1e-5) == plan.epsilon()

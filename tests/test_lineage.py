@@ -18,12 +18,47 @@ from torch.nn.utils import parametrizations
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.validation import configuration
+from privgrad.rounding import rounded_up
+
+pytestmark = pytest.mark.filterwarnings("ignore:the model was trained before")  # on purpose: one test expects it
 
 
 def train(model: nn.Module, folder: Path | None = None, *, steps: int = 2, **changed: Any) -> pg.FitResult:
     private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=steps, delta=1e-3, **changed))
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
     return pg.fit(private_grad, optimizer, make_data(), output_dir=folder, progress=False)
+
+
+def test_a_second_training_that_its_ledger_does_not_count_gets_a_warning(tmp_path: Path):
+    model = make_model()
+    train(model, tmp_path)
+    private_grad = pg.PrivateGradient(copy.deepcopy(model), loss_fn, make_plan(delta=1e-3))
+    batch = next(iter(private_grad.plan.batches(make_data())))
+    with pytest.warns(UserWarning, match=r"trained before, with 2 releases that this ledger does not count"):
+        private_grad(batch)
+    train(model, tmp_path, steps=4)  # the same ledger, opened again, counts all of them
+    budget = pg.Budget(
+        tmp_path / "budget.jsonl", total_epsilon=99.0, delta=1e-3, num_examples=32, privacy_unit="example"
+    )
+    twice = make_model()
+    for name in ("one", "two"):
+        plan = make_plan(delta=1e-3)
+        ledger = budget.open_ledger(tmp_path / name / "ledger.jsonl", plan)
+        private_grad = pg.PrivateGradient(twice, loss_fn, plan, ledger=ledger)
+        private_grad(next(iter(plan.batches(make_data()))))
+
+
+def test_a_saved_model_that_was_loaded_is_named_by_the_next_save(tmp_path: Path):
+    model = make_model()
+    first = pg.save(model, tmp_path / "a", ledger=train(model).ledger)
+    other = make_model()
+    pg.load(other, tmp_path / "a")
+    said = pg.save(other, tmp_path / "b", ledger=train(other).ledger)
+    (named,) = (line for line in said.sections[-1].sentences if "were loaded into the model" in line)
+    assert f"epsilon = {rounded_up(first.numbers['epsilon'], 3)} and delta = 0.001" in named
+    assert "were loaded into the model" in str(
+        pg.save(copy.deepcopy(other), tmp_path / "c", ledger=pg.ledgers_of(other))
+    )
 
 
 def counts(model: nn.Module) -> list[int]:

@@ -30,6 +30,26 @@ def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledg
     return private_grad.ledger
 
 
+def test_the_statement_says_what_must_not_follow_from_results():
+    model, ledger = make_model(), pg.Ledger()
+
+    def train(steps: int) -> str:
+        plan = make_plan(steps=steps, delta=1e-3)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+        for batch in plan.batches(make_data(), start=ledger.next_step):
+            private_grad(batch)
+        return str(statement([ledger]))
+
+    doubt = "no number here is a guarantee"
+    assert doubt not in train(3)
+    assert ledger.planned_steps == (3,)
+    assert "if the number of steps, which changed, was fixed beforehand" in train(5)
+    assert ledger.planned_steps == (3, 5)
+    stopped = str(statement([trained(2)]))
+    assert "Of 10 planned steps, 2 are released. If results decided when to stop, the number here is no" in stopped
+    assert "The PLD number holds if the plans of all ledgers were" in str(statement([ledger, trained(10)]))
+
+
 def test_the_statement_quotes_the_accountant():
     ledger = trained()
     found = statement([ledger])

@@ -24,8 +24,9 @@ from privgrad.errors import described, expected, require_path
 from privgrad.heads import Head
 from privgrad.heads.cost import public_facts
 from privgrad.ledger import Ledger
-from privgrad.lineage import covers, ledgers_of
+from privgrad.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.private_gradient import require_model
+from privgrad.rounding import rounded_up
 from privgrad.saved_folder import require_place, usual_mode, written_whole
 from privgrad.statement import Section, Statement, budget_statement, statement
 
@@ -107,6 +108,8 @@ def save(
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
     """Load the weights of a folder that `save` wrote into a model. Nothing in the folder is executed.
 
+    A later `save` of the model names the epsilon of these weights.
+
     Args:
         model: of the same architecture. Its parameters and buffers are overwritten, where they are.
         folder: of `save`.
@@ -144,6 +147,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         remedy = "make the model with the same code and sizes as before"
         got = _difference(model, place / WEIGHTS) or " ".join(str(error).split())[:300]
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
+    size, delta = (rounded_up(float(numbers[name]), 3) for name in ("epsilon", "delta"))
+    note_loaded(model, f"epsilon = {size} and delta = {delta}")
     return Statement(sections, numbers)
 
 
@@ -212,7 +217,7 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
                 "load the state dict of the model into a newly built one, and save that one"
             )
             raise expected("save", "ledger", "to cover every training of the model in this process", got, remedy)
-    return (*_tied(model, records, known, changes), _BEGUN)
+    return (*_tied(model, records, known, changes), *(loaded_into(model) or [_BEGUN]))
 
 
 def _tied(

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from privgrad.accounting import Accountant, Release, epsilon
-from privgrad.errors import (
-    BudgetExceededError,
-    SamplingError,
-    expected,
-    require_integer,
-    require_path,
-)
+from privgrad.errors import BudgetExceededError, SamplingError, expected, require_integer, require_path
 from privgrad.ledger_facts import bands_of, checked_plan, other_plan, release_of, require_committed
 from privgrad.ledger_file import VERSION, LedgerFile, not_open
 from privgrad.participations import Participations, most_participations
@@ -57,6 +51,7 @@ class Ledger:
         self._participations = Participations(self._bands)
         self._draws: dict[str, str | None] = {}
         self._values: dict[str, list[float]] = {}
+        self._steps: list[int] = []
         self._committed: tuple[str, Release] | None = None
         self._budget = ""
         self._planned: dict[str, Any] = {}  # facts of the committed plan
@@ -110,6 +105,11 @@ class Ledger:
         again there, and a person takes part as often as in a training without an interruption.
         """
         return self.releases if self._bands == 1 else self._participations.next_step
+
+    @property
+    def planned_steps(self) -> tuple[int, ...]:
+        """The plan's number of steps at the first release, and each other one later. `statement` says what it means."""
+        return tuple(self._steps)
 
     @property
     def seeded_releases(self) -> int:
@@ -309,6 +309,8 @@ class Ledger:
                 remedy = "take the next batch; or resume with the code and machine that began, or in a new folder"
                 raise expected("Ledger.charge", "a seeded draw", "to repeat its values", got, remedy, SamplingError)
             self.admit(draw, limit=limit, repeatable=False)
+            if self._steps[-1:] != [limit]:
+                line["steps"] = limit
             if self._checked(line) != release:
                 raise expected("Ledger.charge", "release", "to have count 1", release, "charge each release separately")
             self._append(line)
@@ -370,6 +372,8 @@ class Ledger:
         self._kind = release
         self._participations.add(line["draw"])
         self._draws[line["draw"]] = line.get("digest")
+        if "steps" in line:
+            self._steps.append(int(line["steps"]))
         if "values" in line:
             self._values[line["draw"]] = [float(value) for value in line["values"]]
 

@@ -1,6 +1,6 @@
 """The facts of a plan in the first line of a ledger: whether they are numbers, and whether they are another plan's.
 
-`Ledger` calls this file. The privacy guarantee rests on it: epsilon is computed from these numbers.
+`Ledger` and `statement` call this file. The privacy guarantee rests on it: epsilon is computed from these numbers.
 """
 
 from collections.abc import Mapping
@@ -30,6 +30,20 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
         largest, examples = facts["max_batch_size"], facts["num_examples"]
         return replace(release, max_batch_size=largest, num_examples=examples)
     return release
+
+
+def released_beside(fact: Mapping[str, Any]) -> str | None:
+    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone.
+
+    `statement` and `integrations.model_card` call it.
+    """
+    recorded = fact.get("norm_statistic")
+    if not recorded:
+        return None
+    kinds = {"Slots": "noisy shares of gradients by length", "Count": "a noisy count of gradients within C"}
+    kinds["Histogram"] = "a noisy histogram of the gradients' norms"
+    kind = str(recorded).partition("(")[0]
+    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"
 
 
 def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:

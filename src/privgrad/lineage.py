@@ -1,7 +1,8 @@
 """The trainings behind the weights of a model, as far as this process knows.
 
 PrivateGradient and `training_run` call `note_training`. Users, `deployment`, `heads` and the bridges call
-`ledgers_of`. The privacy guarantee does not rest on this file, but the truth of a statement on saved weights does.
+`ledgers_of`. `deployment` and PrivateTrainer note what the statements of loaded weights say. The privacy guarantee does
+not rest on this file, but the truth of a statement on saved weights does.
 
 A ledger is kept as long as the weights that it paid for, because a statement needs its counts. It takes 0.3 kB per
 release. Lineage is kept in two places, because neither knows every way that weights take:
@@ -12,6 +13,7 @@ release. Lineage is kept in two places, because neither knows every way that wei
 Nothing tells where weights came from that were loaded from a state dict, or from a pickle.
 """
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import Any, cast
 
@@ -23,11 +25,21 @@ from privgrad.ledger import Ledger
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
 
 
-class Lineage:
-    """The ledgers of the trainings that a parameter, or a part of a module, went through."""
+_LOADED = (
+    "Weights with a privacy statement of their own were loaded into the model: {}. Their training is counted here only "
+    "if its record was given too."
+)
 
-    def __init__(self, ledgers: Iterable[Ledger] = ()) -> None:
-        self._ledgers = list(ledgers)
+
+class Lineage:
+    """The ledgers of the trainings that a parameter, or a part of a module, went through.
+
+    Attributes:
+        loaded: what the statements of weights said that `deployment.load` read into them.
+    """
+
+    def __init__(self, ledgers: Iterable[Ledger] = (), loaded: Iterable[str] = ()) -> None:
+        self._ledgers, self.loaded = list(ledgers), list(loaded)
 
     def __iter__(self) -> Iterator[Ledger]:
         return iter(self._ledgers)
@@ -39,7 +51,7 @@ class Lineage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lineage":
         """Return a lineage of its own, which later trainings of the copied module extend."""
-        return Lineage(self)
+        return Lineage(self, self.loaded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave an empty list in a pickle, which loads without privgrad. A ledger has one holder."""
@@ -67,15 +79,57 @@ def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | Non
     ]
     if all(ledger in _OF_PARAMETERS.get(parameter, ()) for parameter in trained):
         return
-    found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in trained]
-    ours = set(map(id, trained))
+    for lineage in _made_for(model, trained):
+        lineage.add(ledger)
+
+
+def note_loaded(model: nn.Module, said: str) -> None:
+    """Note what the statement says of weights that were loaded into a model."""
+    for lineage in _made_for(model, list(model.parameters())):
+        lineage.loaded.append(said)
+
+
+def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Lineage]:
+    """Return the lineages of some parameters and of the modules that hold them; make those that are missing."""
+    found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in parameters]
+    ours = set(map(id, parameters))
     for module in model.modules():
         if any(id(parameter) in ours for parameter in module.parameters()):
             if not isinstance(vars(module).get(_NAME), Lineage):
                 vars(module)[_NAME] = Lineage()
             found.append(vars(module)[_NAME])
-    for lineage in found:
-        lineage.add(ledger)
+    return found
+
+
+def _lineages(model: nn.Module) -> list[Lineage]:
+    """Return the lineages of the parts and of the parameters of a model."""
+    found = [vars(module).get(_NAME) for module in model.modules()]
+    found += [_OF_PARAMETERS.get(parameter) for parameter in model.parameters()]
+    return [lineage for lineage in found if isinstance(lineage, Lineage)]
+
+
+def loaded_into(model: nn.Module) -> list[str]:
+    """Return a sentence on each statement of weights that this process loaded into a model or its parts."""
+    return [_LOADED.format(said) for said in dict.fromkeys(one for held in _lineages(model) for one in held.loaded)]
+
+
+def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
+    """Warn if the model had private trainings that a ledger, which begins now, does not count.
+
+    PrivateGradient calls it before the first release of a ledger: a cell of a notebook may have been run again. A
+    budget counts all ledgers that it opened, so they need no warning.
+    """
+    others = [one for one in ledgers_of(model) if not covers(ledger, one)]
+    if ledger.budget:
+        others = [one for one in others if one.budget != ledger.budget]
+    if others:
+        releases = sum(one.releases for one in others)
+        warnings.warn(
+            f"the model was trained before, with {releases:,} releases that this ledger does not count: the weights "
+            f"cost the epsilon of all together. Build a new model; or give `statement` and `save` all ledgers, "
+            f"privgrad.ledgers_of(model)",
+            stacklevel=5,
+        )
 
 
 def ledgers_of(model: nn.Module) -> list[Ledger]:
@@ -91,10 +145,8 @@ def ledgers_of(model: nn.Module) -> list[Ledger]:
         The ledgers with at least one release. Not known are trainings in other processes, and those of weights that
         were loaded from a state dict or a pickle.
     """
-    found: list[Iterable[Ledger]] = [vars(module).get(_NAME, ()) for module in model.modules()]
-    found += [_OF_PARAMETERS.get(parameter, ()) for parameter in model.parameters()]
     kept = list[Ledger]()
-    for ledger in dict.fromkeys(one for lineage in found for one in lineage if one.releases):
+    for ledger in dict.fromkeys(one for lineage in _lineages(model) for one in lineage if one.releases):
         if not any(covers(other, ledger) for other in kept):  # a file that was opened again is one training
             kept = [*(other for other in kept if not covers(ledger, other)), ledger]
     return kept

@@ -55,7 +55,7 @@ from privgrad.gradient.secret_draws import SecretDraws
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
-from privgrad.lineage import note_training
+from privgrad.lineage import note_training, warn_if_trained
 from privgrad.noise import Recursion, add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
@@ -304,6 +304,11 @@ class PrivateGradient:
         return self._model
 
     @property
+    def precondition(self) -> Preconditioner | None:
+        """The preconditioner. `fit` and the bridges compare its public examples with the private ones."""
+        return self._precondition
+
+    @property
     def processes(self) -> Processes:
         """The processes that train together."""
         return self._processes
@@ -477,6 +482,8 @@ class PrivateGradient:
         if self._adaptive is not None:  # a rule of the user's may choose any C
             require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
         require_supported(self._model)
+        if self._ledger.releases == 0 and self._plan.seed is None:
+            warn_if_trained(self._model, self._ledger)
         note_training(self._model, self._ledger)  # a part may have been unfrozen or added
         found = frozenset(parameters), configuration(self._model)
         if self._filter is not None:

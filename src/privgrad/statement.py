@@ -19,6 +19,7 @@ from privgrad.budget import Budget
 from privgrad.budget_file import Commitment
 from privgrad.errors import require_delta
 from privgrad.ledger import Ledger
+from privgrad.ledger_facts import released_beside
 from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 from privgrad.rounding import rounded_up
@@ -297,7 +298,8 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
         f"A guess, without the model, is right for {wrong:.0%}.",
         "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
         *(_BOUND_OF_A_BUDGET if budget else ()),
-        f"Delta = {rounded_up(numbers['delta'])} limits the chance that this protection fails.",
+        f"Any result is at most e^epsilon times as likely with the {one} as without, plus delta = "
+        f"{rounded_up(numbers['delta'])}.",
     )
 
 
@@ -324,12 +326,7 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
         if numbers["epsilon_rdp"] < math.inf or numbers["epsilon"] == math.inf
         else "The RDP accountant does not cover truncated batches.",
     ]
-    if facts[1:]:
-        lines += [
-            "The PLD number holds if the plans of all ledgers were fixed beforehand.",
-            "If a later plan was chosen after a look at earlier results, no number here is a guarantee.",
-            "A budget for the data set keeps such a sequence under one cap, which is the guarantee.",
-        ]
+    lines += _if_planned(ledgers)
     for ledger, fact in zip(ledgers, facts, strict=True):
         generator = fact.get("noise_generator", "an unknown generator")
         moved = f", moved by {fact['adaptive_clip']}" if fact.get("adaptive_clip") else ""
@@ -341,6 +338,24 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
         if (beside := released_beside(fact)) is not None:
             lines.append(f"Each gradient was released with {beside}. Gradient and numbers share the noise multiplier.")
     return tuple(lines)
+
+
+def _if_planned(ledgers: Sequence[Ledger]) -> list[str]:
+    """Return what must not have followed from results, so that epsilon is a guarantee, where a ledger leaves doubt."""
+    ended = [one for one in ledgers if one.releases < max(one.planned_steps, default=0)]
+    lines = [
+        f"Of {max(one.planned_steps):,} planned steps, {one.releases:,} are released. If results decided when to stop, "
+        "the number here is no guarantee."
+        for one in ended
+    ]
+    if ledgers[1:] or any(one.planned_steps[1:] for one in ledgers):
+        planned = "the plans of all ledgers were" if ledgers[1:] else "the number of steps, which changed, was"
+        lines += [
+            f"The PLD number holds if {planned} fixed beforehand.",
+            "If a later plan was chosen after a look at earlier results, no number here is a guarantee.",
+            "A budget for the data set keeps such a sequence under one cap, which is the guarantee.",
+        ]
+    return lines
 
 
 def _drawn(fact: Mapping[str, Any], ledger: Ledger) -> list[str]:
@@ -358,20 +373,6 @@ def _drawn(fact: Mapping[str, Any], ledger: Ledger) -> list[str]:
             "data set is exact."
         )
     return lines
-
-
-def released_beside(fact: Mapping[str, Any]) -> str | None:
-    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone.
-
-    `integrations.model_card` calls it too.
-    """
-    recorded = fact.get("norm_statistic")
-    if not recorded:
-        return None
-    kinds = {"Slots": "noisy shares of gradients by length", "Count": "a noisy count of gradients within C"}
-    kinds["Histogram"] = "a noisy histogram of the gradients' norms"
-    kind = str(recorded).partition("(")[0]
-    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"
 
 
 def _sources(facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from privgrad.errors import (
 from privgrad.gradient.module_state import evaluating
 from privgrad.loading import require_loading
 from privgrad.optim import PrivateOptimizer
-from privgrad.optim.public_data import require_named_source
+from privgrad.optim.public_data import require_named_source, require_separate
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
 from privgrad.reading import Collate
@@ -204,6 +204,7 @@ def _require_arguments(
         got = f"an optimizer without {', '.join(left_out)}"
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
     require_named_source("fit", optimizer, private_grad.ledger.plan_facts["side_information"] or "")
+    require_separate("fit", train_set, optimizer, private_grad.precondition)
     ask_about_rows(train_set, private_grad.plan.num_examples, private_grad.plan.privacy_unit)
 
 

@@ -142,7 +142,7 @@ def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], de
     The composed epsilon is usually below the sum of the single ones.
     """
     require_one_promise("privgrad epsilon", records.values())
-    tell("note", "yellow", "PLD holds if all plans were fixed beforehand; if one was chosen after a result, quote RDP")
+    tell("note", "yellow", "epsilon holds if all plans were fixed before the first result; otherwise take a budget")
     covered = all(one["covered_by_accountant"] for one in found.values())
     charged = [release for ledger in records.values() for release in ledger.charged]
     return {

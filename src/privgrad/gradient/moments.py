@@ -73,7 +73,7 @@ class Moments(Preconditioner):
             if schedule == "epoch":
                 remedy = "leave every out, or give schedule='step'"
                 raise expected(name, "every", "to be absent with schedule='epoch'", every, remedy)
-        self._gradient, self._rule, self._schedule = gradient, rule, schedule
+        self.public, self._rule, self._schedule = gradient, rule, schedule
         (self._beta1, self._beta2), self._keep = betas, keep
         self._eps, self._noise_eps, self._eps_inside = eps, noise_eps, eps_inside
         self._every = 1 if schedule == "epoch" else _EVERY if every is None else every
@@ -101,13 +101,13 @@ class Moments(Preconditioner):
             **({"every": self._every} if self._schedule == "step" and self._every > 1 else {}),
         }
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
-        return f"{self._rule}({self._gradient or self.source}; {shown})"
+        return f"{self._rule}({self.public or self.source}; {shown})"
 
     def begun(self, model: nn.Module) -> "Moments":
         """Return a copy without moments; raise PrivacyError if the public gradient is of a different model."""
-        if self._gradient is not None and self._gradient.model is not model:
+        if self.public is not None and self.public.model is not model:
             remedy = "construct PublicGradient and PrivateGradient with the same model object"
-            got = f"a gradient of a different {type(self._gradient.model).__name__}"
+            got = f"a gradient of a different {type(self.public.model).__name__}"
             raise expected("precondition", "gradient", "to be of the model that is trained", got, remedy)
         twin = copy.copy(self)
         twin._begin()
@@ -164,10 +164,10 @@ class Moments(Preconditioner):
             ("adagrad", "epoch"): (1.0, 1.0),
         }.get((self._rule, self._schedule), (0.0, 1.0))
         squares: Mapping[str, Tensor] = {}
-        if self._schedule == "epoch" and self._gradient is not None:
-            mean, squares = _pass_moments(self._gradient, time)
+        if self._schedule == "epoch" and self.public is not None:
+            mean, squares = _pass_moments(self.public, time)
         else:
-            mean = raw_mean() if self._gradient is None else self._gradient(time)
+            mean = raw_mean() if self.public is None else self.public(time)
         for name, value in mean.items():
             if name not in self._exp_avg_sq:
                 self._exp_avg_sq[name] = torch.zeros_like(at_least_float32(value))

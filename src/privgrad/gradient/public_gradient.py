@@ -37,7 +37,10 @@ class PublicGradient:
         seed: >= 0; it decides the order of the examples, and random draws of the model.
         processes: the processes that train a sharded model together; all compute the same gradients.
     Raises:
-        PrivacyError: `examples` is a private batch, there are no examples, or a number is out of range.
+        PrivacyError: `examples` is a private batch, there are no examples, or a number is out of range. `fit` and the
+            bridges also refuse rows of the private data set itself. They cannot find copies.
+    Attributes:
+        given: the examples as they were given.
     Privacy:
         The gradients depend on public data and released weights only, so they are post-processing.
     """
@@ -60,6 +63,7 @@ class PublicGradient:
             condition, remedy = "to be a text that describes the data", "write where they come from; it is recorded"
             raise expected("PublicGradient", "source", condition, repr(source), remedy)
         require_integer("PublicGradient", "seed", seed, 0)
+        self.given = examples
         if isinstance(examples, TensorDataset):
             examples = tuple(examples.tensors)
         elif isinstance(examples, Dataset):

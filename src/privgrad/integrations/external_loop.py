@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from privgrad.checkpoint import OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
-from privgrad.optim.public_data import require_named_source
+from privgrad.optim.public_data import require_named_source, require_separate
 from privgrad.participations import first_step_of_new_groups
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
@@ -116,6 +116,7 @@ class ExternalLoopStep:
             collate: as in plan.batches.
             loading: num_workers, prefetch_factor and pin_memory, as in plan.batches.
         """
+        require_separate(self._function, dataset, self.optimizer, self.private_grad.precondition)
         start, left = self.private_grad.state_dict()["step"], self.epoch_steps - updates % self.epoch_steps
         if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
             plan = self.private_grad.plan

@@ -2,12 +2,12 @@
 
 Users make a PrivateTrainer. The privacy guarantee rests on PrivateGradient, which its step calls through
 ExternalLoopStep. It also rests on this file: PrivateTrainer keeps the numbers of private batches out of logs and
-checkpoints, and the loss functions give one loss per example. It does not rest on `_last_checkpoint` and `_names`.
+checkpoints, and the loss functions give one loss per example. It does not rest on `huggingface_files`.
 """
 
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
@@ -32,6 +31,7 @@ from privgrad.early_stopping import StopData, charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.huggingface_files import STATE, last_checkpoint, write_events_in_one_folder
 from privgrad.integrations.huggingface_models import (
     Losses,
     classification_losses,
@@ -41,7 +41,7 @@ from privgrad.integrations.huggingface_models import (
     require_one_text,
     require_single_texts,
 )
-from privgrad.integrations.model_card import write_privacy
+from privgrad.integrations.model_card import note_base, write_privacy
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
@@ -50,7 +50,6 @@ from privgrad.reading import Collate
 from privgrad.sampling import ask_about_rows
 from privgrad.types import Batch
 
-_STATE = "privgrad.pt"
 _LOG = logging.get_logger(__name__)
 
 
@@ -80,7 +79,7 @@ class PrivateTrainer(Trainer):
             of sequence classification, or of causal language models (the mean over an example's own tokens).
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
-            EarlyStopping. Required with EarlyStoppingCallback and with load_best_model_at_end.
+            EarlyStopping. Required with EarlyStoppingCallback, load_best_model_at_end and save_strategy="best".
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
             memory_mb, norm_bins, adaptive_clip and filter.
         trainer_options: the Trainer's other arguments.
@@ -146,8 +145,9 @@ class PrivateTrainer(Trainer):
             **(private_options or {}),
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
+        note_base(model, self.private_grad.ledger)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
-        _write_events_in_one_folder(self)
+        write_events_in_one_folder(self)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
@@ -179,6 +179,13 @@ class PrivateTrainer(Trainer):
                 raise expected("PrivateTrainer", "the examples", condition, error, remedy, SamplingError) from error
 
         return DataLoader(_Epoch(self, plain), batch_size=None)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the Trainer's loader of evaluation data; refuse rows of the training data."""
+        held = cast(Any, self.eval_dataset)
+        given = held if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        arguments.refuse(arguments.evaluation_conflicts(cast(Any, self.train_dataset), given))
+        return cast("DataLoader[Any]", super().get_eval_dataloader(eval_dataset))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -217,32 +224,44 @@ class PrivateTrainer(Trainer):
             are_collated = self.data_collator is not default_data_collator
             require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
-        if resume_from_checkpoint:
-            folder = Path(resume_from_checkpoint)
-            with damage_refused("PrivateTrainer", folder / _STATE):
-                state = read_checkpoint(folder / _STATE)
-            updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
-            self.private_step.load_state_dict(state, updates=updates)
-        else:
-            self.private_step.require_unspent()
+            resume_from_checkpoint = last_checkpoint(Path(cast(str, self.args.output_dir)))
+        with self._ledger_held():
+            if resume_from_checkpoint:
+                folder = Path(resume_from_checkpoint)
+                with damage_refused("PrivateTrainer", folder / STATE):
+                    state = read_checkpoint(folder / STATE)
+                updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+                self.private_step.load_state_dict(state, updates=updates)
+            else:
+                self.private_step.require_unspent()
 
-        def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
+            def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+                return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
 
-        self._updates_of_best = None
-        _LOG.warning(
-            "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
-        )
-        giving = self.private_step.optimizer.register_step_pre_hook(give)
-        try:
-            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:
-            giving.remove()  # the next trainer may have the same optimizer
-        self._charge_stop()
-        self.private_step.require_moved()
+            self._updates_of_best = None
+            _LOG.warning(
+                "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
+            )
+            giving = self.private_step.optimizer.register_step_pre_hook(give)
+            try:
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                giving.remove()  # the next trainer may have the same optimizer
+            self._charge_stop()
+            self.private_step.require_moved()
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
+
+    @contextmanager
+    def _ledger_held(self) -> Generator[None]:
+        """Hold the ledger's file during a training only: afterwards, another trainer may resume it."""
+        ledger = self.private_grad.ledger
+        if not ledger.is_open:
+            self.private_grad.record_in(cast(Path, ledger.path))
+        try:
+            yield
+        finally:
+            self.private_grad.ledger.close()
 
     def _charge_stop(self) -> None:
         """Charge the unused steps if EarlyStoppingCallback has ended the training; a second call changes nothing."""
@@ -321,7 +340,7 @@ class PrivateTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # trainer_state.json holds durations
         if not self.args.save_only_model:
-            write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file completes it
+            write_checkpoint(self.private_step.state_dict(), folder / STATE)  # the Trainer's last file completes it
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -366,33 +385,3 @@ class _Epoch(IterableDataset[Any]):
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
         }
         yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
-
-
-def _write_events_in_one_folder(trainer: Trainer) -> None:
-    """Let TensorBoard's callback write to a folder in output_dir from its first event on.
-
-    By itself, the callback chooses this folder when training begins. An evaluation before that would make it write all
-    events up to the end of training to `runs/` in the working directory.
-    """
-    for callback in cast("list[Any]", trainer.callback_handler.callbacks):
-        if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
-            callback.logging_dir = str(
-                Path(cast(str, trainer.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
-            )
-
-
-def _last_checkpoint(folder: Path) -> str:
-    """Return the path of the newest complete checkpoint."""
-    paths = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
-    for path in sorted(paths, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
-        try:
-            TrainerState.load_from_json(str(path / "trainer_state.json"))
-        except (OSError, ValueError, TypeError):
-            continue  # the process was killed while it wrote
-        if (path / _STATE).exists():
-            return str(path)
-    remedy = "train without resume_from_checkpoint"
-    if Ledger(folder / "ledger.jsonl", read_only=True).releases:
-        remedy += " in a new folder, and add up both epsilons and both deltas: steps have been released here"
-    got = f"{len(paths)} incomplete ones in {folder}" if paths else f"0 in {folder}"
-    raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a complete checkpoint", got, remedy)

@@ -21,6 +21,7 @@ from privgrad.integrations.external_loop import PRIVATE_OPTIONS, unknown_options
 from privgrad.integrations.huggingface_models import head_of, pooler_of
 from privgrad.optim import AdamWBC, PrivateOptimizer
 from privgrad.plan import PrivacyPlan
+from privgrad.shared_rows import share_rows
 
 NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
@@ -213,6 +214,7 @@ def selection_conflicts(
     kinds = [one if isinstance(one, type) else type(one) for one in callbacks]
     selects = ["EarlyStoppingCallback"] if any(issubclass(kind, EarlyStoppingCallback) for kind in kinds) else []
     selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
+    selects += ["save_strategy='best'"] if args.save_strategy == "best" else []
     given = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else ()
     by_metric = any(isinstance(one, ReduceLROnPlateau) for one in given)
     by_metric = by_metric or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
@@ -221,8 +223,8 @@ def selection_conflicts(
         return []
     remedy = (
         "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
-        "scores get noise; otherwise remove EarlyStoppingCallback, load_best_model_at_end and ReduceLROnPlateau "
-        "(docs/before-training.md says what else there is)"
+        "scores get noise; otherwise remove EarlyStoppingCallback, load_best_model_at_end, save_strategy='best' and "
+        "ReduceLROnPlateau (docs/before-training.md says what else there is)"
     )
     return [Conflict(f"selection_data={selection_data!r} with {' and '.join(selects) or 'no use for it'}", remedy)]
 
@@ -230,9 +232,10 @@ def selection_conflicts(
 def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Conflict]:
     """Return a conflict if the training data would be evaluated: the Trainer logs exact results."""
     given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    if train_dataset is None or not any(one is train_dataset for one in given.values()):
+    if not any(share_rows(one, train_dataset) for one in given.values()):
         return []
-    return [Conflict("the train_dataset as eval_dataset", "evaluate held-out or public data: results have no noise")]
+    remedy = "evaluate held-out or public data: results have no noise"
+    return [Conflict("an eval_dataset with rows of the train_dataset", remedy)]
 
 
 def optimizer_conflicts(

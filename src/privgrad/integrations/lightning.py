@@ -1,25 +1,33 @@
 """A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization.
 
 Users make a PrivateStrategy. The privacy guarantee rests on PrivateGradient, which its step calls through
-ExternalLoopStep. It also rests on this file: `_require_options` refuses other updates, and `training_step`, `_losses`
-and `_refuse_to_log` keep the losses private. It does not rest on Epochs.
+ExternalLoopStep. It also rests on this file: `_require_options` refuses other updates, and `training_step`, `_losses`,
+`_refuse_to_log` and `_Closed` keep the losses private. It does not rest on Epochs.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Never, cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateFinder, ThroughputMonitor, Timer
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ThroughputMonitor,
+    Timer,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from privgrad.early_stopping import charge_unused
+from privgrad.early_stopping import StopData, charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
@@ -28,6 +36,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
 from privgrad.sampling import ask_about_rows
+from privgrad.shared_rows import share_rows
 from privgrad.types import Batch
 
 _KEY = "privgrad"
@@ -43,7 +52,7 @@ class PrivateStrategy(SingleDeviceStrategy):
     The module's `training_step` returns one loss per example, shape (B,), and logs nothing: its losses are private. Its
     `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers if
     needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` work as in
-    Lightning.
+    Lightning. Hooks that run before `training_step` see the private batch: they must not log or keep anything of it.
 
     Users call `batches`. Lightning's Trainer calls the other public methods; PrivateGradient calls `_losses`.
 
@@ -51,6 +60,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
         device: the device to train on; None takes the GPU if there is one.
         ledger: path of the ledger's file, which resuming needs; None keeps the ledger in memory.
+        selection_data: where the evaluations come from that choose the model: "public" or "released", as in
+            privgrad.EarlyStopping. Required with EarlyStopping, and with a ModelCheckpoint that monitors a number.
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
             memory_mb, norm_bins, adaptive_clip and filter.
     Raises:
@@ -70,10 +81,12 @@ class PrivateStrategy(SingleDeviceStrategy):
         *,
         device: str | torch.device | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        selection_data: StopData | None = None,
         private_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._plan, self._ledger = plan, ledger
+        self._plan, self._ledger, self._selection_data = plan, ledger, selection_data
+        self._train_sets: list[object] = []
         self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
         self._options = require_private_options("PrivateStrategy", private_options)
         self._further: tuple[Any, ...] = ()
@@ -95,6 +108,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         require_loading("PrivateStrategy.batches", num_workers, prefetch_factor, pin_memory)
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
         ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
+        self._train_sets.append(dataset)
         return Epochs(self, dataset, collate, loading)
 
     def setup(self, trainer: Trainer) -> None:
@@ -104,6 +118,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             return
         module = cast(LightningModule, self.lightning_module)
         _require_options(trainer, module, self._plan, self.optimizers)
+        _require_declared(cast("Any", trainer).callbacks, self._selection_data)
         self.private_grad = PrivateGradient(
             module,
             self._losses,
@@ -115,7 +130,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._resumed = False
 
     def on_train_start(self) -> None:
-        """Refuse a new training that would continue a ledger with releases."""
+        """Refuse a new training that would continue a ledger with releases, and one that evaluates its own rows."""
+        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.val_dataloaders)
         if not self._resumed:
             self.private_step.require_unspent()
 
@@ -150,6 +166,9 @@ class PrivateStrategy(SingleDeviceStrategy):
             raise expected("PrivateStrategy", "max_steps of the Trainer", condition, steps, remedy)
         with self.precision_plugin.train_step_context():
             self.private_step.release(batch)
+        remedy = "log public numbers, such as the learning rate: batches and their sizes are private"
+        object.__setattr__(batch, "examples", _Closed("the batch after training_step", remedy))
+        object.__setattr__(batch, "size", None)
         return torch.full((), torch.nan, device=self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,13 +199,35 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._resumed = True
         super().load_optimizer_state_dict(checkpoint)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate a batch as Lightning does; refuse rows of the training data."""
+        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.val_dataloaders)
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test a batch as Lightning does; refuse rows of the training data."""
+        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.test_dataloaders)
+        return super().test_step(*args, **kwargs)
+
+    def _require_held_out(self, loaders: Any) -> None:
+        """Raise PrivacyError if loaders evaluate the training data: loggers and checkpoints hold exact results."""
+        found = tree_leaves(loaders)
+        for data in (getattr(loader, "dataset", loader) for loader in found):
+            if data is not None and any(share_rows(data, own) for own in self._train_sets):
+                condition, remedy = "to hold no row of the training data", "evaluate held-out or public data"
+                got = "rows of the training data set itself"
+                raise expected("PrivateStrategy", "the evaluation data", condition, got, remedy)
+
     def _losses(self, module: Any, examples: Any) -> Tensor:
         """Return one loss per example, from the module's own training_step, which may log nothing meanwhile."""
+        trainer, remedy = module.trainer, "log in validation_step, of public or held-out data"
+        loggers, trainer.loggers = trainer.loggers, [_Closed("a logger in training_step", remedy)]
         module.log = module.log_dict = _refuse_to_log
         hook, module._current_fx_name = module._current_fx_name, None  # otherwise super().log refuses as well
         try:
             return module.training_step(examples, *self._further)
         finally:
+            trainer.loggers = loggers
             module._current_fx_name = hook
             del module.log, module.log_dict
 
@@ -233,10 +274,38 @@ _REFUSED: dict[type, str] = {
 }
 
 
+class _Closed:
+    """Take the place of what a hook must not use: each use raises PrivacyError."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        vars(self).update(_said=(name, remedy))
+
+    def _refuse(self, *args: Any) -> Never:
+        """Raise the error."""
+        name, remedy = vars(self)["_said"]
+        raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy, PrivacyError)
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
+
+
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
     """Raise PrivacyError: what training_step would log is private."""
     remedy = "log in validation_step, of public or held-out data"
     raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", remedy, PrivacyError)
+
+
+def _require_declared(callbacks: Sequence[object], selection_data: object) -> None:
+    """Raise PrivacyError if evaluations of undeclared data would choose the model."""
+    kinds = {"EarlyStopping" for one in callbacks if isinstance(one, EarlyStopping)}
+    kinds |= {"ModelCheckpoint(monitor=...)" for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
+    if selection_data in get_args(StopData) or (selection_data is None and not kinds):
+        return
+    got = f"selection_data={selection_data!r} with {' and '.join(sorted(kinds)) or 'no use for it'}"
+    remedy = (
+        "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
+        "scores get noise; otherwise remove these callbacks (docs/before-training.md says what else there is)"
+    )
+    raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", got, remedy)
 
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCard
+from torch import nn
 
 from privgrad.errors import PrivacyError
 from privgrad.ledger import Ledger
-from privgrad.lineage import covers, ledgers_of
+from privgrad.ledger_facts import released_beside
+from privgrad.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.rounding import rounded_up
-from privgrad.statement import Statement, released_beside, statement
+from privgrad.statement import Statement, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
@@ -50,7 +52,7 @@ def write_privacy(
     content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
     content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
     content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
-    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledgers, found, rate, updates)}\n")
+    card = ModelCard(f"{content.rstrip()}\n\n{_section(private_grad, ledgers, found, rate, updates)}\n")
     tags = cast("list[str]", card.data.get("tags") or [])
     card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
     card.data["privacy"] = _facts(plan, ledgers, found) | {"updates": updates}
@@ -59,6 +61,26 @@ def write_privacy(
         (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
     elif ledgers[1:] and own.commitment is None:  # an earlier call may have stated fewer trainings
         (folder / _STATEMENT).unlink(missing_ok=True)
+
+
+def note_base(model: nn.Module, ledger: Ledger) -> None:
+    """Note the privacy of the weights that a training begins with, if their folder has a README of `write_privacy`.
+
+    Args:
+        model: as `from_pretrained` returns it, which notes the folder in its configuration.
+        ledger: of the training that begins. If the folder is its own, as after an interruption, nothing is noted.
+    """
+    folder = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+    path = Path(folder) / "README.md"
+    if not folder or not path.is_file():
+        return
+    facts = cast("dict[str, Any]", ModelCard(path.read_text(encoding="utf-8")).data.get("privacy") or {})
+    if facts and not ledger.went_through(str(facts.get("ledger_digest"))):
+        epsilon, delta = facts.get("epsilon"), facts.get("delta")
+        note_loaded(
+            model,
+            "without a number" if epsilon is None else f"epsilon = {rounded_up(epsilon, 3)} and delta = {delta}",
+        )
 
 
 def _statement_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Statement | None:
@@ -112,10 +134,12 @@ def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None
     }
 
 
-def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None) -> list[str]:
-    """Return sentences on what is protected; without a statement, how to get one."""
+def _guarantee(
+    plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None, begun: Sequence[str]
+) -> list[str]:
+    """Return sentences on what is protected, and on loaded weights; without a statement, how to get one."""
     if found is not None:
-        return [*found.sections[0].sentences, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+        return [*found.sections[0].sentences, *begun, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
     ledger, *others = ledgers
     if ledger.commitment is not None:
         lines = ["The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."]
@@ -123,6 +147,7 @@ def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | 
         lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
     else:
         lines = ["The private trainings of this model have no statement in common."]
+    lines += begun
     if others:
         lines.append(
             "No number here counts the other private trainings of this model. "
@@ -131,10 +156,12 @@ def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | 
     return lines
 
 
-def _section(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None, rate: str, updates: int) -> str:
+def _section(
+    private_grad: PrivateGradient, ledgers: Sequence[Ledger], found: Statement | None, rate: str, updates: int
+) -> str:
     """Return the section of the README: what is protected, and the numbers that it follows from."""
-    (ledger, *others), epsilon = ledgers, _epsilon_of(found, ledgers)
-    lines = _guarantee(plan, ledgers, found)
+    (ledger, *others), epsilon, plan = ledgers, _epsilon_of(found, ledgers), private_grad.plan
+    lines = _guarantee(plan, ledgers, found, loaded_into(private_grad.model))
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
     rule, counted = ledger.plan_facts.get("adaptive_clip"), "people" if plan.privacy_unit == "user" else "rows"
     exactness = " or more" if plan.max_batch_size is None else " or one less"

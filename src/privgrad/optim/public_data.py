@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_decays, require_integer, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.shared_rows import share_rows
 from privgrad.types import NoisyGradient
 
 # (step) -> mean gradient on public data by parameter name, at the current weights. See privgrad.PublicGradient.
@@ -43,6 +44,23 @@ def require_named_source(function: str, optimizer: PrivateOptimizer, recorded: s
         remedy = f"start a new ledger, with PrivateGradient(..., side_information={given})"
         remedy += ', joined by "; " to the other sources' if recorded else ""
         raise expected(function, "the ledger's side_information", condition, repr(recorded), remedy)
+
+
+def require_separate(function: str, train_set: object, *parts: object) -> None:
+    """Raise PrivacyError if a public gradient was made from rows of the private data set.
+
+    `fit` and `integrations.external_loop` call it before the first release.
+
+    Args:
+        function: the name that the message starts with.
+        train_set: the private examples.
+        parts: the optimizer and the preconditioner, which may hold a public gradient.
+    """
+    for part in parts:
+        if share_rows(getattr(getattr(part, "public", None), "given", None), train_set):
+            condition, got = "to have no row of the private examples", "rows of the private data set itself"
+            remedy = "split the public examples off first, and train on the others"
+            raise expected(function, f"the public examples of {type(part).__name__}", condition, got, remedy)
 
 
 class _WithPublic(PrivateOptimizer):
