@@ -156,7 +156,8 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
     assert head.epsilon <= 3.0
     ledger = pg.Ledger(tmp_path / "ledger.jsonl", read_only=True)
     recorded = ledger.plan_facts["side_information"]
-    assert recorded == f"features: no data (Scaled {extractor.digest()[:12]})" == head.privacy["side_information"]
+    declared = f"features: bounds as declared by the user (Scaled {extractor.digest()[:12]})"
+    assert recorded == declared == head.privacy["side_information"]
     assert not ledger.plan_facts["research_seed"]
     assert ledger.releases == 100
     assert ledger.plan_facts["max_grad_norm"] == fitting.MAX_GRAD_NORM
@@ -312,6 +313,8 @@ X, Y = rows_of(60, 7), torch.arange(60) % 3
 OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
 NO_FEATURES = X.index_fill(0, torch.tensor([7]), math.nan)
 NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
+EXACT = torch.linspace(0.123456, 6.54321, 60)
+GAPS = torch.where(torch.arange(60) == 30, math.nan, EXACT)[:, None]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +343,9 @@ NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
         (X, np.array(["a", "b", "c"] * 20), {}, "labels to be numbers, got dtype <U1; replace the name of a class"),
         (X, Y[:, None], {}, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
         (X, X[:, :1], NUMBER, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
+        (X, EXACT, NUMBER | {"bounds": (0, 6.54321)}, "the high of bounds to be public, got the largest value of"),
+        (X[:, None], GAPS, NUMBER | {"bounds": (-1, 6.54321)}, "the high of bounds to be public"),
+        (X[:, None], GAPS, NUMBER | {"bounds": (0.123456, 9)}, "the low of bounds to be public, got the smallest"),
         (X[:, None], Y[:, None], {"privacy_unit": "example"}, "privacy_unit to be 'user'"),
         (X, Y, {"source": None}, "extractor or source to be given"),
         (

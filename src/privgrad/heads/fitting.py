@@ -31,6 +31,7 @@ from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.public_bounds import require_public_bound
 from privgrad.schedule import Decay, Schedule
 from privgrad.training import fit
 from privgrad.types import PrivacyUnit
@@ -205,7 +206,11 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         low, high = bounds
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
-        return Target("number", 1, float(low), float(high))
+        target = Target("number", 1, float(low), float(high))
+        numbers = torch.where(labels.isnan(), target.middle, labels.double()).reshape(len(labels), -1)
+        require_public_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
+        require_public_bound("fit_head", "the high of bounds", torch.tensor(target.high), numbers)
+        return target
     assert num_classes is not None
     require_integer("fit_head", "num_classes", num_classes, 1 if is_tags else 2)
     if is_tags:
