@@ -212,8 +212,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
             condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
             raise expected("fit", "y", condition, got, remedy)
         labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
-        self._fit_head(rows, labels, num_classes=len(self.classes_))
-        self.head_.classes = self.classes_.tolist()
+        self._fit_head(rows, labels, classes=self.classes_.tolist())
         return self
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803

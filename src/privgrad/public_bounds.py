@@ -37,7 +37,7 @@ def require_public_bound(
         of: the kind of the values, for errors.
     """
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
-    chosen = [value for value in bounds.unique().tolist() if not is_typed(value)]
+    chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
     if not chosen or not len(rows):
         return
     extremes = (rows.amin(0) if is_low else rows.amax(0)).cpu().double()
