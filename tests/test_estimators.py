@@ -1,6 +1,8 @@
 """The estimators under scikit-learn's own checks, and what they refuse."""
 
 import pickle
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,64 @@ def test_refused(changes: Any, message: str):
     } | changes
     with pytest.raises(pg.PrivacyError, match=message):
         PrivateLogisticRegression(**facts).fit(rows, votes)
+
+
+def test_missing_values_and_texts_are_refused_without_a_value_or_private_advice():
+    pd = pytest.importorskip("pandas")
+    rows, votes = people()
+    facts: dict[str, Any] = {"target_epsilon": 5.0, "delta": 1e-3, "num_examples": 400, "steps": 2}
+    classifier = PrivateLogisticRegression(classes=["yes", "no"], feature_bounds=BOUNDS, **facts)
+    gaps = rows.copy()
+    gaps[7, 1] = np.nan
+    named, jobs = pd.DataFrame(gaps, columns=["age", "income"]), np.array(["clerk"] * 400)
+    is_public = "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category'"
+    cases = [
+        (gaps, f"X to be finite, got NaN or inf in column 1; {is_public}"),
+        (named, f"X to be finite, got NaN or inf in column 'income'; {is_public}"),
+        (named.assign(age=jobs), "X to be numbers, got text in column 'age'; give numbers by a public code"),
+        (named.assign(income=pd.Categorical(jobs)), "X to be numbers, got text in column 'income'; give numbers"),
+        (named.assign(age=jobs).to_numpy(), "X to be numbers, got text in column 0"),
+        (np.stack([jobs, jobs], axis=1), "X to be numbers, got text in column 0"),
+    ]
+    fitted = PrivateLogisticRegression(classes=["yes", "no"], feature_bounds=BOUNDS, **facts).fit(rows, votes)
+    for given, message in cases:
+        calls: list[Any] = [partial(classifier.fit, given, votes)]
+        calls += [partial(fitted.predict, given)] if isinstance(given, np.ndarray) else []
+        for call in calls:
+            with pytest.raises(pg.PrivacyError, match=message) as caught:
+                call()
+            assert "clerk" not in "".join(traceback.format_exception(caught.value))
+    regression = PrivateLinearRegression(label_bounds=(0, 1), feature_bounds=BOUNDS, **facts)
+    with pytest.raises(pg.PrivacyError, match="y to be numbers, got text; give y as numbers") as caught:
+        regression.fit(rows, jobs)
+    assert "clerk" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_single_raw_column_needs_bounds():
+    ages = people()[0][:, :1]
+    facts: dict[str, Any] = {"classes": [0, 1], "target_epsilon": 50.0, "delta": 1e-3, "num_examples": 400}
+    with pytest.raises(pg.PrivacyError, match="feature_bounds to be given for a single column, got None; give public"):
+        PrivateLogisticRegression(**facts).fit(ages, (ages[:, 0] > 50).astype(int))
+    bounded = PrivateLogisticRegression(**facts, feature_bounds=(18, 90)).fit(ages, (ages[:, 0] > 50).astype(int))
+    assert bounded.score(ages, ages[:, 0] > 50) > 0.95
+
+
+def test_bounds_that_are_the_smallest_or_largest_values_are_refused_and_named(tmp_path: Path):
+    rows, votes = people()
+    income = rows[:, 0] * 1000 + 0.4321
+    facts: dict[str, Any] = {"target_epsilon": 5.0, "delta": 1e-3, "num_examples": 400, "steps": 2}
+    lows, highs = rows.min(0), rows.max(0)
+    for bounds, ends in (((lows, BOUNDS[1]), "lows"), ((BOUNDS[0], highs), "highs"), ((0, highs.max()), "highs")):
+        classifier = PrivateLogisticRegression(classes=["yes", "no"], feature_bounds=bounds, **facts)
+        with pytest.raises(pg.PrivacyError, match=f"the {ends} of feature_bounds to be public, got the .*est value of"):
+            classifier.fit(rows, votes)
+    for bounds, end in (((income.min(), 1e5), "low"), ((0, income.max()), "high")):
+        regression = PrivateLinearRegression(label_bounds=bounds, feature_bounds=BOUNDS, **facts)
+        with pytest.raises(pg.PrivacyError, match=f"fit_head: expected the {end} of bounds to be public") as caught:
+            regression.fit(rows, income)
+        assert ".4321" not in str(caught.value)
+    regression = PrivateLinearRegression(label_bounds=(0, 95_000), feature_bounds=([10, 0], [99, 250_000]), **facts)
+    assert "bounds as declared by the user" in regression.fit(rows, income).head_.privacy["side_information"]
 
 
 def test_a_second_training_of_an_object_is_counted_or_warned_of(tmp_path: Path):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import privgrad as pg
 from privgrad import data
-from privgrad.features import Hog, Scaled, save_extractor
+from privgrad.data.schema import Schema
+from privgrad.features import Hog, OneHot, Scaled, save_extractor
 from privgrad.heads import fitting
 from privgrad.optim import SGD
 
@@ -156,7 +157,8 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
     assert head.epsilon <= 3.0
     ledger = pg.Ledger(tmp_path / "ledger.jsonl", read_only=True)
     recorded = ledger.plan_facts["side_information"]
-    assert recorded == f"features: no data (Scaled {extractor.digest()[:12]})" == head.privacy["side_information"]
+    declared = f"features: bounds as declared by the user (Scaled {extractor.digest()[:12]})"
+    assert recorded == declared == head.privacy["side_information"]
     assert not ledger.plan_facts["research_seed"]
     assert ledger.releases == 100
     assert ledger.plan_facts["max_grad_norm"] == fitting.MAX_GRAD_NORM
@@ -312,6 +314,9 @@ X, Y = rows_of(60, 7), torch.arange(60) % 3
 OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
 NO_FEATURES = X.index_fill(0, torch.tensor([7]), math.nan)
 NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
+EXACT = torch.linspace(0.123456, 6.54321, 60)
+SCHEMA = Schema({"ward": OneHot(("north", "south"))}, "back", ("no", "yes"), "row", None, None)
+GAPS = torch.where(torch.arange(60) == 30, math.nan, EXACT)[:, None]
 
 
 @pytest.mark.parametrize(
@@ -320,8 +325,21 @@ NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
         (X, Y, {"target_epsilon": None}, "expected target_epsilon to be given, got None"),
         (X, Y, {"delta": None, "num_examples": None}, "expected delta, num_examples to be given, got None"),
         (X, Y, {"plan": make_plan()}, "got plan and delta, num_examples, target_epsilon"),
-        (X, Y, {"num_classes": None}, "num_classes or bounds to be given"),
-        (X, Y, {"bounds": (0, 1)}, "num_classes or bounds to be given, not both"),
+        (
+            X,
+            Y,
+            {"num_classes": None},
+            "exactly one of num_classes and bounds to be given, got num_classes=None and bou",
+        ),
+        (
+            X,
+            Y,
+            {"bounds": (0, 1)},
+            r"exactly one of num_classes and bounds to be given, got num_classes=3 and .*\(0, 1",
+        ),
+        (X, Y.float(), NUMBER | {"classes": ["a", "b", "c"]}, "exactly one of num_classes and bounds to be given"),
+        (X, Y, {"classes": ["a", "b"]}, "classes to be 3 names, got 2 names"),
+        (X, Y, {"schema": SCHEMA}, "schema to have 7 codes, as in training, got 2"),
         (X, Y, {"num_classes": 2}, "integers from 0 to 1, got the label 2"),
         (X, Y - 100, {}, "integers from 0 to 2, got the label -100"),
         (X, Y.float(), {}, "integers from 0 to 2, got torch.float32"),
@@ -340,14 +358,12 @@ NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
         (X, np.array(["a", "b", "c"] * 20), {}, "labels to be numbers, got dtype <U1; replace the name of a class"),
         (X, Y[:, None], {}, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
         (X, X[:, :1], NUMBER, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
+        (X, EXACT, NUMBER | {"bounds": (0, 6.54321)}, "the high of bounds to be public, got the largest value of"),
+        (X[:, None], GAPS, NUMBER | {"bounds": (-1, 6.54321)}, "the high of bounds to be public"),
+        (X[:, None], GAPS, NUMBER | {"bounds": (0.123456, 9)}, "the low of bounds to be public, got the smallest"),
         (X[:, None], Y[:, None], {"privacy_unit": "example"}, "privacy_unit to be 'user'"),
-        (X, Y, {"source": None}, "extractor or source to be given"),
-        (
-            X,
-            Y,
-            {"extractor": Scaled(0.0, 1.0)},
-            "extractor or source to be given, not both, got Scaled and 'random numbers'",
-        ),
+        (X, Y, {"source": None}, "exactly one of extractor and source to be given, got extractor=None and source=None"),
+        (X, Y, {"extractor": Scaled(0.0, 1.0)}, "got extractor=a Scaled and source='random numbers'"),
         (
             X,
             Y,
@@ -373,9 +389,9 @@ def test_refused_before_anything_is_spent(tmp_path: Path, features: Any, labels:
         (NO_FEATURES.numpy(), "got inf or NaN in row 7"),
         (X.repeat(100, 1).index_fill(0, torch.tensor([5000]), math.nan), "got inf or NaN in row 5000"),
         (X[:, :5], r"rows to be features of shape \(n, 7\), got \(60, 5\)"),
-        ("text", r"rows to be a list of texts, got 'text', a str; give \[text\]"),
-        (["text"], r"rows to be features of shape \(n, 7\), got \['text'\], a list"),
-        (np.array(["text"]), r"rows to be features of shape \(n, 7\), got \['text'\], a list"),
+        ("text", r"rows to be a list of texts, got a str; give \[text\]"),
+        (["text"], r"rows to be features of shape \(n, 7\), got a list;"),
+        (np.array(["text"]), r"rows to be features of shape \(n, 7\), got a list;"),
     ],
 )
 @pytest.mark.parametrize("by_extractor", [False, True])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,27 @@ def test_a_release_and_a_training_share_one_epsilon(tmp_path: Path):
     users: dict[str, Any] = {"num_users": 500, "expected_cohort_size": 50, "rounds": 20, "max_update_norm": 1.0}
     same = pg.PrivacyPlan.for_users(**users, target_epsilon=3.0, delta=1e-3, besides=besides)
     assert same.noise_multiplier == plan.noise_multiplier
+
+
+def test_a_bound_that_is_the_largest_norm_or_number_of_the_data_is_refused(tmp_path: Path):
+    incomes = torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 9e4
+    rows = incomes.reshape(250, 2)
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "num_examples": 50}
+    refused: list[tuple[Callable[..., Tensor], Tensor, float, str]] = [
+        (pg.release_mean, incomes, float(incomes.abs().max()), "norm of a row"),
+        (pg.release_sum, rows, float(rows.norm(dim=1).max()), "norm of a row"),
+        (pg.release_sum, rows, float(rows.max()), "number"),
+        (pg.release_second_moment, rows, float(rows.norm(dim=1).max()), "norm of a row"),
+        (partial(pg.release_histogram, num_bins=2), rows, float(rows.norm(dim=1).max()), "norm of a row"),
+    ]
+    for release, given_rows, bound, of in refused:
+        with pytest.raises(pg.PrivacyError, match=f"bound to be public, got the largest {of} of the data") as caught:
+            release(given_rows, bound=bound, **options, ledger=tmp_path / "a.jsonl")
+        assert f"{bound}"[:6] not in str(caught.value)
+        assert not (tmp_path / "a.jsonl").exists()
+    pg.release_mean(incomes, bound=9e4, **options, ledger=tmp_path / "a.jsonl")
+
+
+def test_a_public_bound_of_many_digits_that_rows_were_scaled_to_passes(tmp_path: Path):
+    rows = torch.nn.functional.normalize(torch.randn(50, 4)) * 1.23456
+    pg.release_sum(rows, bound=1.23456, noise_multiplier=1.0, num_examples=50, ledger=tmp_path / "a.jsonl")

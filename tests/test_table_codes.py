@@ -59,9 +59,8 @@ def made(folder: Path, rows: list[dict[str, str]], **changes: Any) -> DataSet:
 
 
 def trained(loaded: DataSet) -> pg.Head:
-    head = pg.fit_head(*loaded.train.tensors, num_classes=2, progress=False, **FACTS)
-    head.classes, head.schema = list(loaded.classes or ()), loaded.schema
-    return head
+    named: dict[str, Any] = {"classes": loaded.classes, "schema": loaded.schema}
+    return pg.fit_head(*loaded.train.tensors, **named, progress=False, **FACTS)
 
 
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
@@ -96,6 +95,49 @@ def test_codes_of_other_columns_are_refused_and_those_of_persons_are_not(tmp_pat
     for wrong, row in ((reverse, 0), (uneven, 4), (codes + 0.1, 0)):
         with pytest.raises(pg.PrivacyError, match=f"row {row} to have one code for each of the columns age, cost"):
             head.predict(wrong)
+
+
+def test_a_head_and_the_loader_take_a_data_frame_as_the_file(tmp_path: Path):
+    pd = pytest.importorskip("pandas")
+    rows = rows_of(240)
+    loaded = made(tmp_path, rows)
+    frame = pd.read_csv(tmp_path / "visits.csv", skipinitialspace=True)
+    frame["stay"] = frame["stay"].astype("Int64")
+    frame["ward"] = pd.Categorical(frame["ward"])
+    own: dict[str, Any] = {"columns": COLUMNS, "label": "back", "classes": [0, 1], "unit": "patient", "max_rows": 3}
+    with pytest.warns(UserWarning, match="NOT PRIVATE: .* of the DataFrame are outside"):
+        framed = data.table(frame, **own)
+    assert all(map(torch.equal, framed.train.tensors, loaded.train.tensors))
+    head = trained(loaded)
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        assert torch.equal(head.predict_proba(frame), head.predict_proba(rows))
+    with pytest.raises(pg.PrivacyError, match="got no column 'age'"):
+        head.predict(frame.drop(columns="age"))
+    assert head.predict(frame[:0]).shape == (0,)
+    head.schema = None
+    with pytest.raises(pg.PrivacyError, match=r"schema to be given for rows by column name, got None") as caught:
+        head.predict(frame)
+    assert "north" not in str(caught.value)
+    twice = pd.concat([frame, frame[["age"]]], axis=1)
+    for wrong, message in (
+        (frame.drop(columns="age"), "the columns of the DataFrame to include every declared one, got 'age'"),
+        (twice, "the columns of the DataFrame to differ, got 'age'"),
+        (frame[:0], "the DataFrame to hold at least 1 row, got 0"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=message):
+            data.table(wrong, **own)
+    with pytest.raises(pg.PrivacyError, match="table to be absent for the DataFrame, got 'visits'"):
+        data.table(frame, **own, table="visits")
+
+
+def test_a_data_frame_of_numbers_counts_as_their_array():
+    pd = pytest.importorskip("pandas")
+    rows = torch.randn(60, 4)
+    head = pg.fit_head(rows, torch.arange(60) % 2, classes=["no", "yes"], progress=False, **FACTS)
+    assert head.classes == ["no", "yes"]
+    assert torch.equal(head.predict_proba(pd.DataFrame(rows.numpy())), head.predict_proba(rows))
+    with pytest.raises(pg.PrivacyError, match=r"features of shape \(n, 4\), got \(60, 2\)"):
+        head.predict(pd.DataFrame(rows.numpy()[:, :2]))
 
 
 GOOD: dict[str, Any] = {"age": 71, "cost": 1.5, "stay": 4, "ward": "north", "smoker": "no"}

@@ -27,13 +27,21 @@ from privgrad.budget import Budget
 from privgrad.errors import PrivacyError, described, expected
 from privgrad.features import Extractor, Scaled
 from privgrad.heads import Head, fit_head
+from privgrad.public_bounds import require_public_bound
 from privgrad.schedule import Decay
 
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 
 
-_checked: Any = validate_data
+_FILL = (
+    "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
+    "values a code, and train by fit_head"
+)
+_CODE = (
+    "give numbers by a public code, or declare the column with kind = 'category' in privgrad.data.table, and train by "
+    "fit_head"
+)
 
 
 class _Private(BaseEstimator):
@@ -56,10 +64,9 @@ class _Private(BaseEstimator):
     def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         """Train the head on the rows of X."""
         self._warn_of_second()
-        rows = _tensor(X)
-        extractor: Extractor | None = None if self.feature_bounds is None else self._scaled(self.feature_bounds)
+        features, extractor = self._features(X)
         self.head_ = fit_head(
-            rows if extractor is None else extractor(rows),
+            features,
             torch.from_numpy(labels),
             **target,
             extractor=extractor,
@@ -77,6 +84,22 @@ class _Private(BaseEstimator):
             seed=self.seed,
             progress=False,
         )
+
+    def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
+        """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
+        function, rows = type(self).__name__, _tensor(X)
+        if self.feature_bounds is None:
+            if X.shape[1] == 1:
+                remedy = "give public bounds (low, high): without them, only the sign of each number counts"
+                raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
+            return rows, None
+        extractor = self._scaled(self.feature_bounds)
+        features = extractor(rows)
+        for name in ("low", "high"):
+            bound = extractor.get_buffer(name)
+            of = "value of a column"
+            require_public_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
+        return features, extractor
 
     def _scaled(self, bounds: Bounds) -> Scaled:
         """Return the extractor of public bounds; raise PrivacyError unless they are a pair."""
@@ -121,8 +144,11 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         delta: as in fit_head; None with a budget.
         num_examples: as in fit_head, at most the number of rows; in cross-validation, of the rows in the training part
             of a fold. None with a budget.
-        feature_bounds: public (low, high) of the columns, as numbers or one per column. Columns are moved to [-1, 1],
-            and a constant is added. None: the rows of X are features, whose norm does not count, without a constant.
+        feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
+            and a list of the highs, one per column. Columns are moved to [-1, 1], and a constant is added. Give them
+            for raw columns, such as age and income. One pair for columns of very different size flattens the small
+            ones. None: the rows of X are features that were prepared without the data, such as embeddings, of at least
+            2 columns. Each row is divided by its norm, and there is no constant.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
         output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
@@ -170,7 +196,9 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         """Train on rows X, (n, width), and their classes y, (n,).
 
         Raises:
-            PrivacyError: a class of y is not among `classes`, or fit_head refuses; nothing was spent.
+            PrivacyError: X has a value that is not finite or is text, a class of y is not among `classes`, bounds look
+                like the smallest or largest value of a column, X has one column and no feature_bounds, or fit_head
+                refuses; nothing was spent.
         """
         rows, named = _checked(self, X, y, ensure_min_samples=2)
         check_classification_targets(named)
@@ -184,8 +212,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
             condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
             raise expected("fit", "y", condition, got, remedy)
         labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
-        self._fit_head(rows, labels, num_classes=len(self.classes_))
-        self.head_.classes = self.classes_.tolist()
+        self._fit_head(rows, labels, classes=self.classes_.tolist())
         return self
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803
@@ -209,7 +236,8 @@ class PrivateLinearRegression(RegressorMixin, _Private):
     Clipping bounds the pull of each row: the loss is then about that of Huber, between mean and median regression.
 
     Args:
-        label_bounds: the public smallest and largest label. Labels outside of them count as the nearest one.
+        label_bounds: the public smallest and largest label, known without y. Labels outside of them count as the
+            nearest one.
         target_epsilon, delta, num_examples, feature_bounds, steps, expected_batch_size, max_grad_norm, noise_step,
             schedule, budget, output_dir, seed: as in PrivateLogisticRegression.
     Attributes:
@@ -253,7 +281,8 @@ class PrivateLinearRegression(RegressorMixin, _Private):
         """Train on rows X, (n, width), and their numbers y, (n,).
 
         Raises:
-            PrivacyError: fit_head refuses; nothing was spent.
+            PrivacyError: as in PrivateLogisticRegression, or label_bounds look like the smallest or largest label;
+                nothing was spent.
         """
         rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
         self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
@@ -262,6 +291,50 @@ class PrivateLinearRegression(RegressorMixin, _Private):
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the number of each row, (n,), within label_bounds."""
         return self._head().predict(self._rows(X)).double().numpy()
+
+
+def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
+    """Return X, or X and y if y is given, as `validate_data` does. No error shows a value, or advises a private step.
+
+    Raises:
+        PrivacyError: X has a value that is not finite, or a text is in the place of a number.
+    """
+    validated: Any = validate_data
+    function = type(estimator).__name__
+    try:
+        found = validated(estimator, X, *y, ensure_all_finite=False, **options)
+        rows, *named = found if y else (found,)
+        rows = np.asarray(rows, dtype=None if rows.dtype.kind in "biuf" else np.float64)
+        named = [np.asarray(one, dtype=np.float64) if options.get("y_numeric") else one for one in named]
+    except ValueError as error:
+        if not f"{error}".startswith(("could not convert", "dtype='numeric'")):
+            raise
+        column = _of_text(X)
+        if column is None and not f"{error}".startswith("dtype"):
+            raise expected(function, "y", "to be numbers", "text", "give y as numbers") from None
+        got = "text" if column is None else f"text in {_named(X, column)}"
+        raise expected(function, "X", "to be numbers", got, _CODE) from None  # scikit-learn's error shows the text
+    finite = np.isfinite(rows).all(axis=0)
+    if not finite.all():
+        got = f"NaN or inf in {_named(X, int(finite.argmin()))}"
+        raise expected(function, "X", "to be finite", got, _FILL)
+    return (rows, *named) if y else rows
+
+
+def _of_text(X: Any) -> int | None:  # noqa: N803
+    """Return the number of the first column with a text that is no number; None if there is none."""
+    table = np.asarray(X, dtype=object)
+    for column in range(table.shape[1]):
+        try:
+            table[:, column].astype(np.float64)
+        except ValueError:
+            return column
+    return None
+
+
+def _named(X: Any, column: int) -> str:  # noqa: N803
+    """Return a column for errors: its name in a table, or its number from 0."""
+    return f"column {X.columns[column]!r}" if hasattr(X, "columns") else f"column {column}"
 
 
 def _tensor(rows: Array) -> torch.Tensor:

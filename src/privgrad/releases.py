@@ -17,6 +17,7 @@ from torch import Tensor
 from privgrad.budget import Budget
 from privgrad.errors import described, expected, require_integer, require_positive
 from privgrad.ledger import Ledger
+from privgrad.public_bounds import is_typed, require_public_bound
 from privgrad.release_record import Planned, Where, release_once
 from privgrad.types import PrivacyUnit
 
@@ -50,7 +51,7 @@ def release_sum(
 
     Args:
         rows: shape (n, ...), ONE row per privacy unit. A row with a value that is not finite counts as zero.
-        bound: from 1e-100 to 1e100, public: the largest norm of a row, over all its values.
+        bound: from 1e-100 to 1e100, public: the largest norm of a row, over all its values, chosen without the data.
         noise_multiplier: sigma > 0, noise standard deviation over bound.
         num_examples: the public number of units. It is recorded; n itself is private and may differ.
         privacy_unit: the unit that a row belongs to, "example" or "user".
@@ -63,7 +64,8 @@ def release_sum(
         A float64 tensor of the shape of one row.
     Raises:
         BudgetExceededError: the budget has no room. Nothing was charged or released.
-        PrivacyError: an argument is out of its range, or the ledger was written for another release.
+        PrivacyError: an argument is out of its range, `bound` looks like the largest norm or number of the rows, or the
+            ledger was written for another release.
     Privacy:
         The Gaussian mechanism with noise multiplier sigma: one more unit, or one fewer, moves the sum by `bound` at
         most. It costs as much as Release(sigma, 1.0). The noise is on the grid of `noise.grid_of`, with at most 1/500
@@ -171,6 +173,7 @@ def release_histogram(
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
             raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
+        _require_public(function, bound, values)
 
         def count() -> Tensor:
             _warn_of_rows(function, values, bound, num_examples)
@@ -227,6 +230,7 @@ def release_second_moment(
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
+    _require_public(function, bound, values)
     (d,) = shape
     size = d * (d + 1) // 2
 
@@ -257,6 +261,7 @@ def _of_rows(
     function = f"release_{kind}"
     _require_bound(function, bound)
     values, shape = _rows(function, rows)
+    _require_public(function, bound, values)
 
     def total() -> Tensor:
         _warn_of_rows(function, values, bound, num_examples)
@@ -302,6 +307,16 @@ def _require_bound(function: str, bound: float) -> None:
     if not 1 / _LARGEST <= bound <= _LARGEST:
         condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
         raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
+
+
+def _require_public(function: str, bound: float, values: Tensor) -> None:
+    """Raise PrivacyError if a bound of many digits is the largest norm, or the largest number, of the rows."""
+    if is_typed(bound):
+        return
+    norms = torch.cat([_norms(part / bound) for part in cast("tuple[Tensor, ...]", values.split(_CHUNK))])
+    counted, largest = norms.isfinite(), torch.tensor(float(bound))
+    require_public_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
+    require_public_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
 
 
 def _off_diagonal(d: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet
-from privgrad.data.read_rows import read_columns
+from privgrad.data.read_rows import FRAME, Frame, read_columns, read_frame
 from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.sources import PathLike, Positive
 from privgrad.data.table_codes import encoded, texts_of, width_of
@@ -30,7 +30,7 @@ _LONGEST_KEY = 64  # bytes, of BLAKE2b
 
 
 def table(
-    path: PathLike,
+    path: PathLike | Frame,
     *,
     columns: Mapping[str, Mapping[str, Any]],
     label: str,
@@ -38,7 +38,7 @@ def table(
     unit: str | None = None,
     max_rows: Positive | None = None,
     row_id: str | None = None,
-    test: PathLike | None = None,
+    test: PathLike | Frame | None = None,
     test_share: Share = 0.0,
     test_every: Annotated[int, Ge(2)] | None = None,
     validation_share: Share = 0.0,
@@ -54,7 +54,8 @@ def table(
     A column of text is the only input: bytes, int8 (n, length), for the extractors of `privgrad.features`.
 
     Args:
-        path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, or a folder that `datasets` saved to disk.
+        path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, a folder that `datasets` saved to disk, or a
+            DataFrame of pandas, whose index is not read.
         columns: each input column by name, a table with a `kind`: "number" with `range` and `bins`, or `edges`;
             "category" with `values`; "text" with `length`; or "ignore". Columns that are not declared are not read.
         label: the column of the classes.
@@ -63,7 +64,7 @@ def table(
             of a column that identifies a person protects all rows of a person together.
         max_rows: for persons: the most rows per person, a public number. The person's first rows in the file are kept.
         row_id: for rows: a column that names each row. Without it, rows of the same content share a part.
-        test: a second file of the same format and columns, whose rows are the test part.
+        test: a second file or DataFrame of the same columns, whose rows are the test part.
         test_share: the share of units in the test part, in [0, 1); 0 with `test` and with `test_every`.
         test_every: k >= 2: units whose id is an integer one below a multiple of k form the test part. It repeats
             published splits. Needs `row_id`, or persons with integer ids.
@@ -86,7 +87,7 @@ def table(
     )
     require_split(where, test, test_share, validation_share, split_key)
     require_every(where, test_every, schema.identifier, test, test_share)
-    own, chosen = _read(schema, Path(path), table), _Parts([], [], [])
+    own, chosen = _read(schema, path, table), _Parts([], [], [])
     for key, rows in own.units:
         shares = {"test_share": test_share, "validation_share": validation_share}
         part = part_in_file(own.name, key, every=test_every, split_key=split_key, **shares)
@@ -96,7 +97,7 @@ def table(
         raise expected("table", f"the training part of {own.name}", "to hold at least 1 unit", 0, remedy)
     parts = {part: _tensors(schema, own, rows) for part, rows in chosen._asdict().items()}
     if test is not None:
-        other = _read(schema, Path(test), table)
+        other = _read(schema, test, table)
         _require_apart(schema, own, other)
         parts["test"] = _tensors(schema, other, [rows for _, rows in other.units])
     return DataSet(
@@ -219,19 +220,25 @@ def _part_of(unit: str | bytes, key: str, test_share: float, validation_share: f
     return "validation" if place < test_share + validation_share else "train"
 
 
-def _read(schema: Schema, file: Path, table: str | None) -> _Content:
-    """Return the content of one file; units are in the order of their first rows, with at most max_rows rows each."""
-    content = read_columns("table", file, list(dict.fromkeys(schema.names)), table)
-    texts = {name: texts_of("table", file.name, name, content[name]) for name in content}
-    inputs = encoded("table", file.name, schema, content, texts)
+def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Content:
+    """Return the content of one table; units are in the order of their first rows, with at most max_rows rows each."""
+    names = list(dict.fromkeys(schema.names))
+    if isinstance(source, Frame):
+        if table is not None:
+            raise expected("table", "table", f"to be absent for {FRAME}", repr(table), "leave it out")
+        file, content = FRAME, read_frame("table", source, names)
+    else:
+        file, content = Path(source).name, read_columns("table", Path(source), names, table)
+    texts = {name: texts_of("table", file, name, content[name]) for name in content}
+    inputs = encoded("table", file, schema, content, texts)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(key_of_row(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
-        return _Content(file.name, inputs, labels, units)
+        return _Content(file, inputs, labels, units)
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(texts[schema.identifier]):
         key = person_of(text)
-        place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
+        place = f"row {row + 1}, column {schema.identifier!r} of {file}"
         if is_nobody(key):
             remedy = "fill it in, or leave the row out"
             raise expected("table", place, "to identify the unit", repr(key), remedy)
@@ -239,7 +246,7 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
             remedy = "leave the copy out, or set unit to the column that identifies a person"
             raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
         rows.setdefault(key, []).append(row)
-    return _Content(file.name, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+    return _Content(file, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
 
 
 def key_of_row(texts: Sequence[str]) -> str:
@@ -278,12 +285,12 @@ def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) 
     return TensorDataset(inputs, labels)
 
 
-def _classes(schema: Schema, file: Path, texts: Sequence[str]) -> list[int]:
+def _classes(schema: Schema, file: str, texts: Sequence[str]) -> list[int]:
     """Return the class numbers of a column of labels."""
     code = {name: index for index, name in enumerate(schema.classes)}
     for row, text in enumerate(texts, start=1):
         if text not in code:
-            place = f"row {row}, column {schema.label!r} of {file.name}"
+            place = f"row {row}, column {schema.label!r} of {file}"
             remedy = did_you_mean(text, schema.classes, "add it to classes, or leave out rows without a label")
             raise expected("table", place, f"to be one of {', '.join(schema.classes)}", repr(text), remedy)
     return [code[text] for text in texts]

@@ -1,6 +1,7 @@
-"""Read named columns of a table: CSV, Parquet, Arrow, Feather, SQLite, or a folder of Hugging Face datasets.
+"""Read named columns: CSV, Parquet, Arrow, Feather, SQLite, a folder of Hugging Face datasets, or a DataFrame.
 
-`own_table.table` calls `read_columns`. The privacy guarantee does not rest on this file: what it returns is private.
+`own_table.table` calls `read_columns` and `read_frame`; `heads` reads DataFrames with `records_of`. The privacy
+guarantee does not rest on this file: what it returns is private.
 """
 
 import csv
@@ -8,18 +9,58 @@ import importlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 
 Columns = dict[str, list[Any]]
 SUFFIXES = (".csv", ".parquet", ".arrow", ".feather", ".sqlite", ".db")
+FRAME = "the DataFrame"  # in errors, in place of a file's name
 _HF_FILES = ("state.json", "dataset_info.json")
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """A DataFrame of pandas, which is not imported: what is used of it here. `own_table` and `heads` recognize it."""
+
+    @property
+    def columns(self) -> Any: ...
+    @property
+    def iloc(self) -> Any: ...
+    @property
+    def to_numpy(self) -> Any: ...
+
+
+def records_of(frame: Frame) -> list[dict[str, Any]]:
+    """Return the rows of a DataFrame by column name, with None for missing values."""
+    names = [f"{name}" for name in frame.columns]
+    columns = [_values(frame, place) for place in range(len(names))]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(frame: Frame, place: int) -> list[Any]:
+    """Return the values of a column of a DataFrame, with None for missing values."""
+    column = frame.iloc[:, place]
+    return column.astype(object).where(column.notna(), None).tolist()
 
 
 def is_datasets_folder(path: Path) -> bool:
     """Return whether `datasets.Dataset.save_to_disk` wrote a folder. `own_images` also calls it."""
     return all((path / name).is_file() for name in _HF_FILES)
+
+
+def read_frame(function: str, frame: Frame, names: Sequence[str]) -> Columns:
+    """Return the values of each named column of a DataFrame, as `read_columns` does of a file.
+
+    Raises:
+        PrivacyError: the DataFrame lacks a column, has it twice, or has no rows.
+    """
+    present = [f"{name}" for name in frame.columns]
+    _require_single(function, FRAME, names, present)
+    columns = {name: _values(frame, present.index(name)) for name in _required(function, FRAME, names, present)}
+    if not any(columns.values()):
+        raise expected(function, FRAME, "to hold at least 1 row", 0, "give one with rows")
+    return columns
 
 
 def read_columns(function: str, path: Path, names: Sequence[str] | None, table: str | None) -> Columns:
@@ -83,6 +124,12 @@ def _required(function: str, source: str, names: Sequence[str] | None, present: 
     return list(dict.fromkeys(present)) if names is None else names
 
 
+def _require_single(function: str, source: str, names: Sequence[str], present: Sequence[str]) -> None:
+    """Raise PrivacyError for the first column to read whose name a table has twice."""
+    if double := [name for name in present if present.count(name) > 1 and name in names]:
+        raise expected(function, f"the columns of {source}", "to differ", repr(double[0]), "rename one")
+
+
 def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
     """Read a CSV file with a header, in UTF-8; blanks after a comma do not count."""
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -91,8 +138,7 @@ def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
         if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
             got = f"the header {header[0][:60]!r}"
             raise expected(function, path.name, "to be separated by commas", got, "write it with commas")
-        if double := [name for name in header if header.count(name) > 1 and name in (names or ())]:
-            raise expected(function, f"the columns of {path.name}", "to differ", repr(double[0]), "rename one")
+        _require_single(function, path.name, names or (), header)
         names = _required(function, path.name, names, header)
         columns: Columns = {name: [] for name in names}
         places = [(columns[name], header.index(name)) for name in names]

@@ -164,7 +164,8 @@ class Extractor(nn.Module, ABC):
             raise expected(type(self).__name__, "rows", "to have shape (n, ...)", got, remedy)
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
-            raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)
+            got = f"a {type(rows).__name__}"  # no private value
+            raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)

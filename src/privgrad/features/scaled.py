@@ -14,6 +14,8 @@ from privgrad.errors import expected
 from privgrad.features.extractor import Extractor
 from privgrad.features.whitened import unit_rows
 
+_DECLARED = "bounds as declared by the user"  # a source: nothing can check it
+
 
 class Scaled(Extractor):
     """Columns moved from their public bounds to [-1, 1], next to a constant 1, in rows of norm 1.
@@ -22,6 +24,7 @@ class Scaled(Extractor):
 
     Attributes:
         low, high: the bounds of each column, shape (width,), or () for all columns; buffers.
+        source: where the bounds come from. The ledger and statements show it.
     Raises:
         PrivacyError: the bounds are not finite, or a low is not below its high.
     Privacy:
@@ -32,7 +35,7 @@ class Scaled(Extractor):
     block = 4096
 
     def __init__(
-        self, low: float | Sequence[float] | Tensor, high: float | Sequence[float] | Tensor, *, source: str = "no data"
+        self, low: float | Sequence[float] | Tensor, high: float | Sequence[float] | Tensor, *, source: str = _DECLARED
     ) -> None:
         start, end = torch.as_tensor(low).float(), torch.as_tensor(high).float()
         start, end = start + torch.zeros_like(end), end + torch.zeros_like(start)  # of one shape

@@ -8,7 +8,7 @@ PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spen
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,18 @@ from torch.utils.data import TensorDataset
 from privgrad.accounting import Release
 from privgrad.budget import Budget
 from privgrad.data.dataset import NO_LABEL
+from privgrad.data.schema import Schema
 from privgrad.defaults import head_noise_step
 from privgrad.errors import SamplingError, described, expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.heads.head import Head, Target, declared, privacy_of
+from privgrad.heads.head import Head, Target, declared, privacy_of, require_names, require_schema
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.public_bounds import require_public_bound
 from privgrad.schedule import Decay, Schedule
 from privgrad.training import fit
 from privgrad.types import PrivacyUnit
@@ -49,6 +51,8 @@ def fit_head(
     *,
     num_classes: int | None = None,
     bounds: tuple[float, float] | None = None,
+    classes: Sequence[Any] | None = None,
+    schema: Schema | None = None,
     extractor: Extractor | None = None,
     source: str | None = None,
     plan: PrivacyPlan | None = None,
@@ -75,8 +79,10 @@ def fit_head(
         labels: for classes, integers from 0 to num_classes - 1, (n,). For tags, (n, num_classes), 1 for each tag that
             applies; one-hot classes count as tags. For numbers, (n,); numbers outside of `bounds` count as the nearest
             bound. For persons, classes or numbers (n, rows); -100 or NaN for rows that a person does not have.
-        num_classes: the public number of classes or tags. Give this or bounds.
-        bounds: the public smallest and largest number, for regression.
+        num_classes: the public number of classes or tags. Give this, classes or bounds.
+        bounds: the public smallest and largest number, for regression, known without the labels.
+        classes: the public names of the classes or tags 0, 1, ..., such as `DataSet.classes`. `Head.save` writes them.
+        schema: `DataSet.schema`, if the features are codes of a table. The head then takes rows by column name.
         extractor: made the features, and is saved with the head.
         source: where the constants of the features come from, without an extractor: "no data", say. Recorded.
         plan: the privacy plan. Give it, or the next three numbers.
@@ -108,7 +114,11 @@ def fit_head(
         Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
     """
     rows, given = _tensor("features", features), _tensor("labels", labels)
-    target = _target(rows, given, num_classes, bounds)
+    count = len(classes) if num_classes is None and classes is not None else num_classes
+    target = _target(rows, given, count, bounds)
+    require_names("fit_head", target, classes)
+    if extractor is None:
+        require_schema("fit_head", schema, rows.shape[-1])
     _require_rows(rows)
     unit = _unit(rows, privacy_unit, plan)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
@@ -150,7 +160,8 @@ def fit_head(
             "give another folder to train on other rows",
             stacklevel=2,
         )
-    return Head(model, target, extractor, privacy=privacy_of(plan, result.ledger), result=result)
+    facts = privacy_of(plan, result.ledger)
+    return Head(model, target, extractor, privacy=facts, classes=classes, schema=schema, result=result)
 
 
 def _tensor(name: str, values: object) -> Tensor:
@@ -190,8 +201,9 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
         raise expected("fit_head", "features", condition, got, "give the features, such as extractor(rows)")
     if (num_classes is None) == (bounds is None):
-        got = f"num_classes {num_classes} and bounds {bounds}"
-        raise expected("fit_head", "num_classes or bounds", "to be given, not both", got, "give one of the two")
+        name, got = "exactly one of num_classes and bounds", f"num_classes={num_classes} and bounds={bounds}"
+        remedy = "give num_classes or classes, or for numbers bounds"
+        raise expected("fit_head", name, "to be given", got, remedy)
     is_tags = num_classes is not None and rows.ndim == labels.ndim == 2 and (num_classes == 1 or labels.shape[1] != 1)
     shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
     if tuple(labels.shape) != shape:
@@ -205,7 +217,11 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         low, high = bounds
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
-        return Target("number", 1, float(low), float(high))
+        target = Target("number", 1, float(low), float(high))
+        numbers = torch.where(labels.isnan(), target.middle, labels.double()).reshape(len(labels), -1)
+        require_public_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
+        require_public_bound("fit_head", "the high of bounds", torch.tensor(target.high), numbers)
+        return target
     assert num_classes is not None
     require_integer("fit_head", "num_classes", num_classes, 1 if is_tags else 2)
     if is_tags:
@@ -280,9 +296,10 @@ def _plan(
 def _origin(extractor: Extractor | None, source: str | None) -> str:
     """Return the source of the features, for the ledger."""
     if (extractor is None) == (source is None):
-        got = None if extractor is None else f"{type(extractor).__name__} and {source!r}"
+        given = extractor if extractor is None else f"a {type(extractor).__name__}"
+        name, got = "exactly one of extractor and source", f"extractor={given} and source={source!r}"
         remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", "extractor or source", "to be given, not both", got, remedy)
+        raise expected("fit_head", name, "to be given", got, remedy)
     if extractor is None:
         return f"features: {source}"
     return declared(extractor)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data.dataset import NO_LABEL
+from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.table_codes import declaration_of, is_rows, require_codes, row_codes, width_of
 from privgrad.errors import PrivacyError, described, expected
@@ -37,7 +38,7 @@ _MOST_TAGS = 5  # that `predict` returns
 _FORMAT = 1  # of head.json
 _FACTS, _WEIGHTS, _TEXT, _EXTRACTOR = "head.json", "weights.safetensors", "statement.txt", "extractor"
 Row = Mapping[str, Any]  # of a table, by column name
-Rows = Tensor | np.ndarray[Any, Any] | Sequence[str] | Row | Sequence[Row]
+Rows = Tensor | np.ndarray[Any, Any] | Sequence[str] | Row | Sequence[Row] | Frame
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,8 @@ class Head(nn.Module):
         model: a UnitLinear, from features to outputs.
         extractor: from raw rows to features; None if the rows are features.
         target: see Target.
-        classes: the public names of the classes or tags 0, 1, ..., for `save`; None if they are unknown. Set it after
-            `fit_head`.
-        schema: of the table of the training, `DataSet.schema`, for rows by column name; None for other data. Set it
-            after `fit_head`.
+        classes: the public names of the classes or tags 0, 1, ..., for `save`; None if they are unknown.
+        schema: of the table of the training, `DataSet.schema`, for rows by column name; None for other data.
         image_shape: (channels, height, width) of all images, a public number; `predict` refuses others. None if it is
             not declared. Set it after `fit_head`.
         privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features. `epsilon`
@@ -159,8 +158,9 @@ class Head(nn.Module):
 
         Args:
             rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
-                extractor, features of shape (n, width). With a schema also a list of n dicts by column name, or one
-                dict; they are encoded as `data.table` encodes a file, and other columns are not read.
+                extractor, features of shape (n, width). With a schema also a list of n dicts by column name, one dict,
+                or a DataFrame of pandas; they are encoded as `data.table` encodes a file, and other columns are not
+                read. Without a schema, a DataFrame counts as the array of its numbers.
         Raises:
             PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
@@ -172,17 +172,20 @@ class Head(nn.Module):
 
     def _checked(self, rows: Rows) -> Tensor:
         """Return the outputs for rows, as `forward` describes them."""
+        if isinstance(rows, Frame):
+            numbers: np.ndarray[Any, Any] = rows.to_numpy()
+            rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
         if self.image_shape is not None and not isinstance(rows, Tensor | np.ndarray):
             condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))})"
             remedy = "read each file by privgrad.data.read_image, and give torch.stack of the images"
             raise expected("Head", "rows", condition, described(rows), remedy)
         if isinstance(rows, str):
-            raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
+            raise expected("Head", "rows", "to be a list of texts", "a str", "give [text]")
         given: Any = rows
         if is_rows(given):
             given = self.encode(given)
         if not hasattr(given, "__len__"):
-            raise expected("Head", "rows", "to be a tensor, an array or a list", described(given), "give list(rows)")
+            raise expected("Head", "rows", "to be a tensor, an array or a list", _kind(given), "give list(rows)")
         made: list[Tensor] = []
         for start in range(0, len(given), _BLOCK):
             features = self._features(given[start : start + _BLOCK], start)
@@ -198,7 +201,7 @@ class Head(nn.Module):
             PrivacyError: the head has no schema, or a row lacks a column or has a value that is not declared.
         """
         if self.schema is None:
-            remedy = "set head.schema = data.schema after fit_head, with data of privgrad.data.table, and save it again"
+            remedy = "give fit_head schema=data.schema, with data of privgrad.data.table, or set head.schema to it"
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
 
@@ -207,7 +210,7 @@ class Head(nn.Module):
         if self.schema is not None and self.extractor is None:
             width = self.model.linear.in_features
             if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[-1] != width:
-                got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
+                got = _kind(rows)
                 remedy = "give head.encode(rows) of rows by column name"
                 raise expected("Head", "the example of an export", f"to be codes of shape (n, {width})", got, remedy)
         return self.model(rows if self.extractor is None else self.extractor(rows))
@@ -223,11 +226,11 @@ class Head(nn.Module):
             rows = self.extractor(rows, first=start)
         width = self.model.linear.in_features
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
-            got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
+            got = _kind(rows)
             if self.extractor is None:
                 remedy = "give those of the training"
                 if self.schema is not None:
-                    remedy = 'give a list of dicts by column name; of a pandas table, rows.to_dict("records")'
+                    remedy = "give a list of dicts by column name, or a DataFrame"
                 elif isinstance(rows, Tensor) and rows.shape == (width,):
                     remedy = "for one row, give row[None]"
                 raise expected("Head", "rows", f"to be features of shape (n, {width})", got, remedy)
@@ -285,13 +288,9 @@ class Head(nn.Module):
         if said is None and (place / _TEXT).exists():
             remedy = "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", "a head of unknown training", remedy)
-        if self.classes is not None and len(self.classes) != self.target.outputs:
-            condition, got = f"to be {self.target.outputs} names", f"{len(self.classes)} names"
-            raise expected("Head.save", "classes", condition, got, "set head.classes to a name for each number")
-        width = self.model.linear.in_features
-        if self.schema is not None and self.extractor is None and width_of(self.schema) != width:
-            condition, remedy = f"to have {width} codes, as in training", "set head.schema to that of the training"
-            raise expected("Head.save", "schema", condition, width_of(self.schema), remedy)
+        require_names("Head.save", self.target, self.classes)
+        if self.extractor is None:
+            require_schema("Head.save", self.schema, self.model.linear.in_features)
         weight = self.model.linear.weight.detach().cpu().contiguous()
         facts = {
             "format": _FORMAT,
@@ -350,6 +349,20 @@ class Head(nn.Module):
         return cls(model, target, extractor, privacy=facts["privacy"], schema=schema, **own)
 
 
+def require_names(function: str, target: Target, classes: Sequence[Any] | None) -> None:
+    """Raise PrivacyError unless there is a name for each output, if there are names. `fitting` also calls it."""
+    if classes is not None and len(classes) != target.outputs:
+        condition, got = f"to be {target.outputs} names", f"{len(classes)} names"
+        raise expected(function, "classes", condition, got, "give a name for each number, in their order")
+
+
+def require_schema(function: str, schema: Schema | None, width: int) -> None:
+    """Raise PrivacyError unless features can be the codes of a schema, if there is one. `fitting` also calls it."""
+    if schema is not None and width_of(schema) != width:
+        condition, remedy = f"to have {width} codes, as in training", "give the schema of the training's table"
+        raise expected(function, "schema", condition, width_of(schema), remedy)
+
+
 def declared(extractor: Extractor) -> str:
     """Return the source of an extractor's constants, with its digest, for the ledger.
 
@@ -366,6 +379,11 @@ def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
     facts = public_facts(ledger) | ({} if ledger.commitment is None else {"budget": ledger.budget})
     return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+
+
+def _kind(rows: object) -> str:
+    """Return the shape or the type of rows, for errors, which show no private value."""
+    return f"{tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
 
 
 def _is_saved(place: Path) -> bool:
