@@ -106,7 +106,8 @@ UNFAIR = """## What is unfair
 - **privgrad without features** trains the network of Opacus' example on images, with the batch size and the number of
   steps of a recipe of ours.
 - **privgrad stores calibrations of the noise** in a cache, so most of its times do not include one.
-- **diffprivlib promises more.** Its delta is 0. The others may fail with probability delta.
+- **diffprivlib promises more.** Its delta is 0. With the others, any outcome is at most e^epsilon times as likely with
+  a person's data as without, plus delta.
 - **DP-EBM and diffprivlib are for tables.** They do not apply to images or texts.
 - **The recipe for Adult counts 24,000 people**, a public number. The other libraries count the 24,421 rows, so they
   need a little less noise.

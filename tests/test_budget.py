@@ -59,6 +59,7 @@ def test_one_commitment_is_accounted_by_pld_and_several_by_the_filter(tmp_path: 
     assert again.commitments == budget.commitments
     assert [one.by for one in again.commitments][1] == "Ada"
     assert len(again.commitments[0].date) == 10
+    assert repr(again) == f"Budget({str(budget.path)!r}, total_epsilon=3.0, delta=0.001)"
     assert (again.total_epsilon, again.delta, again.num_examples, again.privacy_unit) == (3.0, 1e-3, 32, "example")
 
 

@@ -33,6 +33,9 @@ def test_one_layer_gets_the_linear_rule():
     # Softmax from zero: |x| times the norm of (1/3 - 1, 1/3, 1/3); 0.3 of it, to one digit.
     assert found.plan.max_grad_norm == pytest.approx(float(f"{0.3 * 2 * (2 / 3) ** 0.5:.1g}"))
     assert found.plan.noise_multiplier == make_plan().noise_multiplier
+    assert "0.06 / 2 (1)." in str(found)
+    bare = pg.suggest(nn.Linear(6, 3), make_plan(), public_batch=rows)
+    assert "0.06 / 2 (of the model)." in str(bare)
 
 
 def test_a_network_gets_the_rule_of_its_largest_inputs():

@@ -11,6 +11,7 @@ from torch import nn
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad import diagnostics
+from privgrad.diagnostics.gradient_stats import verdict
 from privgrad.diagnostics.released_stats import released_verdict
 from privgrad.gradient.engines.vmap import per_sample_gradients
 
@@ -260,6 +261,10 @@ def test_released_statistics_agree_with_those_from_before_the_noise():
 def test_the_verdict_of_released_statistics(clip_fraction: float, signal_to_noise: float, words: str):
     found = {"clip_fraction": clip_fraction, "signal_to_noise": signal_to_noise, "noise_share": 0.5}
     assert words in released_verdict(found)
+    if words != "no noise":  # one advice for the same numbers from before the noise
+        raw = {"raw_clip_fraction": clip_fraction, "raw_signal_to_noise": signal_to_noise, "raw_kept": 0.3}
+        said = words if math.isfinite(clip_fraction) else "No example"
+        assert said in verdict(raw | {"noise_share": 0.5})
 
 
 def test_the_verdict_knows_a_c_that_moves_and_the_noise_of_the_share():

@@ -219,6 +219,29 @@ def test_items_that_cannot_be_had_or_batched_are_refused(data: Any, got: str):
             next(plan.batches(data))
 
 
+ROWS: dict[str, Any] = {
+    "example['input_ids']": {"input_ids": [1, 2, 3], "labels": 1},
+    "example[0]": ([0.5, 1.5], 1),
+    "example['text']['spans'][0]": {"text": {"spans": [[1, 2], [3, 4]]}},
+    "example['words']": {"words": [], "labels": 1},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_lists_of_numbers_in_an_example_are_refused(name: str):
+    """default_collate would turn the batch by ninety degrees, and drop an empty list."""
+    match = rf"expected {re.escape(name)} to be a tensor or a number, got a list of \d numbers; turn "
+    with pytest.raises(pg.SamplingError, match=match):
+        next(make_plan().batches([ROWS[name]] * 32))
+
+
+def test_rows_of_tensors_and_numbers_in_lists_are_data():
+    rows = [[torch.zeros(2), 1, [torch.ones(1), 0.5]]] * 32
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32)
+    inputs, labels, (more, numbers) = next(plan.batches(rows)).examples
+    assert [tuple(tensor.shape) for tensor in (inputs, labels, more, numbers)] == [(32, 2), (32,), (32, 1), (32,)]
+
+
 # Files
 
 

@@ -419,7 +419,7 @@ def test_plans_for_users(monkeypatch: pytest.MonkeyPatch):
     with pytest.warns(UserWarning, match=r"above 1 / num_users = 0\.1: .*one whole user"):
         plan_for(10, delta=0.5)
     for both in ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}):
-        with pytest.raises(pg.PrivacyError, match="target_epsilon or noise_multiplier to be given"):
+        with pytest.raises(pg.PrivacyError, match="exactly one of target_epsilon and noise_multiplier to be given"):
             plan_for(10, **{"noise_multiplier": None} | both)
 
 

@@ -201,6 +201,18 @@ def test_a_batch_larger_than_the_data_is_refused_by_the_name_that_was_typed():
         pg.PrivacyPlan.for_users(num_users=10, expected_cohort_size=11, rounds=3, max_update_norm=1.0, **numbers)
 
 
+@pytest.mark.parametrize("steps", [2344.0, 2343.75, 0])
+def test_steps_that_are_no_whole_number_are_refused_by_the_function_that_was_called(steps: Any):
+    numbers: dict[str, Any] = {"max_grad_norm": 1.0, "num_examples": 60_000, "expected_batch_size": 512}
+    for sampling in ("poisson", "truncated"):
+        with pytest.raises(pg.PrivacyError, match=f"^for_budget: expected steps to be an integer >= 1, got {steps};"):
+            pg.PrivacyPlan.for_budget(
+                target_epsilon=2.0, delta=1e-5, steps=steps, sampling=sampling, max_batch_size=700, **numbers
+            )
+    with pytest.raises(pg.PrivacyError, match=f"^PrivacyPlan: expected steps to be an integer >= 1, got {steps};"):
+        make_plan(steps=steps)
+
+
 def test_exactly_the_plans_steps_and_any_start():
     plan = make_plan(steps=7, seed=1)
     whole = list(plan.batches(make_data()))

@@ -470,6 +470,19 @@ def test_seeded_noise_belongs_to_the_draw_and_not_to_the_process(tmp_path: Path)
     assert again.ledger.releases == plan.steps
 
 
+def test_what_is_printed_is_one_line_without_private_numbers():
+    plan, data = make_plan(), make_data()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    batch = first_batch(plan, data)
+    assert repr(batch) == "Batch(one example has shape ((5,), ()), step=0)"
+    held = replace(batch, examples={"x": data.tensors[0], "more": [data.tensors[1], "a"]})
+    assert repr(held) == "Batch(one example has shape {'x': (5,), 'more': [(), 'str']}, step=0)"
+    released = private_grad(batch)
+    assert repr(released).count("NoisyGradient") == 1
+    numbers = "noise_multiplier=1.0, max_grad_norm=1.0"
+    assert repr(private_grad) == f"PrivateGradient(Sequential, {numbers}, step 1 of 10)"
+
+
 def test_numbers_of_numpy_become_plain(tmp_path: Path):
     """Neither a ledger nor a checkpoint could hold them."""
     plan = make_plan(noise_multiplier=np.float64(1.0), expected_batch_size=np.int64(8), max_grad_norm=np.float32(0.5))

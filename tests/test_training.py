@@ -16,6 +16,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,6 +349,28 @@ def test_a_run_that_lost_every_step_does_not_pass_for_a_trained_one(tmp_path: Pa
     stop_after(20, monkeypatch, tmp_path, seed=None)
     with pytest.raises(pg.BudgetExceededError, match="none of their results saved"):
         run(tmp_path, seed=None, steps=20)
+
+
+def test_a_second_training_on_a_ledger_without_a_folder_is_told_to_take_its_own():
+    ledger = pg.Ledger()
+    for _ in range(2):
+        model, plan = make_model(), make_plan(steps=2)
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+        if ledger.releases == 0:
+            pg.fit(private_grad, optimizer, make_data(), progress=False)
+        else:
+            with pytest.raises(pg.BudgetExceededError, match=r"saved; give this training a ledger of its own .*Budget"):
+                pg.fit(private_grad, optimizer, make_data(), progress=False)
+
+
+def test_a_curve_holds_plain_numbers():
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        return {"tensor": next(model.parameters()).mean(), "numpy": np.float32(0.5), "plain": 1}
+
+    _, result = run(None, steps=2, evaluate=evaluate)
+    assert [type(value) for value in list(result.curve[-1].values())[2:]] == [float, float, int]
+    json.dumps(result.curve)
 
 
 def test_a_second_call_without_a_folder_says_that_the_training_is_complete():

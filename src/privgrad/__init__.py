@@ -1,4 +1,4 @@
-"""Differentially private training for PyTorch that corrects the bias in private gradients."""
+"""Differentially private training for PyTorch, with optimizers corrected for the privacy noise."""
 
 import sys
 

@@ -97,6 +97,9 @@ class Budget:
                 remedy = f"set privacy_unit = {unit!r} if one row holds all data of a {unit}; {remedy}"
             raise expected("Budget", ", ".join(differing), condition, got, remedy)
 
+    def __repr__(self) -> str:
+        return f"Budget({str(self.path)!r}, total_epsilon={self.total_epsilon}, delta={self.delta})"
+
     @property
     def total_epsilon(self) -> float:
         """The cap."""

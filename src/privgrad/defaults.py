@@ -137,8 +137,10 @@ def suggest(
     inputs, is_linear = {name: norm for name, (norm, _) in norms.items()}, len(norms) == matrices == 1
     if is_linear:
         (name, norm), *_ = inputs.items()
-        step, decay = _LINEAR / norm, Schedule("constant")
-        why = f"One layer is trained. Noise moves its outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({name})."
+        step, decay, whose = _LINEAR / norm, Schedule("constant"), name or "of the model"
+        why = (
+            f"One layer is trained. Noise moves its outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
+        )
     else:
         name = max(norms, key=lambda key: norms[key][0] * norms[key][1] ** _PLACES)
         norm, places = norms[name]

@@ -138,6 +138,7 @@ class PrivacyPlan(PlanBase):
             sampling="fixed" the noise is calibrated as if batches were Poisson samples. The epsilon is then a label,
             not a guarantee.
         """
+        require_integer("for_budget", "steps", steps, 1)
         require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
         require_integer("for_budget", "num_examples", num_examples, 1)
         require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)

@@ -257,8 +257,9 @@ def require_user_numbers(
     """
     if (target_epsilon is None) == (noise_multiplier is None):
         got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
-        remedy = "give exactly one of the two"
-        raise expected("for_users", "target_epsilon or noise_multiplier", "to be given, not both", got, remedy)
+        remedy = "give one of the two, and leave the other out"
+        name = "exactly one of target_epsilon and noise_multiplier"
+        raise expected("for_users", name, "to be given", got, remedy)
     require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
     require_integer("for_users", "num_users", num_users, 1)
     require_integer("for_users", "rounds", rounds, 1)

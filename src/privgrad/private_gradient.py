@@ -288,6 +288,10 @@ class PrivateGradient:
         self.raw_nonfinite_examples = 0
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()
 
+    def __repr__(self) -> str:
+        numbers = f"noise_multiplier={self._plan.noise_multiplier}, max_grad_norm={self.max_grad_norm}"
+        return f"PrivateGradient({type(self._model).__name__}, {numbers}, step {self._step} of {self._plan.steps})"
+
     @property
     def ledger(self) -> Ledger:
         """The record of all releases."""
@@ -469,7 +473,7 @@ class PrivateGradient:
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
-        tensors = processes.shard_like(gradient, trainable(self._model))
+        tensors = dict(processes.shard_like(gradient, trainable(self._model)))
         return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from numbers import Real
 from operator import itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -95,9 +96,11 @@ def default_collated(items: list[Any]) -> Any:
     """Collate items by torch's default_collate.
 
     Raises:
-        SamplingError: default_collate cannot turn the items into tensors, or they differ in form (`require_alike`).
+        SamplingError: default_collate cannot turn the items into tensors, an item holds a list of numbers, or they
+            differ in form (`require_alike`).
     """
     require_alike("plan.batches", items, SamplingError)
+    _refuse_lists("example", items[0])
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
@@ -107,6 +110,24 @@ def default_collated(items: list[Any]) -> Any:
         raise expected(
             "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
         ) from error
+
+
+def _refuse_lists(path: str, example: Any) -> None:
+    """Raise SamplingError if a part of an example is a list of numbers.
+
+    default_collate would return one tensor for each place in the list, in place of one row for each example.
+    """
+    if isinstance(example, Mapping):
+        parts = list(cast("Mapping[object, Any]", example).items())
+    else:
+        parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
+    for key, part in parts:
+        name = f"{path}[{key!r}]"
+        if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
+            remedy = f"turn {name} into a tensor in the data set, for instance by torch.tensor"
+            got = f"a list of {len(cast('list[object]', part))} numbers"
+            raise expected("plan.batches", name, "to be a tensor or a number", got, remedy, SamplingError)
+        _refuse_lists(name, part)
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:

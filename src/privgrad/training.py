@@ -311,9 +311,12 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradien
     if own := sorted({"step", "epsilon"} & measured.keys()):
         remedy = "choose another name: fit gives these two itself"
         raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own), remedy)
-    # A checkpoint can hold plain numbers, but no numpy numbers.
+    # A checkpoint can hold plain numbers, but no numpy numbers, and JSON no tensors either.
     plain: dict[str, Any] = {
-        name: value.item() if isinstance(value, np.generic) else value for name, value in measured.items()
+        name: value.item()
+        if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        else value
+        for name, value in cast("Mapping[str, Any]", measured).items()
     }
     epsilon = None if private_grad.plan.delta is None else private_grad.epsilon(steps=step)
     return {"step": step, "epsilon": epsilon, **plain}

@@ -126,6 +126,9 @@ class TrainingRun:
             if lost == 0:
                 got = f"all {spent} taken by private_grad before this call"
                 remedy = "use the model as it is, or make a plan with more steps, at a higher epsilon"
+            elif self.checkpoint is None:
+                remedy = "give this training a ledger of its own and add up both epsilons and both deltas; "
+                remedy += "a pg.Budget caps both together"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         if lost > 0:
             reason = "charged steps had no checkpoint, and stay spent"

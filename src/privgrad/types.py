@@ -84,6 +84,14 @@ class Batch:
     size: int
     sampling: Sampling
 
+    def __repr__(self) -> str:
+        """Return the form of one example and the step. The examples and their number are private."""
+
+        def form(leaf: Any) -> Any:
+            return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+        return f"Batch(one example has shape {tree_map(form, self.examples)}, step={self.sampling.step})"
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch with its tensors on a device. Users call it.
 

@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Differentially private training for PyTorch that corrects the bias in private gradients.",
+    help="Differentially private training for PyTorch, with optimizers corrected for the privacy noise.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

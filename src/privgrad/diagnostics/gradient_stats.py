@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from privgrad.diagnostics.moments import watch_from
+from privgrad.diagnostics.released_stats import advice
 from privgrad.private_gradient import PrivateGradient, RawStep
 
 
@@ -128,15 +129,7 @@ def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown")
             else "there is no noise."
         ),
     ]
-    noisy, clipped = found["raw_signal_to_noise"] < 1, found["raw_kept"] < 0.5
-    if noisy and found["raw_clip_fraction"] < 0.1:
-        sentences.append("Noise hurts, and the bound is loose: try a smaller max_grad_norm.")
-    elif noisy:
-        sentences.append("Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters.")
-    elif clipped:
-        sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")
-    else:
-        sentences.append("Neither dominates.")
+    sentences.append(advice(found["raw_signal_to_noise"], found["raw_clip_fraction"]))
     if found["noise_share"] > 0.5 and second_moment != "none":
         sentences.append(f"{min(found['noise_share'], 1.0):.0%} {_OF_NOISE[second_moment]}")
     return " ".join(sentences)

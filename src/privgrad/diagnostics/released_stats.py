@@ -121,13 +121,26 @@ def released_verdict(found: Mapping[str, float]) -> str:
     if math.isinf(ratio):
         return " ".join([*sentences, "There is no noise, so nothing of this is private."])
     sentences.append(f"The signal is about {ratio:.2g} times as long as the noise.")
+    return " ".join([*sentences, advice(ratio, clipped, doubt, moved=moved)])
+
+
+def advice(ratio: float, clipped: float, doubt: float = 0.0, *, moved: bool = False) -> str:
+    """Return whether noise or clipping hurts, and the remedy. `gradient_stats` calls it too.
+
+    At a fixed noise step, a smaller C loses nothing until nearly all gradients are clipped (docs/tuning.md). So this
+    does not count how much of their length is left.
+
+    Args:
+        ratio: the length of the signal over that of the noise.
+        clipped: the share of gradients that clipping shortened; nan if it is unknown.
+        doubt: the largest error of this share that its noise explains.
+        moved: whether C changed during the training.
+    """
     if ratio >= 1 and clipped - doubt > 0.95:
         larger = "an adaptive_clip that clips fewer gradients" if moved else "a larger max_grad_norm"
-        sentences.append(f"Clipping hurts more than noise: try {larger}.")
-    elif ratio < 1 and clipped + doubt < 0.1 and not moved:
-        sentences.append("Noise hurts, and the bound is loose: try a smaller max_grad_norm, or clip.TargetFraction().")
-    elif ratio < 1:
-        sentences.append("Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters.")
-    else:
-        sentences.append("Neither dominates.")
-    return " ".join(sentences)
+        return f"Noise does not dominate, and nearly all gradients are clipped: on unequal classes, try {larger}."
+    if ratio < 1 and clipped + doubt < 0.1 and not moved:
+        return "Noise hurts, and the bound is loose: try a smaller max_grad_norm, or clip.TargetFraction()."
+    if ratio < 1:
+        return "Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters."
+    return "Neither dominates."

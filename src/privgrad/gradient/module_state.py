@@ -58,7 +58,9 @@ def require_losses(losses: object, size: int) -> Tensor:
     if not isinstance(losses, Tensor) or losses.shape != (size,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
-        raise expected("loss_fn", "losses", f"of shape ({size},)", got, remedy)
+        if isinstance(losses, Tensor) and losses.dim() == 0:
+            remedy = "return one loss per example: set reduction='none', and take no mean or sum over dimension 0"
+        raise expected("loss_fn", "losses", f"of shape ({size},), one loss for each of {size} examples", got, remedy)
     return losses
 
 

@@ -52,7 +52,7 @@ class Moments(Preconditioner):
             raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
         if eps is not None and noise_eps is not None:
             got, remedy = f"eps {eps} and noise_eps {noise_eps}", "leave one of the two out"
-            raise expected(name, "eps or noise_eps", "to be given, not both", got, remedy)
+            raise expected(name, "at most one of eps and noise_eps", "to be given", got, remedy)
         if eps is None and eps_inside:
             remedy = "give eps, in squared gradient units, or leave eps_inside out"
             raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside, remedy)

@@ -273,7 +273,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Return the one of lr and noise_step that is given, or None; raise PrivacyError for both."""
         if lr is not None and noise_step is not None:
             got, remedy = f"lr {_number(lr)} and noise_step {noise_step}", "leave one of the two out"
-            raise expected(type(self).__name__, "lr or noise_step", "to be given, not both", got, remedy)
+            raise expected(type(self).__name__, "at most one of lr and noise_step", "to be given", got, remedy)
         if noise_step is None:
             return lr
         require_nonnegative(type(self).__name__, "noise_step", noise_step, "give the noise step of a weight, 0.01 say")

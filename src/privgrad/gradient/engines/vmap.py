@@ -8,6 +8,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from privgrad.gradient.randomness import find_randomness, random_state, without_
 from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
+_SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
 
@@ -210,10 +212,12 @@ def per_sample_gradients(
             )
             for index in range(count_examples(examples))
         ]
-    warnings.warn(
-        "vmap cannot batch this model; its gradients are computed one by one, which is slow",
-        stacklevel=2,
-    )
+    if model not in _SLOW:
+        _SLOW.add(model)
+        warnings.warn(
+            "vmap cannot batch this model; its gradients are computed one by one, which is slow",
+            stacklevel=2,
+        )
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
 
