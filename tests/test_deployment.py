@@ -27,10 +27,7 @@ from privgrad.heads import Head
 from privgrad.models.convolutional import cnn_small
 from privgrad.statement import statement
 
-pytestmark = [
-    pytest.mark.usefixtures("by_rdp"),
-    pytest.mark.filterwarnings("ignore:the model was trained before"),  # on purpose: test_lineage.py expects it
-]
+pytestmark = pytest.mark.usefixtures("by_rdp")
 RAW = 0.123456789  # what `evaluate` says about private examples
 
 PLAN = {

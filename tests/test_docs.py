@@ -43,7 +43,6 @@ def test_what_the_pages_take_as_given_is_still_in_them():
     assert all(any(line.startswith(start) for line in lines) for start in NOT_RUN)
 
 
-@pytest.mark.filterwarnings("ignore:the model was trained before")  # by an earlier block of the page
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Optimal order is the largest alpha")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:'pin_memory' argument is set as true")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers", "ignore:`isinstance.treespec")

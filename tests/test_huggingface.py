@@ -1168,7 +1168,6 @@ def trained_in_phases(folder: Path, **second: Any) -> PrivateTrainer:
     return trainer  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-@pytest.mark.filterwarnings("ignore:the model was trained before")
 def test_a_card_counts_every_private_training_of_the_model(tmp_path: Path):
     trainer = trained_in_phases(tmp_path, delta=5e-4)
     card = ModelCard.load(tmp_path / "saved" / "README.md")
@@ -1188,7 +1187,6 @@ def test_merged_adapters_keep_their_training(tmp_path: Path):
     assert pg.ledgers_of(model.merge_and_unload()) == [trainer.private_grad.ledger]
 
 
-@pytest.mark.filterwarnings("ignore:the model was trained before")
 def test_a_card_has_no_epsilon_if_trainings_cannot_be_counted_together(tmp_path: Path):
     trained_in_phases(tmp_path, privacy_unit="user")
     card = ModelCard.load(tmp_path / "saved" / "README.md")

@@ -20,8 +20,6 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.validation import configuration
 from privgrad.rounding import rounded_up
 
-pytestmark = pytest.mark.filterwarnings("ignore:the model was trained before")  # on purpose: one test expects it
-
 
 def train(model: nn.Module, folder: Path | None = None, *, steps: int = 2, **changed: Any) -> pg.FitResult:
     private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=steps, delta=1e-3, **changed))
