@@ -96,11 +96,11 @@ def scales_of_the_private_batch(patch: Patch) -> None:
 
 def as_if_ideal(update: Callable[..., None]) -> Callable[..., None]:
     def wrong(self: Moments, time: int, raw_mean: Any) -> None:
-        public, self._gradient = self._gradient, None
+        public, self.public = self.public, None
         try:
             update(self, time, raw_mean)
         finally:
-            self._gradient = public
+            self.public = public
 
     return wrong
 
