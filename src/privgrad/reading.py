@@ -125,8 +125,9 @@ def _refuse_lists(path: str, example: Any) -> None:
         name = f"{path}[{key!r}]"
         if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
             remedy = f"turn {name} into a tensor in the data set, for instance by torch.tensor"
-            got = f"a list of {len(cast('list[object]', part))} numbers"
-            raise expected("plan.batches", name, "to be a tensor or a number", got, remedy, SamplingError)
+            raise expected(
+                "plan.batches", name, "to be a tensor or a number", "a list of numbers", remedy, SamplingError
+            )
         _refuse_lists(name, part)
 
 

@@ -12,9 +12,10 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, composition, ledger_file, lineage, plan_numbers, training_run
+from privgrad import accounting, checkpoint, composition, ledger_file, lineage, plan_numbers, shared_rows, training_run
 from privgrad.accounting import Release
-from privgrad.lineage import Lineage
+from privgrad.ledger import Ledger
+from privgrad.lineage import Lineage, warn_if_trained
 
 
 def edited(module: Any, name: str, **changed: Any) -> Callable[[Patch], None]:
@@ -406,6 +407,22 @@ WEIGHTS = [
         "test_deployment.test_a_model_that_was_trained_twice_is_stated_with_both_trainings",
         {"how": "an average in folders"},
         guard="model to have the weights of",  # those of the checkpoint of the first training
+    ),
+    Mutant(
+        "a second training of a model in silence",
+        lambda patch: everywhere(patch, warn_if_trained, lambda model, ledger: None),
+        "test_lineage.test_a_second_training_that_its_ledger_does_not_count_gets_a_warning",
+    ),
+    Mutant(
+        "steps that were added after a look at results, unsaid",
+        lambda patch: patch.setattr(Ledger, "planned_steps", ()),
+        "test_statement.test_the_statement_says_what_must_not_follow_from_results",
+    ),
+    Mutant(
+        "public examples that are the private ones",
+        lambda patch: everywhere(patch, shared_rows.share_rows, lambda one, other: False),
+        "test_shared_rows.test_fit_refuses_public_examples_that_are_the_private_ones",
+        {"holder": "the optimizer"},
     ),
     Mutant(
         "a record that is known by its path alone",
