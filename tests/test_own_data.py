@@ -300,6 +300,17 @@ def test_a_wrong_file_is_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")  # of values out of the range
+@pytest.mark.parametrize("declared", [{"range": [0, 198.765]}, {"range": [-3.1416, 100]}, {"edges": [0, 50, 198.765]}])
+def test_a_range_that_ends_at_a_value_of_one_row_is_refused(tmp_path: Path, declared: dict[str, Any]):
+    aged = visits()
+    aged[7]["age"], aged[9]["age"] = 198.765, -3.1416
+    columns = number(**({"range": None, "bins": None} if "edges" in declared else {}), **declared)
+    with pytest.raises(pg.PrivacyError, match=r"table: expected the (low|high) of columns.age to be public, got the"):
+        load_table(write_csv(tmp_path / "visits.csv", aged), BY_ROW | {"columns": columns})
+    load_table(write_csv(tmp_path / "others.csv", visits()), BY_ROW | {"columns": columns})
+
+
 def test_a_shuffled_copy_is_no_test_file_and_equal_rows_of_a_small_table_are(tmp_path: Path):
     write_csv(tmp_path / "a.csv", ROWS)
     write_csv(tmp_path / "b.csv", ROWS[::-1])

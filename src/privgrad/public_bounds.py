@@ -1,7 +1,7 @@
 """The check that finds a bound which was copied from the private data.
 
-`releases`, `heads` and `estimators` call it. The privacy guarantee rests on bounds that are known without the data. It
-does not rest on this file, which finds a common mistake only.
+`releases`, `heads`, `estimators` and `data.table` call it. The privacy guarantee rests on bounds that are known without
+the data. It does not rest on this file, which finds a common mistake only.
 """
 
 from torch import Tensor

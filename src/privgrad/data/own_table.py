@@ -18,11 +18,13 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import FRAME, Frame, read_columns, read_frame
-from privgrad.data.schema import Schema, Where, schema_of
+from privgrad.data.schema import Schema, Where, number_of, schema_of
 from privgrad.data.sources import PathLike, Positive
 from privgrad.data.table_codes import encoded, texts_of, width_of
 from privgrad.data.units import is_nobody, person_of
 from privgrad.errors import described, did_you_mean, expected
+from privgrad.features import Bins
+from privgrad.public_bounds import require_public_bound
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
@@ -231,6 +233,7 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
         file, content = Path(source).name, read_columns("table", Path(source), names, table)
     texts = {name: texts_of("table", file, name, content[name]) for name in content}
     inputs = encoded("table", file, schema, content, texts)
+    _require_public_ranges(schema, content)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(key_of_row(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
@@ -247,6 +250,16 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
             raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
         rows.setdefault(key, []).append(row)
     return _Content(file, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+
+
+def _require_public_ranges(schema: Schema, content: Mapping[str, Sequence[Any]]) -> None:
+    """Raise PrivacyError for a range that ends at an extreme of its column: a saved head holds the range."""
+    for name, kind in schema.columns.items():
+        if isinstance(kind, Bins):
+            numbers = torch.tensor([number_of(value) for value in content[name]], dtype=torch.float64)
+            for end, of in ((0, "low"), (-1, "high")):
+                bound, rows = torch.tensor(float(kind.edges[end])), numbers[~numbers.isnan(), None]
+                require_public_bound("table", f"the {of} of columns.{name}", bound, rows, is_low=end == 0)
 
 
 def key_of_row(texts: Sequence[str]) -> str:
