@@ -6,7 +6,6 @@ key that nobody knows. It does not rest on the rest of this file, which runs wor
 """
 
 import pickle
-import random
 import signal
 import threading
 import traceback
@@ -30,8 +29,8 @@ from torch.utils.data import (
 )
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
+from privgrad.global_streams import numpy_and_python_kept, set_states
 from privgrad.reading import Collate, default_collated, item, require_rows, summary
-from privgrad.rng import mersenne_words, torch_state
 from privgrad.types import Batch, Sampling, map_examples
 
 
@@ -184,16 +183,13 @@ def _unchanged(batch: Any) -> Any:
 @contextmanager
 def _keyed(key: bytes) -> Generator[None]:
     """Give the global random numbers of torch (on the CPU), numpy and Python states from a key, and restore them."""
-    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    try:
-        torch.default_generator.set_state(torch_state(key))
-        np.random.set_state(("MT19937", mersenne_words(key, "numpy"), 624, 0, 0.0))
-        random.setstate((before[2][0], (*mersenne_words(key, "Python").tolist(), 624), None))
-        yield
-    finally:
-        torch.default_generator.set_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+    before = torch.default_generator.get_state()
+    with numpy_and_python_kept():
+        try:
+            set_states(key)
+            yield
+        finally:
+            torch.default_generator.set_state(before)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def mersenne_words(key: bytes, name: str) -> np.ndarray:
     """Return a whole state of a Mersenne Twister from a key of 32 secret bytes: shape (624,), uint32.
 
     torch (on the CPU), numpy and Python draw from this algorithm. torch keeps 32 bits of a seed, few enough to try them
-    all. `gradient.secret_draws` and `loading` call it, for draws of the model and for augmentation.
+    all. `global_streams` calls it, for draws of the model and for augmentation.
 
     Args:
         key: for one use only.

@@ -778,8 +778,9 @@ def test_an_operation_under_vmap_is_that_of_each_example(name: str):
 
 @pytest.mark.filterwarnings("error:There is a performance drop")
 def test_weight_norm_is_computed_for_all_examples_at_once():
+    inputs = floats(4, 3), floats(4, 1)
     with Mended(several=True):
-        torch.func.vmap(weight_norm)(floats(4, 3), floats(4, 1))
+        torch.func.vmap(weight_norm)(*inputs)
 
 
 def test_the_second_derivative_of_weight_norm_is_that_of_its_first():

@@ -1,5 +1,6 @@
 """What the forward pass draws is secret, and what it leaves behind is undone."""
 
+import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,17 +89,69 @@ def test_a_key_gives_each_librarys_generator_its_whole_state():
     assert len(np.unique(words)) == 6 * 624
 
 
+def states() -> tuple[bytes, bytes, object]:
+    """The states of the global generators of torch, numpy and Python."""
+    return torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
+
+
 def test_the_forward_pass_of_a_step_has_the_state_of_its_key():
-    """No seed of 32 bits leads to it."""
-    model, states = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), list[bytes]()
+    """No seed of 32 bits leads to it. numpy and Python draw from states of the key, too."""
+    model, met = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), list[tuple[bytes, bytes, object]]()
     plan = make_plan(seed=0)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     batch = first_batch(plan, make_data())
-    model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state().numpy().tobytes()))
+
+    def meet(*_: Any) -> None:
+        met.append(states())
+        np.random.rand()
+        random.random()
+
+    model.register_forward_pre_hook(meet)
     private_grad(batch)
     step_key = private_grad._dropout_stream.uint64(0, 5).tobytes()
     key = Stream(step_key[:32]).uint64(0, 4).tobytes()
-    assert torch_state(key).numpy().tobytes() in states
+    of_numpy = ("MT19937", mersenne_words(key, "numpy"), 624, 0, 0.0)
+    of_python = (3, (*mersenne_words(key, "Python").tolist(), 624), None)
+    assert (torch_state(key).numpy().tobytes(), pickle.dumps(of_numpy), of_python) in met
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("normals", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_a_step_neither_follows_nor_changes_the_random_numbers_of_numpy_and_python(normals: int, engine: Any):
+    """numpy draws normals in pairs, and keeps the second one for its next call."""
+    plan, drawn = make_plan(sample_rate=0.5, expected_batch_size=16), list[tuple[float, float]]()
+    model = nn.Linear(5, 3)
+    private_grad, batches = pg.PrivateGradient(model, loss_fn, plan, engine=engine), plan.batches(make_data())
+    model.register_forward_pre_hook(lambda *_: drawn.append((np.random.randn(), random.gauss(0, 1))))
+    for _ in range(4):
+        private_grad(next(batches))
+    before, after = list[Any](), list[Any]()
+    for _ in range(2):  # steps without a check, whose draws are those of the gradient
+        random.seed(0)
+        np.random.seed(0)
+        before = [(np.random.randn(), random.gauss(0, 1)) for _ in range(normals)]
+        kept = states()
+        private_grad(next(batches))
+        assert states() == kept
+        after.append(drawn[-1])
+        assert drawn[-1] != (np.random.randn(), random.gauss(0, 1))
+    assert len({*before, *after}) == normals + 2
+
+
+def test_a_generator_that_a_program_gives_to_numpy_is_left_in_place():
+    chosen, before = np.random.PCG64(0), get_bit_generator()
+    state = np.random.get_state(legacy=False)
+    try:
+        set_bit_generator(chosen)
+        np.random.randn()
+        kept, plan = np.random.get_state(legacy=False), make_plan()
+        pg.PrivateGradient(nn.Linear(5, 3), loss_fn, plan)(first_batch(plan, make_data()))
+        assert get_bit_generator() is chosen
+        assert np.random.get_state(legacy=False) == kept
+    finally:
+        set_bit_generator(before)
+        np.random.set_state(state)
 
 
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
@@ -249,12 +303,109 @@ def _features_of_a_seed_apart(x: Tensor) -> Tensor:
         return torch.cos(x @ torch.randn(5, 8))
 
 
-@pytest.mark.parametrize("function", [_features_of_a_seed, _features_of_a_seed_apart])
-def test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row(function: Any):
-    plan = make_plan(seed=0)
-    private_grad = pg.PrivateGradient(Forward(function, 8), loss_fn, plan, engine="vmap")
+def test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row():
+    """Also where the checks of the first batch have not seen them."""
+    engine = Vmap(Forward(_features_of_a_seed_apart, 8), loss_fn)
     with pytest.raises(pg.UnsupportedModuleError, match=r"not to come from a fixed seed.*keep it as a buffer"):
+        engine(make_data()[:])
+    with pytest.raises(pg.PrivacyError, match=r"random draws to follow.*got a torch\.Generator"):
+        Vmap(Forward(_features_of_a_seed, 8), loss_fn)(make_data()[:])
+
+
+_HELD = torch.Generator().manual_seed(0)
+
+
+def _fixed_apart(size: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.rand(size)
+
+
+def _fixed_among_others(size: int) -> Tensor:
+    torch.rand(())
+    return _fixed_apart(size)
+
+
+def _fixed_state(size: int) -> Tensor:
+    before = torch.get_rng_state()
+    torch.set_rng_state(_STATE)
+    drawn = torch.rand(size)
+    torch.set_rng_state(before)
+    return drawn
+
+
+def _fixed_numpy(size: int) -> Tensor:
+    np.random.seed(0)
+    return torch.from_numpy(np.random.rand(size))
+
+
+def _fixed_python(size: int) -> Tensor:
+    random.seed(0)
+    return torch.tensor([random.random() for _ in range(size)])
+
+
+_STATE = torch.get_rng_state()
+FIXED: dict[str, Callable[[int], Tensor]] = {
+    "a new generator": lambda size: torch.rand(size, generator=torch.Generator().manual_seed(0)),
+    "a generator that is held": lambda size: torch.rand(size, generator=_HELD),
+    "a generator in place": lambda size: torch.empty(size).uniform_(generator=_HELD),
+    "a generator by position": lambda size: torch.poisson(torch.full((size,), 0.01), _HELD),
+    "an initialization": lambda size: nn.init.uniform_(torch.empty(size), generator=_HELD),
+    "seeded apart": _fixed_apart,
+    "seeded among others": _fixed_among_others,
+    "a state": _fixed_state,
+    "numpy": _fixed_numpy,
+    "Python": _fixed_python,
+}
+
+
+def _mirrors(drawn: Callable[[int], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """Return a loss that mirrors a thousandth of the rows, which no comparison of values finds."""
+
+    def mirrored(model: nn.Module, batch: Any) -> Tensor:
+        x, target = batch
+        return loss_fn(model, (torch.where(drawn(len(x))[:, None] < 1e-3, -x, x), target))
+
+    return mirrored
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("name", FIXED)
+def test_numbers_that_anyone_can_compute_are_refused_for_each_row(name: str, engine: Any):
+    """One more example would give other numbers to all others, which are known."""
+    plan = make_plan(seed=0)
+    private_grad = pg.PrivateGradient(nn.Linear(5, 3), _mirrors(FIXED[name]), plan, engine=engine)
+    with pytest.raises(pg.PrivacyError, match=r"random draws to follow.*leave torch\.manual_seed out"):
         private_grad(first_batch(plan, make_data()))
+
+
+def _shared_by_numpy(x: Tensor) -> Tensor:
+    """As BigBird chooses its random blocks in training."""
+    np.random.seed(0)
+    return x[:, np.random.permutation(5)]
+
+
+ACCEPTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "numpy's for all": _shared_by_numpy,
+    "torch's global generator": lambda x: x + 0 * torch.randn(x.shape, generator=torch.default_generator),
+    "dropout": nn.Dropout(0.5),
+}
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_secret_draws_and_permutations_that_all_examples_share_are_accepted(name: str, engine: Any):
+    plan = make_plan(seed=0)
+    pg.PrivateGradient(Forward(ACCEPTED[name]), loss_fn, plan, engine=engine)(first_batch(plan, make_data()))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "Python"])
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_vmap_gives_each_example_numbers_of_its_own_from_numpy_and_python(draw: Callable[[], float]):
+    """The examples that are computed at once would share them, and one more example moves another to the next part."""
+    rows = Vmap(Forward(lambda x: x * draw()), loss_fn)((torch.ones(6, 5), torch.zeros(6, dtype=torch.int64)))
+    assert len({float(norm) for norm in rows["last.weight"].norms()}) == 6
 
 
 def test_features_of_a_seed_are_the_same_for_all_examples_in_the_fast_engine_and_as_a_buffer():

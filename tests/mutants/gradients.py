@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import private_gradient
+from privgrad import global_streams, private_gradient, rng
 from privgrad.gradient import batching, clipping, module_state, randomness, secret_draws
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
@@ -410,6 +410,10 @@ def short_state(key: bytes) -> Tensor:
     return torch.Generator().manual_seed(int.from_bytes(key[:8])).get_state()
 
 
+def only_torchs_state(key: bytes, **_: Any) -> None:
+    torch.default_generator.set_state(rng.torch_state(key))
+
+
 def unchecked(*functions: Any, in_training: bool = True) -> Callable[[Patch], None]:
     """Without some checks; in_training is that of what mixes in training mode only."""
 
@@ -726,8 +730,20 @@ GRADIENTS = [
     ),
     Mutant(
         "dropout from a seed of 32 bits",
-        lambda patch: patch.setattr(secret_draws, "torch_state", short_state),
+        lambda patch: patch.setattr(global_streams, "torch_state", short_state),
         "test_secret_draws.test_the_forward_pass_of_a_step_has_the_state_of_its_key",
+    ),
+    Mutant(
+        "draws of numpy and Python from the program's own states",
+        lambda patch: patch.setattr(secret_draws, "set_states", only_torchs_state),
+        "test_secret_draws.test_a_step_neither_follows_nor_changes_the_random_numbers_of_numpy_and_python",
+        {"normals": 0, "engine": "factored"},
+    ),
+    Mutant(
+        "draws from a generator with a fixed seed",
+        lambda patch: everywhere(patch, batching.refuse_own_generators, lambda *_: None),
+        "test_secret_draws.test_numbers_that_anyone_can_compute_are_refused_for_each_row",
+        {"name": "a new generator", "engine": "vmap"},
     ),
     Mutant(
         "masks of dropout from 31 bits",
@@ -745,7 +761,6 @@ GRADIENTS = [
         "numbers of a fixed seed drawn for each row",
         lambda patch: everywhere(patch, vmap._require_equal_alone, lambda *_: None),
         "test_secret_draws.test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row",
-        lambda module: {"function": module._features_of_a_seed},
     ),
     Mutant(
         "raw gradients left on the parameters",

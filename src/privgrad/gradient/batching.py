@@ -6,7 +6,7 @@ also uses `Mended` by itself. The privacy guarantee rests on this file, except `
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from privgrad.errors import PrivacyError, expected
+
 
 class Mended(TorchFunctionMode):
     """A mode in which the operations of `_MENDED` keep examples apart under vmap; torch calls it for each operation.
@@ -26,7 +28,8 @@ class Mended(TorchFunctionMode):
         several: whether several examples are computed at once. Operations on memory and hooks are then refused.
     Privacy:
         The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
-        example. tests/contract/test_batching.py compares the rules with a loop over examples.
+        example. tests/contract/test_batching.py compares the rules with a loop over examples. torch gives each example
+        another draw from a generator of the model's own, whose numbers are known: such draws are refused.
     """
 
     def __init__(self, *, several: bool) -> None:
@@ -36,6 +39,7 @@ class Mended(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._several and func in OF_ALL:
             raise RuntimeError(f"{func.__name__} reaches all examples under vmap")
+        refuse_own_generators(args, kwargs or {})
         mended = _MENDED.get(func)
         return (func if mended is None else mended)(*args, **(kwargs or {}))
 
@@ -63,6 +67,34 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
+
+
+def refuse_own_generators(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a torch function draws from a generator other than torch's global ones.
+
+    Only the global ones have secret states. `Mended` and `randomness` call it for each function.
+
+    Args:
+        args: the arguments of the function.
+        kwargs: its arguments by name.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator) and value not in _global_generators():
+            raise known_draws("a torch.Generator")
+
+
+def _global_generators() -> tuple[torch.Generator, ...]:
+    """Return torch's global generators, on the CPU and on CUDA devices."""
+    return torch.default_generator, *torch.cuda.default_generators
+
+
+def known_draws(got: str) -> PrivacyError:
+    """Return the error for a forward pass whose random numbers can be known. `randomness` calls it too."""
+    remedy = (
+        "leave torch.manual_seed out of the forward pass and of loss_fn, and generators and the seeds of numpy and "
+        "Python too; draw what all examples share once, in __init__, and keep it as a buffer"
+    )
+    return expected("loss_fn", "random draws", "to follow torch's global random stream", got, remedy)
 
 
 @contextmanager

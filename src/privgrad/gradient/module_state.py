@@ -8,6 +8,7 @@ does not rest on the other functions.
 """
 
 import operator
+import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from privgrad.errors import expected
+from privgrad.global_streams import numpy_and_python_kept
 from privgrad.types import LossFunction
 
 _CONTAINERS = (dict, list, set, deque)
@@ -113,7 +115,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def seeded(seed: int) -> Generator[None]:
-    """Seed torch's global random streams, and restore their states afterwards.
+    """Seed the global random streams of torch, numpy and Python, and restore their states afterwards.
 
     The checks of `validation`, `randomness`, `probes` and `engines.self_check` call it, so that equal examples give
     equal results. `public_gradient` and the transforms of `PrivateGradient` call it for draws that depend on no private
@@ -122,21 +124,27 @@ def seeded(seed: int) -> Generator[None]:
     with streams_kept():
         # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
         (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         yield
 
 
 @contextmanager
 def streams_kept() -> Generator[None]:
-    """Restore the states of torch's global random streams afterwards. `seeded` and `secret_draws` call it."""
-    if torch.accelerator.is_available():
-        with torch.random.fork_rng():
+    """Restore the states of the global random streams of torch, numpy and Python afterwards.
+
+    `seeded` and `secret_draws` call it.
+    """
+    with numpy_and_python_kept():
+        if torch.accelerator.is_available():
+            with torch.random.fork_rng():
+                yield
+            return
+        state = torch.default_generator.get_state()
+        try:
             yield
-        return
-    state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
+        finally:
+            torch.default_generator.set_state(state)
 
 
 @contextmanager

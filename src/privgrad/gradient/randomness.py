@@ -5,7 +5,8 @@ checks of `validation` and `engines.factored` use this file. The privacy guarant
 that is disabled with the draws is not checked.
 """
 
-from collections.abc import Generator, Iterable
+import operator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.global_streams import numpy_and_python_states
+from privgrad.gradient.batching import known_draws, refuse_own_generators
 from privgrad.gradient.module_state import evaluating, seeded
 from privgrad.gradient.probes import losses_on_copies
-from privgrad.types import LossFunction
+from privgrad.types import LossFunction, map_examples
 
 # The random draws of a forward pass: none; dropout only; or others, such as noise or skipped layers.
 Randomness = Literal["none", "dropout", "other"]
@@ -33,32 +35,32 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 
 
 def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
-    """Raise PrivacyError if the forward pass seeds random draws itself.
+    """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own.
 
     The draws would be known, and would follow an example's place in the batch. So one example more would give others
-    another mask of dropout, which anyone can compute. Under two seeds, no function with dropout may meet one state, and
-    no function in a layer that has a rate of dropout.
+    another mask of dropout, which anyone can compute. Under two seeds, no function that draws may meet one state.
+
+    Seeds of numpy and Python are refused if the number of draws depends on the number of examples. BigBird draws
+    under such a seed what all examples share.
     """
-    states = list[set[bytes]]()
-    for seed in (0, 1):
-        with _Dropout(off=False) as dropout, dropout.within(_dropping(model)), seeded(seed):
-            before = random_state()
-            losses_on_copies(model, loss_fn, few, seed=None)
-            end = random_state()
-        if dropout.called and torch.equal(before, end):
-            raise _seeds("dropout that leaves the random stream as it was")
-        states.append({*dropout.states, _bytes(end)})
-    if set.intersection(*states):
-        raise _seeds("the same random state after different ones")
+    (states, others), (other_states, same) = (_met(model, loss_fn, few, seed) for seed in (0, 1))
+    if states & other_states:
+        raise known_draws("the same random state after different ones")
+    if any(map(operator.eq, others, same)):
+        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), 1)
+        if any(one == other != third for one, other, third in zip(others, same, more, strict=True)):
+            raise known_draws("numbers of numpy or Python under a fixed seed")
 
 
-def _seeds(got: str) -> PrivacyError:
-    """Return the error for a forward pass that seeds its draws."""
-    remedy = (
-        "leave torch.manual_seed out of the forward pass and of loss_fn; draw what all examples share once, in "
-        "__init__, and keep it as a buffer"
-    )
-    return expected("loss_fn", "random draws", "to follow torch's global random stream", got, remedy)
+def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any]]:
+    """Return torch's random states that functions with draws meet under a seed, and the last states of the others."""
+    with _Dropout(off=False) as dropout, seeded(seed):
+        before = _torch_state()
+        losses_on_copies(model, loss_fn, examples, seed=None)
+        end, others = _torch_state(), numpy_and_python_states()
+    if dropout.called and torch.equal(before, end):
+        raise known_draws("draws that leave the random stream as it was")
+    return {*dropout.states, _bytes(end)}, others
 
 
 @contextmanager
@@ -82,30 +84,13 @@ class _Dropout(TorchFunctionMode):
         off: whether they return their input.
     Attributes:
         met: whether there is dropout: a layer of the model has a rate, or such a function was called.
-        called: whether a function was called that drops a part of its input.
-        states: of torch's random streams, at each call of a function that may drop a part of its input.
+        called: whether a function was called that drops a part of its input, or draws random numbers.
+        states: of torch's random streams, at each call of a function that draws or may drop a part of its input.
     """
 
     def __init__(self, *, off: bool) -> None:
         super().__init__()
         self._off, self.met, self.called, self.states = off, False, False, set[bytes]()
-        self._inside = 0  # layers that may drop by functions of any kind
-
-    @contextmanager
-    def within(self, layers: Iterable[nn.Module]) -> Generator[None]:
-        """Keep the states at all functions that these layers call."""
-
-        def enter(*_: Any) -> None:
-            self._inside += 1
-
-        def leave(*_: Any) -> None:
-            self._inside -= 1
-
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(layer.register_forward_pre_hook(enter).remove)
-                stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
-            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function, with its dropout off or not; torch calls this for each function under the mode."""
@@ -127,9 +112,16 @@ class _Dropout(TorchFunctionMode):
             if self._off:
                 args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
                 options |= {} if len(args) > place else {name: off}
-        if (drops or self._inside) and not self._off:
-            self.states.add(_bytes(random_state()))
-        return func(*args, **options)
+        if self._off:
+            return func(*args, **options)
+        refuse_own_generators(args, options)
+        before = _torch_state()
+        result = func(*args, **options)
+        draws = not torch.equal(before, _torch_state())
+        self.called = self.called or draws
+        if draws or drops:
+            self.states.add(_bytes(before))
+        return result
 
 
 _DROPOUTS: set[Any] = {
@@ -176,6 +168,12 @@ def _dropping(model: nn.Module) -> dict[nn.Module, dict[str, float]]:
 
 
 def random_state() -> Tensor:
+    """Return the states of the random streams of torch, numpy and Python, as bytes."""
+    others = bytearray(repr(numpy_and_python_states()).encode())
+    return torch.cat([_torch_state(), torch.frombuffer(others, dtype=torch.uint8)])
+
+
+def _torch_state() -> Tensor:
     """Return the states of torch's random streams, on the CPU and on CUDA devices."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():

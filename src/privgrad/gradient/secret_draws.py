@@ -2,7 +2,7 @@
 
 A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
 masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
-whole secret state, of 19,968 bits. `PrivateGradient` calls it.
+whole secret state, of 19,968 bits, and so do the global generators of numpy and Python. `PrivateGradient` calls it.
 
 The privacy guarantee rests on this file wherever the forward pass draws random numbers. On a GPU, torch's generator has
 a seed of 63 secret bits.
@@ -16,32 +16,34 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from privgrad.global_streams import numpy_and_python_states, set_states
 from privgrad.gradient.module_state import streams_kept
-from privgrad.rng import device_seed, torch_state
+from privgrad.rng import device_seed
 
 
 class SecretDraws:
-    """Computations under a secret state of torch's random streams.
+    """Computations under a secret state of the random streams of torch, numpy and Python.
 
     Privacy:
         Two of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
-        numbers. They are replaced if the model draws at all, which shows in the state after a computation.
+        numbers. They are replaced if the model draws at all, which shows in the state after a computation. In the same
+        way, numpy and Python get secret states if the model draws from them.
     """
 
     def __init__(self) -> None:
-        self._draws = False
+        self._draws = self._draws_elsewhere = False
 
     def attempts(self, key: bytes) -> Generator[AbstractContextManager[object]]:
         """Yield contexts in which to compute the same, one after the other. The last result is the one to use.
 
-        There are two only if the model draws for the first time.
+        There is more than one only if the model draws for the first time.
 
         Args:
             key: 32 secret bytes, for this computation only.
         """
-        drew_before = self._draws
-        yield self._under(key)
-        if self._draws != drew_before:
+        before = None
+        while before != (self._draws, self._draws_elsewhere):
+            before = self._draws, self._draws_elsewhere
             yield self._under(key)
 
     @contextmanager
@@ -50,10 +52,11 @@ class SecretDraws:
         with streams_kept(), _Wide() if self._draws else nullcontext():
             if torch.accelerator.is_available():
                 torch.manual_seed(device_seed(key))
-            torch.default_generator.set_state(torch_state(key))
-            before = torch.get_rng_state()
+            set_states(key, of_all=self._draws_elsewhere)
+            before, elsewhere = torch.get_rng_state(), numpy_and_python_states()
             yield
             self._draws = self._draws or not torch.equal(torch.get_rng_state(), before)
+            self._draws_elsewhere = self._draws_elsewhere or numpy_and_python_states() != elsewhere
 
 
 class _Wide(TorchDispatchMode):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.global_streams import numpy_and_python_states
 from privgrad.gradient.batching import batched, differentiable
 from privgrad.gradient.engines.check_schedule import CheckSchedule
 from privgrad.gradient.engines.refusals import buffers_written, refused
@@ -166,7 +167,8 @@ def per_sample_gradients(
     """Compute the gradient of each example's own loss, by the reference engine.
 
     Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one). It uses vmap over
-    examples; if the model has an operation that vmap cannot batch, it computes one example after the other.
+    examples; if the model has an operation that vmap cannot batch, or draws from numpy's or Python's random numbers, it
+    computes one example after the other.
 
     Args:
         model: any module. Its parameters and buffers are read, never written; see `preserved` for other state.
@@ -191,12 +193,15 @@ def per_sample_gradients(
     bound, moves = BoundLoss(model, loss_fn), dict(along or {})
     with differentiable(twice=exact):
         try:
+            before = numpy_and_python_states()
             with preserved(model):
                 of_one = _gradient_of_one(bound, rest, exact)
                 rows = batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
             # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.
             _require_unwritten([name for name, copy in buffers.items() if copy._version])
-            return rows
+            if numpy_and_python_states() == before:
+                return rows
+            del rows  # all rows share the numbers of numpy and Python, and which rows are at once depends on the batch
         except PrivacyError:
             raise
         except Exception:
