@@ -471,6 +471,11 @@ def copies_gone_before_the_backward_pass(patch: Patch) -> None:
     everywhere(patch, real, wrong)
 
 
+def losses_as_they_are(patch: Patch) -> None:
+    for compare in (checks.require_apart, checks.require_same_losses_in_half):
+        everywhere(patch, compare, compare.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+
+
 NOT_ALONE = "to match the gradients of single examples, got a difference"
 CLIPPING = [
     Mutant(
@@ -944,5 +949,11 @@ GRADIENTS = [
         lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
         "test_left_behind.test_a_buffer_that_another_object_holds_is_refused",
         {"width": 4, "engine": "factored"},
+    ),
+    Mutant(
+        "losses in half precision compared in it alone",
+        losses_as_they_are,
+        "test_half_losses.test_a_dependence_that_half_precision_hides_is_refused",
+        lambda module: {"way": "bfloat16", "kind": module.Centered},
     ),
 ]

@@ -1,6 +1,6 @@
 """Losses and gradients of a few examples, computed on copies of a model's parameters.
 
-`validation` and `randomness` try a model and a loss with them.
+`validation` and `randomness` try a model and a loss with them. `validation` compares losses `in_float32_too`.
 `engines.self_check` compares the fast engine's results with `gradients`. `engines.factored` chooses examples with
 `few_of` and `places_of`, and repeats failed checks with `doubled`. PrivateGradient calls `gradients` for the raw mean
 of parts that are NOT private.
@@ -9,13 +9,16 @@ The privacy guarantee rests on this file: a wrong result could hide a model that
 examples may stay in the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from privgrad.gradient.batching import differentiable
 from privgrad.gradient.module_state import (
@@ -29,6 +32,7 @@ from privgrad.types import LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
 
+_HALF = frozenset({torch.float16, torch.bfloat16})
 
 T = TypeVar("T")
 
@@ -130,6 +134,78 @@ class _FromLosses(BoundLoss):
 
     def forward(self, examples: Any) -> Any:
         return self.result(require_losses(super().forward(examples), count_examples(examples)))
+
+
+def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
+    """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences.
+
+    Then autocast is off, copies replace parameters, buffers and examples in half precision, and what asks for half
+    precision gets float32. A loss that fails in this way, or still meets half precision, is compared as it is only.
+
+    Args:
+        compare: (model, loss_fn, examples, ...) -> None, with the tolerance of the losses' own dtype.
+    """
+
+    @wraps(compare)
+    def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any) -> None:
+        with _Precision() as met:
+            compare(model, loss_fn, examples, *args)
+        if not met.half:
+            return
+        wide = _Precision(widened_on=next(model.parameters()).device.type)
+
+        def widened(model: nn.Module, examples: Any) -> Tensor:
+            own = {f"model.{name}": x.float() for name, x in _tensors(model) if _is_half(x)}
+            examples = map_examples(lambda leaf: leaf.float() if _is_half(leaf) else leaf, examples)
+            with wide:
+                return functional_call(BoundLoss(model, loss_fn), own, (examples,))
+
+        try:
+            losses_on_copies(model, widened, examples)
+        except Exception:  # for instance a loss that accepts half precision only
+            return
+        if not wide.half:
+            compare(model, widened, examples, *args)
+
+    return compared
+
+
+class _Precision(TorchFunctionMode):
+    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function.
+
+    Args:
+        widened_on: the type of the device on which autocast is off, and float32 replaces the half-precision dtypes that
+            functions are given; None: nothing changes.
+    Attributes:
+        half: whether some function took or returned a tensor in half precision.
+    """
+
+    def __init__(self, *, widened_on: str | None = None) -> None:
+        super().__init__()
+        self._device, self.half = widened_on, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs: tuple[Any, Any] = args, kwargs or {}
+        if self._device is None:
+            result = func(*inputs[0], **inputs[1])
+        else:
+            inputs = tree_map_only(torch.dtype, lambda dtype: torch.float32 if dtype in _HALF else dtype, inputs)
+            func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
+            with torch.autocast(self._device, enabled=False):
+                result = func(*inputs[0], **inputs[1])
+        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves((inputs, result)))
+        return result
+
+
+def _is_half(x: Tensor) -> bool:
+    """Return whether a tensor has floating-point numbers of less than 32 bits."""
+    return x.is_floating_point() and x.itemsize < 4
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def gradients(

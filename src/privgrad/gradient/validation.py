@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes, refusing_in_place
 from privgrad.gradient.module_state import named_modules, own_parameters, seeded, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, losses_on_copies
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -277,6 +277,7 @@ def _serial(value: object) -> int:
     return known[1]
 
 
+@in_float32_too
 def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
     size = count_examples(few)
@@ -306,6 +307,7 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
                 raise _depends("a loss that changes with the number of examples")
 
 
+@in_float32_too
 def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the losses of a batch's first half change when the second half is removed or replaced.
 
