@@ -493,7 +493,8 @@ class PrivateGradient:
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
         if batch.size > 0 and found not in self._checked:
-            check_loss(self._model, self._loss_fn, batch.examples)
+            with parameters_kept(self._model):
+                check_loss(self._model, self._loss_fn, batch.examples)
             self._engine.check_again()
             self._checked.add(found)
 

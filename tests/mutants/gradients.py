@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import global_streams, private_gradient, rng
-from privgrad.gradient import batching, clipping, module_state, randomness, secret_draws
+from privgrad.gradient import batching, clipping, module_state, probes, randomness, secret_draws
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
 from privgrad.gradient.engines import (
@@ -464,6 +464,20 @@ def nothing_undone(patch: Patch) -> None:
 
 def contents_left(patch: Patch) -> None:
     patch.setattr(module_state, "restore", lambda *_: False)
+
+
+def copies_gone_before_the_backward_pass(patch: Patch) -> None:
+    real = probes.from_losses
+
+    def wrong(model: nn.Module, loss_fn: Any, examples: Any, result: Any, *given: Any, **options: Any) -> Any:
+        return result(real(model, loss_fn, examples, lambda losses: losses, *given, **options))
+
+    everywhere(patch, real, wrong)
+
+
+def losses_as_they_are(patch: Patch) -> None:
+    for compare in (checks.require_apart, checks.require_same_losses_in_half):
+        everywhere(patch, compare, compare.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 NOT_ALONE = "to match the gradients of single examples, got a difference"
@@ -932,5 +946,29 @@ GRADIENTS = [
         contents_left,
         "test_attacks.test_nothing_private_stays_in_what_containers_hold",
         {"way": "a tuple", "engine": "factored"},
+    ),
+    Mutant(
+        "a backward pass of a check that writes to the model",
+        copies_gone_before_the_backward_pass,
+        "test_left_behind.test_an_attribute_set_by_a_part_that_is_computed_again_is_undone",
+        {"engine": "factored"},
+    ),
+    Mutant(
+        "a buffer written in the backward pass unnoticed",
+        lambda patch: patch.setattr(capture.Capture, "__exit__", lambda self, *_: self._stack.close()),
+        "test_left_behind.test_a_buffer_written_in_the_backward_pass_is_refused_and_keeps_its_value",
+        {"way": "tensor hook", "engine": "factored"},
+    ),
+    Mutant(
+        "a buffer written through another object unnoticed",
+        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        "test_left_behind.test_a_buffer_that_another_object_holds_is_refused",
+        {"width": 4, "engine": "factored"},
+    ),
+    Mutant(
+        "losses in half precision compared in it alone",
+        losses_as_they_are,
+        "test_half_losses.test_a_dependence_that_half_precision_hides_is_refused",
+        lambda module: {"way": "bfloat16", "kind": module.Centered},
     ),
 ]

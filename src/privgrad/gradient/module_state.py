@@ -166,7 +166,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
     """Give parameters these values, and put their own tensors back afterwards, also after an exception.
 
-    `perturb` calls it for a point that all examples share, and `probes` for a point that may depend on one example.
+    `perturb` calls it for a point that all examples share.
     """
     before = {parameter: parameter.data for parameter in values}
     try:
@@ -180,10 +180,11 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 
 @contextmanager
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
-    """Undo the changes that a forward pass makes to the modules, and warn about them.
+    """Undo the changes that a forward or backward pass makes to the modules, and warn about them.
 
     It restores attributes that were set, containers that were filled, and tensors and numpy arrays that were written
-    to, in attributes and in containers at any depth. `probes` and both engines call it around each forward pass.
+    to, in attributes and in containers at any depth. It also restores the `.grad` of these tensors. `probes` and both
+    engines call it around each pass.
 
     Args:
         model: the module; its submodules are included.
@@ -200,13 +201,21 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         for path, module in named_modules(model, path)
     ]
     copies: dict[int, Tensor] = {}
-    for _, now, attributes, _, _ in before:
+    leaves = list[Tensor]()
+    for _, now, attributes, _, values in before:
         for name, value in attributes.items():
             if type(value) not in _SIMPLE and isinstance(value, Tensor):
                 now[name] = copies[id(value)] = value.clone()
+                leaves.append(value)
+        leaves += [value for _, value, _ in values if isinstance(value, Tensor)]
+    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
+    for leaf, _ in grads:
+        leaf.grad = None
     try:
         yield
     finally:
+        for leaf, held in grads:
+            leaf.grad = held
         changed: list[str] = []
         for path, now, attributes, contents, values in before:
             names = list[str]()

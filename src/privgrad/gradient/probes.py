@@ -1,26 +1,29 @@
 """Losses and gradients of a few examples, computed on copies of a model's parameters.
 
-`validation` and `randomness` try a model and a loss with them. `engines.self_check` compares the fast engine's results
-with `gradients`. `engines.factored` chooses examples with `few_of` and `places_of`, and repeats failed checks with
-`doubled`. PrivateGradient calls `gradients` for the raw mean of parts that are NOT private.
+`validation` and `randomness` try a model and a loss with them. `validation` compares losses `in_float32_too`.
+`engines.self_check` compares the fast engine's results with `gradients`. `engines.factored` chooses examples with
+`few_of` and `places_of`, and repeats failed checks with `doubled`. PrivateGradient calls `gradients` for the raw mean
+of parts that are NOT private.
 
 The privacy guarantee rests on this file: a wrong result could hide a model that mixes examples, and no value of the
 examples may stay in the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, cast
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from privgrad.gradient.batching import differentiable
 from privgrad.gradient.module_state import (
     BoundLoss,
     preserved,
-    replaced,
     require_losses,
     seeded,
     trainable,
@@ -28,6 +31,10 @@ from privgrad.gradient.module_state import (
 from privgrad.types import LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+T = TypeVar("T")
 
 
 def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
@@ -70,7 +77,6 @@ def losses_on_copies(
     parameters: Mapping[str, Tensor] | None = None,
     *,
     seed: int | None = 0,
-    copied: bool = True,
 ) -> Tensor:
     """Return the losses, computed with copies of parameters and buffers.
 
@@ -80,6 +86,32 @@ def losses_on_copies(
         examples: as in `gradients`.
         parameters: tensors that replace some parameters, by name.
         seed: the seed of the random draws; None continues torch's random streams.
+    """
+    return from_losses(model, loss_fn, examples, lambda losses: losses, parameters, seed=seed)
+
+
+def from_losses(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    result: Callable[[Tensor], T],
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    seed: int | None = 0,
+    copied: bool = True,
+) -> T:
+    """Return a function of the losses, while the copies of parameters and buffers are still in the modules.
+
+    A backward pass may run code of the modules: hooks, an autograd.Function or a part that is computed again. It
+    therefore belongs in `result`. `validation.check_loss` and `gradients` call it.
+
+    Args:
+        model: as in `gradients`.
+        loss_fn: as in `gradients`.
+        examples: as in `gradients`.
+        result: the function of the losses.
+        parameters: as in `losses_on_copies`.
+        seed: as in `losses_on_copies`.
         copied: as in `gradients`.
     """
     given = parameters or {}
@@ -90,8 +122,90 @@ def losses_on_copies(
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(model), torch.compiler.set_stance("force_eager"):
-        losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
-    return require_losses(losses, count_examples(examples))
+        return cast(T, functional_call(_FromLosses(model, loss_fn, result), state, (examples,)))
+
+
+class _FromLosses(BoundLoss):
+    """A module that computes a function of the losses; `from_losses` calls it, through torch's functional_call."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, result: Callable[[Tensor], Any]) -> None:
+        super().__init__(model, loss_fn)
+        self.result = result
+
+    def forward(self, examples: Any) -> Any:
+        return self.result(require_losses(super().forward(examples), count_examples(examples)))
+
+
+def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
+    """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences.
+
+    Then autocast is off, copies replace parameters, buffers and examples in half precision, and what asks for half
+    precision gets float32. A loss that fails in this way, or still meets half precision, is compared as it is only.
+
+    Args:
+        compare: (model, loss_fn, examples, ...) -> None, with the tolerance of the losses' own dtype.
+    """
+
+    @wraps(compare)
+    def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any) -> None:
+        with _Precision() as met:
+            compare(model, loss_fn, examples, *args)
+        if not met.half:
+            return
+        wide = _Precision(widened_on=next(model.parameters()).device.type)
+
+        def widened(model: nn.Module, examples: Any) -> Tensor:
+            own = {f"model.{name}": x.float() for name, x in _tensors(model) if _is_half(x)}
+            examples = map_examples(lambda leaf: leaf.float() if _is_half(leaf) else leaf, examples)
+            with wide:
+                return functional_call(BoundLoss(model, loss_fn), own, (examples,))
+
+        try:
+            losses_on_copies(model, widened, examples)
+        except Exception:  # for instance a loss that accepts half precision only
+            return
+        if not wide.half:
+            compare(model, widened, examples, *args)
+
+    return compared
+
+
+class _Precision(TorchFunctionMode):
+    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function.
+
+    Args:
+        widened_on: the type of the device on which autocast is off, and float32 replaces the half-precision dtypes that
+            functions are given; None: nothing changes.
+    Attributes:
+        half: whether some function took or returned a tensor in half precision.
+    """
+
+    def __init__(self, *, widened_on: str | None = None) -> None:
+        super().__init__()
+        self._device, self.half = widened_on, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs: tuple[Any, Any] = args, kwargs or {}
+        if self._device is None:
+            result = func(*inputs[0], **inputs[1])
+        else:
+            inputs = tree_map_only(torch.dtype, lambda dtype: torch.float32 if dtype in _HALF else dtype, inputs)
+            func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
+            with torch.autocast(self._device, enabled=False):
+                result = func(*inputs[0], **inputs[1])
+        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves((inputs, result)))
+        return result
+
+
+def _is_half(x: Tensor) -> bool:
+    """Return whether a tensor has floating-point numbers of less than 32 bits."""
+    return x.is_floating_point() and x.itemsize < 4
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def gradients(
@@ -114,26 +228,31 @@ def gradients(
         copied: whether to copy the parameters, so that a forward pass that writes to them does no harm.
     """
     moves, own = along or {}, trainable(model)
-    points = {} if exact else {own[name]: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
-    # Replace the model's own parameters too: in the backward pass, checkpointed parts recompute from them.
-    with replaced(points), torch.enable_grad(), differentiable(twice=exact):
+    points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
+    with torch.enable_grad(), differentiable(twice=exact):
         # Displaced parameters need no copy: they are new tensors of this function.
         parameters = {
-            name: (p.detach().clone() if copied and p not in points else p.detach()).requires_grad_()
+            name: (points[name] if name in points else p.detach().clone() if copied else p.detach()).requires_grad_()
             for name, p in own.items()
         }
-        leaves = list(parameters.values())
-        total = losses_on_copies(model, loss_fn, examples, parameters, copied=copied).sum()
-        if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
-            return {name: torch.zeros_like(parameter) for name, parameter in own.items()}
-        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
-        if exact:
-            products = [
-                (grad * moves[name]).sum() for name, grad in zip(parameters, grads, strict=True) if name in moves
-            ]
-            phi = torch.stack(products).sum()
-            if phi.requires_grad:
-                more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
-                grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
+
+        def differentiated(losses: Tensor) -> dict[str, Tensor]:
+            return _gradients_of(losses.sum(), parameters, moves if exact else {})
+
+        return from_losses(model, loss_fn, examples, differentiated, parameters, copied=copied)
+
+
+def _gradients_of(total: Tensor, parameters: Mapping[str, Tensor], curved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of the sum of the losses by parameter name, plus the Hessian's product with `curved`."""
+    if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    leaves = list(parameters.values())
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=bool(curved))
+    if curved:
+        products = [(grad * curved[name]).sum() for name, grad in zip(parameters, grads, strict=True) if name in curved]
+        phi = torch.stack(products).sum()
+        if phi.requires_grad:
+            more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+            grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
     # Embeddings with sparse=True have sparse gradients.
     return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}

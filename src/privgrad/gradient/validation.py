@@ -9,7 +9,7 @@ find mistakes, but they prove nothing.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes, refusing_in_place
 from privgrad.gradient.module_state import named_modules, own_parameters, seeded, trainable
-from privgrad.gradient.probes import doubled, few_of, losses_on_copies
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -152,20 +152,10 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     few = few_of(examples, fill=False)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     try:
-        losses = losses_on_copies(model, loss_fn, few, parameters)
+        unused = from_losses(model, loss_fn, few, partial(_unreached, parameters), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
         raise
-    if not losses.requires_grad:
-        remedy = "compute the loss from the model's output, without no_grad or detach"
-        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
-    refuse_reentrant(losses)
-    with refusing_in_place():
-        grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-    # torch types the result as if allow_unused did not exist.
-    unused = [
-        name for name, grad in zip(parameters, cast("Sequence[Tensor | None]", grads), strict=True) if grad is None
-    ]
     if unused:
         remedy = (
             "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; call experts "
@@ -178,6 +168,17 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     require_unseeded(model, loss_fn, few)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
+
+
+def _unreached(parameters: Mapping[str, Tensor], losses: Tensor) -> list[str]:
+    """Return the names of the parameters to which the losses give no gradient."""
+    if not losses.requires_grad:
+        remedy = "compute the loss from the model's output, without no_grad or detach"
+        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
+    refuse_reentrant(losses)
+    with refusing_in_place():
+        grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
 
 
 def configuration(model: nn.Module) -> int:
@@ -276,6 +277,7 @@ def _serial(value: object) -> int:
     return known[1]
 
 
+@in_float32_too
 def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
     size = count_examples(few)
@@ -305,6 +307,7 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
                 raise _depends("a loss that changes with the number of examples")
 
 
+@in_float32_too
 def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the losses of a batch's first half change when the second half is removed or replaced.
 

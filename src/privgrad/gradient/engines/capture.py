@@ -133,15 +133,15 @@ class Capture:
             self._stack.enter_context(self._functions)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        with self._stack:
+            if kind is None:
+                self.finish()  # the backward pass may have written, too
         # They refer to this object. A cycle of references would keep the pass in memory until garbage collection.
         del self._shared, self._functions
 
     def finish(self) -> None:
-        """End the recording after the forward pass, and check that pass.
-
-        `passes` calls it. Later calls of units, in a checkpointed part that recomputes, are not recorded.
+        """End the recording after the forward pass, and check the pass so far; later calls of units are not recorded.
 
         Raises:
             UnsupportedModuleError: the pass wrote to parameters or buffers.

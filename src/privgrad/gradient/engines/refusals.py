@@ -81,10 +81,10 @@ def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
     return refused(name, "to keep examples apart", got, f"{remedy}, or {REMEDY}", unit=unit)
 
 
-def written_to(parameters: str) -> UnsupportedModuleError:
-    """Return the error for a forward pass that writes to parameters, given their names."""
-    remedy = "do not write to parameters in training; the model now holds private values: load it again"
-    return refused("parameters", "not to be written by the forward pass", parameters, remedy)
+def written_to(names: str, kind: str = "parameters") -> UnsupportedModuleError:
+    """Return the error for a forward pass that writes to tensors of this kind, given their names."""
+    remedy = f"do not write to {kind} in training; the model now holds private values: load it again"
+    return refused(kind, "not to be written by the forward pass", names, remedy)
 
 
 def buffers_written(kind: str, names: Sequence[str]) -> UnsupportedModuleError:

@@ -229,33 +229,45 @@ def restored(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Generator[None]:
-    """Undo what a step's passes leave on parameters: gradients, and writes to frozen parameters.
+    """Undo what a step's passes leave on parameters and buffers: gradients, and writes to what is not trained.
 
-    `PrivateGradient` calls it around each step. loss_fn may call backward itself, which leaves raw gradients in
-    `.grad`. A write by `.data` or numpy leaves no trace that autograd counts, so the values of frozen parameters are
-    compared. This holds for those on the CPU with up to 131,072 numbers. For all others, it holds at checked steps only
-    (`restored`).
+    `PrivateGradient` calls it around each step and around the check of the loss. loss_fn may call backward itself,
+    which leaves raw gradients in `.grad`. A write by `.data` or numpy leaves no trace that autograd counts, so the
+    values of frozen parameters and of buffers are compared. The passes compute with copies of the buffers, but an
+    object of the user may hold a buffer itself. This holds for tensors on the CPU with up to 131,072 numbers. For other
+    frozen parameters, it holds at checked steps only (`restored`). Other buffers are refused after an in-place write
+    that autograd counts, but they keep the written values.
 
     Raises:
-        UnsupportedModuleError: such a parameter was written to. It has its former values again.
+        UnsupportedModuleError: such a tensor was written to. A compared one has its former values again.
     """
-    named = list(named_parameters(model))
-    grads = [(parameter, parameter.grad) for _, parameter in named]
-    frozen = [
-        (name, parameter, parameter.detach().clone())
-        for name, parameter in named
-        if not parameter.requires_grad and parameter.is_cpu and parameter.numel() <= _COMPARED
-    ]
-    for parameter, _ in grads:
-        parameter.grad = None
+    named, buffers = list(named_parameters(model)), list(model.named_buffers())
+    grads = [(x, x.grad) for _, x in (*named, *buffers) if x.is_leaf]
+    held = [(name, x, _held(x)) for name, x in named if not x.requires_grad]
+    own = [(name, x, _held(x), _version(x)) for name, x in buffers]
+    for x, _ in grads:
+        x.grad = None
     try:
         yield
     finally:
-        for parameter, held in grads:
-            parameter.grad = held
-        written = [name for name, parameter, held in frozen if restore(parameter, held)]
+        for x, grad in grads:
+            x.grad = grad
+        written = [name for name, x, copy in held if copy is not None and restore(x, copy)]
+        changed = [name for name, x, copy, then in own if (_version(x) != then if copy is None else restore(x, copy))]
     if written:
         raise written_to(", ".join(written))
+    if changed:
+        raise written_to(", ".join(changed), "buffers")
+
+
+def _held(x: Tensor) -> Tensor | None:
+    """Return a copy of a tensor that each step compares; None for a large one or one that is not on the CPU."""
+    return x.detach().clone() if x.is_cpu and x.numel() <= _COMPARED else None
+
+
+def _version(x: Tensor) -> int:
+    """Return autograd's count of in-place writes; 0 for a tensor of inference mode, which has none."""
+    return 0 if x.is_inference() else x._version
 
 
 def _bits(x: Tensor) -> Tensor:
