@@ -50,8 +50,9 @@ from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
 from privgrad.gradient.perturb import DiSK
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.probes import few_of, gradients
 from privgrad.gradient.secret_draws import SecretDraws
+from privgrad.gradient.shared_draws import share_draws
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
@@ -283,6 +284,7 @@ class PrivateGradient:
         self._charged_by = ""  # the stream of the last charged draw
         keep_freed_memory()
         self._step = 0
+        self._shares_draws = False  # in the last check of the loss
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
@@ -495,6 +497,8 @@ class PrivateGradient:
         if batch.size > 0 and found not in self._checked:
             with parameters_kept(self._model):
                 check_loss(self._model, self._loss_fn, batch.examples)
+                few = few_of(batch.examples, fill=False)
+                self._shares_draws = isinstance(self._engine, Factored) and share_draws(self._model, self._loss_fn, few)
             self._engine.check_again()
             self._checked.add(found)
 
@@ -533,6 +537,8 @@ class PrivateGradient:
                     chunk = chunk or _without_gradient(rows, parameters)
                     chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
                     accumulator.add(chunk, padded)
+                    if self._shares_draws and (done > 0 or self._processes.count > 1):
+                        self._require_own_draws(rows)
                     done += rows
                     del chunk  # before the next one is computed: only one is in memory
         assert accumulator is not None  # there is an attempt
@@ -547,9 +553,26 @@ class PrivateGradient:
         contribution, engine = self._contribution, self._engine
         usual_size = self._plan.usual_batch_size(self._processes.count)
         size = self._microbatch_size or contribution.microbatch_size(engine, batch.examples, usual_size)
+        if self._shares_draws and size >= usual_size:
+            size = max(size, batch.size)
         if self._plan.group_size == 1:
             return contribution.chunks(engine, batch.examples, size, step, inverse_scales)
         return self._group_chunks(batch, step, size, inverse_scales)
+
+    def _require_own_draws(self, size: int) -> None:
+        """Raise PrivacyError if examples share random numbers, for a batch in several microbatches or processes.
+
+        One example more would move others to the next microbatch, and so to other numbers. Where the engine computes
+        the whole model for each example by itself, no examples share them.
+        """
+        if any(use.unit or use.way != "whole" for use in self._engine.uses().values()):
+            remedy = (
+                'switch them off, such as layerdrop in the configuration of the model; or give engine="vmap", which '
+                f"draws for each example by itself, or microbatch_size={self._plan.usual_batch_size()}"
+            )
+            condition = "to come with one microbatch for a batch, in one process"
+            got = f"microbatches of {size} in {self._processes.count} process(es)"
+            raise expected("PrivateGradient", "random numbers that examples share", condition, got, remedy)
 
     def _group_chunks(
         self, batch: Batch, step: int, size: int, inverse_scales: Mapping[str, Tensor]

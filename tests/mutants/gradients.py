@@ -15,6 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import global_streams, private_gradient, rng
 from privgrad.gradient import batching, clipping, module_state, probes, randomness, secret_draws
 from privgrad.gradient import example_groups as groups
+from privgrad.gradient import shared_draws as shared
 from privgrad.gradient import validation as checks
 from privgrad.gradient.engines import (
     capture,
@@ -764,6 +765,12 @@ GRADIENTS = [
         lambda patch: patch.setattr(secret_draws, "_WIDE", dict[Any, Any]()),
         "test_secret_draws.test_no_draw_of_a_released_gradient_comes_from_a_short_seed",
         {"name": "a function", "engine": "vmap"},
+    ),
+    Mutant(
+        "numbers that all examples of a microbatch share",
+        lambda patch: everywhere(patch, shared.share_draws, lambda *_: False),
+        "test_shared_draws.test_shared_draws_are_refused_in_several_microbatches",
+        {"kind": "a flip"},
     ),
     Mutant(
         "dropout under a seed of the forward pass",

@@ -55,9 +55,9 @@ def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
 def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any]]:
     """Return torch's random states that functions with draws meet under a seed, and the last states of the others."""
     with _Dropout(off=False) as dropout, seeded(seed):
-        before = _torch_state()
+        before = torch_states()
         losses_on_copies(model, loss_fn, examples, seed=None)
-        end, others = _torch_state(), numpy_and_python_states()
+        end, others = torch_states(), numpy_and_python_states()
     if dropout.called and torch.equal(before, end):
         raise known_draws("draws that leave the random stream as it was")
     return {*dropout.states, _bytes(end)}, others
@@ -115,9 +115,9 @@ class _Dropout(TorchFunctionMode):
         if self._off:
             return func(*args, **options)
         refuse_own_generators(args, options)
-        before = _torch_state()
+        before = torch_states()
         result = func(*args, **options)
-        draws = not torch.equal(before, _torch_state())
+        draws = not torch.equal(before, torch_states())
         self.called = self.called or draws
         if draws or drops:
             self.states.add(_bytes(before))
@@ -170,11 +170,11 @@ def _dropping(model: nn.Module) -> dict[nn.Module, dict[str, float]]:
 def random_state() -> Tensor:
     """Return the states of the random streams of torch, numpy and Python, as bytes."""
     others = bytearray(repr(numpy_and_python_states()).encode())
-    return torch.cat([_torch_state(), torch.frombuffer(others, dtype=torch.uint8)])
+    return torch.cat([torch_states(), torch.frombuffer(others, dtype=torch.uint8)])
 
 
-def _torch_state() -> Tensor:
-    """Return the states of torch's random streams, on the CPU and on CUDA devices."""
+def torch_states() -> Tensor:
+    """Return the states of torch's random streams, on the CPU and on CUDA devices. `shared_draws` calls it too."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
