@@ -108,7 +108,7 @@ def test_the_source_of_the_number_has_no_default():
     [
         ({"evaluate": None}, "evaluate to be given for stop"),
         ({"evaluate": lambda _: {"accuracy": 1.0}}, "or monitor one of accuracy"),
-        ({"evaluate": lambda _: {"loss": torch.tensor(1.0)}}, "'loss' to be a number for stop"),
+        ({"evaluate": lambda _: {"loss": torch.tensor([1.0, 2.0])}}, "'loss' to be a number for stop"),
     ],
 )
 def test_a_rule_without_its_number_is_refused_before_anything_is_spent(

@@ -494,7 +494,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both units": (
         changed('precondition = { rule = "public_adam", options = { eps = 1e-5 } }', index=SCALED),
-        r"methods\.scaled\.precondition\.options to suit public_adam, got .* not both, got eps 1e-05 and noise",
+        r"methods\.scaled\.precondition\.options to suit public_adam, got .* at most one of eps and noise_eps",
     ),
     "a unit of zero": (
         changed('tune = { "precondition.noise_eps" = [0.0, 1.0] }', index=SCALED),
