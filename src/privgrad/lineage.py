@@ -1,8 +1,8 @@
 """The trainings behind the weights of a model, as far as this process knows.
 
 PrivateGradient and `training_run` call `note_training`. Users, `deployment`, `heads` and the bridges call
-`ledgers_of`. `deployment` and PrivateTrainer note what the statements of loaded weights say. The privacy guarantee does
-not rest on this file, but the truth of a statement on saved weights does.
+`ledgers_of`. `deployment` and PrivateTrainer note the epsilon of loaded weights. The privacy guarantee does not rest on
+this file, but the truth of a statement on saved weights does.
 
 A ledger is kept as long as the weights that it paid for, because a statement needs its counts. It takes 0.3 kB per
 release. Lineage is kept in two places, because neither knows every way that weights take:
@@ -35,7 +35,7 @@ class Lineage:
     """The ledgers of the trainings that a parameter, or a part of a module, went through.
 
     Attributes:
-        loaded: what the statements of weights said that `deployment.load` read into them.
+        loaded: epsilon and delta of the weights that were loaded, by their own statements.
     """
 
     def __init__(self, ledgers: Iterable[Ledger] = (), loaded: Iterable[str] = ()) -> None:

@@ -21,12 +21,14 @@ def share_rows(one: object, other: object) -> bool:
         one: a data set, or tensors in any structure. It looks through Subset, ConcatDataset and ClassRates.
         other: as `one`.
     """
+    if one is None or other is None:
+        return False
     if isinstance(one, ConcatDataset):
         return any(share_rows(part, other) for part in cast("list[object]", one.datasets))
     if isinstance(other, ConcatDataset):
         return share_rows(cast(object, other), one)
     (place, rows), (other_place, other_rows) = _origin(one), _origin(other)
-    if place != other_place or place == id(None):
+    if place != other_place:
         return False
     return rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any())
 

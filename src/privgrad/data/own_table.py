@@ -257,8 +257,9 @@ def _require_public_ranges(schema: Schema, content: Mapping[str, Sequence[Any]])
     for name, kind in schema.columns.items():
         if isinstance(kind, Bins):
             numbers = torch.tensor([number_of(value) for value in content[name]], dtype=torch.float64)
+            rows = numbers[~numbers.isnan(), None]
             for end, of in ((0, "low"), (-1, "high")):
-                bound, rows = torch.tensor(float(kind.edges[end])), numbers[~numbers.isnan(), None]
+                bound = torch.tensor(float(kind.edges[end]))
                 require_public_bound("table", f"the {of} of columns.{name}", bound, rows, is_low=end == 0)
 
 

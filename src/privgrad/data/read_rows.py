@@ -21,7 +21,10 @@ _HF_FILES = ("state.json", "dataset_info.json")
 
 @runtime_checkable
 class Frame(Protocol):
-    """A DataFrame of pandas, which is not imported: what is used of it here. `own_table` and `heads` recognize it."""
+    """The parts of a pandas DataFrame that this package uses. It does not import pandas.
+
+    `own_table` and `heads` recognize a DataFrame by them.
+    """
 
     @property
     def columns(self) -> Any: ...

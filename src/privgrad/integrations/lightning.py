@@ -87,6 +87,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         super().__init__(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._plan, self._ledger, self._selection_data = plan, ledger, selection_data
         self._train_sets: list[object] = []
+        self._held_out: object = None  # the loaders that were compared with them
         self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
         self._options = require_private_options("PrivateStrategy", private_options)
         self._further: tuple[Any, ...] = ()
@@ -109,6 +110,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
         ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
         self._train_sets.append(dataset)
+        self._held_out = None
         return Epochs(self, dataset, collate, loading)
 
     def setup(self, trainer: Trainer) -> None:
@@ -211,12 +213,15 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def _require_held_out(self, loaders: Any) -> None:
         """Raise PrivacyError if loaders evaluate the training data: loggers and checkpoints hold exact results."""
+        if loaders is self._held_out:
+            return
         found = tree_leaves(loaders)
         for data in (getattr(loader, "dataset", loader) for loader in found):
             if data is not None and any(share_rows(data, own) for own in self._train_sets):
                 condition, remedy = "to hold no row of the training data", "evaluate held-out or public data"
                 got = "rows of the training data set itself"
                 raise expected("PrivateStrategy", "the evaluation data", condition, got, remedy)
+        self._held_out = loaders
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
         """Return one loss per example, from the module's own training_step, which may log nothing meanwhile."""
