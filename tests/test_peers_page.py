@@ -3,6 +3,7 @@
 import importlib
 import json
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_table_is_coded_by_public_numbers(tmp_path: Path):
 def test_a_recorded_training_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ran: list[run.Run] = []
 
-    def trained(one: run.Run) -> dict[str, Any]:
+    def trained(one: run.Run, gpu: bool) -> dict[str, Any]:
         ran.append(one)
         if one.library == "dp-ebm" and one.seed == 1:
             raise RuntimeError("stopped")
@@ -119,6 +120,31 @@ def test_a_recorded_training_is_not_run_again(tmp_path: Path, monkeypatch: pytes
     ran.clear()
     CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert {(one.library, one.seed) for one in ran} == {("dp-ebm", 1)}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_training_sees_a_gpu_only_where_asked(monkeypatch: pytest.MonkeyPatch, gpu: bool):
+    seen: dict[str, str] = {}
+
+    def process(command: list[str], *, env: dict[str, str], **rest: Any) -> subprocess.CompletedProcess[str]:
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 0, stdout='a line before\n{"score": 0.5, "gpu": null}\n')
+
+    for name in run.NO_GPU:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run.subprocess, "run", process)
+    one = run.Run("tags", "jax-privacy", "recipe", 0)
+    assert run.key_of(run.trained(one, gpu)) == one
+    assert seen.items() >= run.ONE_THREAD.items()
+    assert (seen.items() >= run.NO_GPU.items()) != gpu
+    assert run.NO_GPU.keys().isdisjoint(seen) == gpu
+
+
+def test_times_are_those_of_processors():
+    time = runpy.run_path(str(ROOT / "scripts/peers_page.py"))["time"]
+    slow, fast = {"cpu_seconds": 10.0}, {"cpu_seconds": 1.0, "gpu": "NVIDIA H200"}
+    assert time([slow, fast, {"cpu_seconds": 20.0, "gpu": None}]) == "15.0 s"
+    assert time([fast, fast]) == "on a GPU"
 
 
 def test_the_page_on_other_libraries_is_written_from_the_records():

@@ -2,7 +2,8 @@
 
 Each training is a process in the environment of its library, on one thread. It appends a line to
 results/peers/accuracy.jsonl. A training that the file holds is not run again, so the command goes on after a stop.
-`--list` says what is missing. Scores are measured on test examples. Trainings with seeds are NOT private.
+`--list` says what is missing. With `--gpu`, JAX-Privacy and Opacus train on a GPU if the packages in their
+environments can. Scores are measured on test examples. Trainings with seeds are NOT private.
 """
 
 import json
@@ -37,8 +38,8 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    "JAX_PLATFORMS": "cpu",
 }
+NO_GPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Run(NamedTuple):
@@ -66,7 +67,7 @@ def key_of(record: dict[str, Any]) -> Run:
     return Run(*(record[name] for name in Run._fields))
 
 
-def trained(run: Run) -> dict[str, Any]:
+def trained(run: Run, gpu: bool = False) -> dict[str, Any]:
     """Train in a process of its own, and return the record.
 
     Raises:
@@ -77,7 +78,7 @@ def trained(run: Run) -> dict[str, Any]:
     places = [ROOT / "src", ROOT] if ours else [ROOT]
     module = f"benchmarks.accuracy.with_{run.library.replace('-', '_')}"
     command = [python, "-m", module, str(DATA / run.task), run.variant, str(run.seed)]
-    variables = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    variables = os.environ | ONE_THREAD | ({} if gpu else NO_GPU) | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(run[:3])} failed: {done.stderr[-2000:]}")
@@ -111,6 +112,7 @@ def main(
     library: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PLAN)}; default: all")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="default: 0, 1 and 2")] = None,
     listed: Annotated[bool, typer.Option("--list", help="print what is missing, and train nothing")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="let JAX-Privacy and Opacus use a GPU")] = False,
     out: Annotated[Path, typer.Option(help="the file that records are added to")] = OUT,
 ) -> None:
     for given, known in ((task, ALL), (library, PLAN), (seed, SEEDS)):
@@ -142,7 +144,7 @@ def main(
             failed = True
             continue
         try:
-            record = trained(run)
+            record = trained(run, gpu)
         except RuntimeError as error:
             typer.echo(f"FAILED: {error}", err=True)
             failed = True

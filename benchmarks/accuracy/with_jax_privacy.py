@@ -27,6 +27,7 @@ from benchmarks.accuracy.task import Array, Result, Task, main
 PACKAGES = ("jax-privacy", "jax", "dp-accounting", "optax")
 EXAMPLE: dict[str, Any] = {"lr": 0.2, "batch_size": 1000, "steps": 500, "clip": 1.0, "bands": 4}
 IMAGES: dict[str, Any] = {"optimizer": "Adam", "batch_size": 128, "epochs": 5, "clip": 1.0}
+DEVICE = jax.devices()[0]  # a GPU, if JAX finds one
 PHYSICAL = 128  # examples whose gradients are held at once; it changes no result
 PADDING = 32
 
@@ -166,9 +167,9 @@ def images(task: Task, seed: int) -> Result:
 
 def trained(task: Task, variant: str, seed: int) -> Result:
     """Train once, and return the outputs on the test part with the facts of the training."""
-    if variant == "example" and task.facts["kind"] == "images":
-        return images(task, seed)
-    return linear(task, variant, seed)
+    is_network = variant == "example" and task.facts["kind"] == "images"
+    result = images(task, seed) if is_network else linear(task, variant, seed)
+    return result | {"gpu": DEVICE.device_kind if DEVICE.platform == "gpu" else None}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "texts": {"optimizer": "Adam", "lr": 0.02, "batch_size": 64, "epochs": 10, "clip": 1.0},
     "readme": {"optimizer": "SGD", "lr": 0.05, "batch_size": 1024, "epochs": 10, "clip": 1.0},
 }
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PHYSICAL = 512  # examples whose gradients are held at once; it changes no result
 
 
@@ -87,6 +88,7 @@ def trained(task: Task, variant: str, seed: int) -> Result:
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")  # of the missing secure mode, and of hooks
     model, settings, inputs, unseen = parts(task, variant)
+    model.to(DEVICE)
     data = TensorDataset(inputs, torch.from_numpy(task.targets("train")))
     loader: Any = DataLoader(data, batch_size=min(settings["batch_size"], len(data)))
     rate = 1 / len(loader)  # of Opacus: its batches have rate * n examples on average
@@ -109,20 +111,21 @@ def trained(task: Task, variant: str, seed: int) -> Result:
                 if variant == "recipe":
                     optimizer.param_groups[0]["lr"] = lr * task.decay(taken)
                 optimizer.zero_grad()
-                F.cross_entropy(private(rows), targets).backward()
+                F.cross_entropy(private(rows.to(DEVICE)), targets.to(DEVICE)).backward()
                 optimizer.step()
                 taken += not optimizer._is_last_step_skipped
                 if taken == steps:
                     break
     private.eval()
     with torch.no_grad():
-        outputs = torch.cat([private(rows) for rows in unseen.split(1024)])
+        outputs = torch.cat([private(rows.to(DEVICE)).cpu() for rows in unseen.split(1024)])
     return {
         "outputs": np.asarray(outputs),
         "epsilon": float(engine.get_epsilon(task.delta)),
         "delta": task.delta,
         "accountant": "PRV, add or remove one example",
         "settings": settings | {"lr": lr, "sigma": sigma, "expected_batch_size": batch, "steps": steps},
+        "gpu": torch.cuda.get_device_name() if DEVICE.type == "cuda" else None,
     }
 
 
