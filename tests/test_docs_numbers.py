@@ -204,6 +204,30 @@ def test_what_preconditioned_inputs_cost_stands_in_the_records():
         assert printed((second + (third - second) / 100) / first, total) == total
 
 
+def test_what_a_step_costs_stands_in_the_records():
+    lines = map(json.loads, (ROOT / "results/peers/steps.jsonl").read_text().splitlines())
+    records = {(row["workload"], row["method"]): row for row in lines}
+    (section,) = re.findall(r"(?s)## Measured\n.*?(?=## )", (ROOT / "docs/performance.md").read_text())
+    names, _, *rows = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|"))
+    fields = {"time": "ratio", "peak memory": "peak_memory_ratio"}
+    stated = [(*title.split(", "), cells) for title, *cells in rows if not title.startswith("goal")]
+    assert len(stated) == 4
+    for what, method, cells in stated:
+        for workload, cell in zip(names[-len(cells) :], cells, strict=True):
+            assert cell == f"{records[workload, method][fields[what]]:.2f}", (workload, method)
+    memory = [row["peak_memory_ratio"] for row in records.values() if row["method"] in ("plain", "preconditioned")]
+    for page in ("README.md", "docs/guide.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"peak memory was {min(memory):.1f} to {max(memory):.1f} times that of" in text
+    table = (ROOT / "README.md").read_text().partition("## Speed\n")[2].partition("- (a)")[0]
+    methods = [["plain"], ["preconditioned"], ["opacus-hooks", "opacus-ghost"], ["fastdp"], ["opake"], ["jax-privacy"]]
+    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines() if re.match(r"\| [a-zA-Z]", line)]
+    for workload, cells in zip(("W1", "W2", "W3", "W4", "W5", "W6", "W7"), rows, strict=True):
+        for group, cell in zip(methods, cells, strict=True):
+            ratios = [one for method in group if (one := records[workload, method]["ratio"])]
+            assert cell.startswith("–") if not ratios else cell == f"{min(ratios):.{int(min(ratios) < 100)}f}"
+
+
 MODELS = {
     "bert": "BERT",
     "gpt2": "GPT-2",
