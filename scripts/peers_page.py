@@ -69,7 +69,7 @@ make bench-accuracy
 make bench-peers
 ```
 
-Each command installs the other libraries in environments of their own. Both continue after a stop.
+Each command installs the other libraries in environments of their own. If you stop one, run it again: it continues.
 The records are in [results/peers/](../results/peers/), and `benchmarks/accuracy/` has one short
 script for each library.
 
@@ -77,16 +77,17 @@ script for each library.
 
 All libraries get the same training rows, the same test rows and the same public facts. Nothing is tuned for this page.
 Each row of a table is the mean over seeds, ± the standard deviation, best first. Epsilon is what the library itself
-accounts. Times are processor time on one thread: calibration of the noise, compilation, training and prediction. They
-do not include our features. Trainings that take long on one thread ran on a GPU, several at once, so they have no time.
+accounts, rounded up. Times are processor time on one thread: calibration of the noise, compilation, training and
+prediction. They do not include our features. Some trainings ran on a GPU, several at once. They have no time, and a
+time says of how many seeds it is.
 
 Read the rows like this:
 
 - **Its example** takes the model and the settings of an example that the library itself publishes. The head of each
   script names the example. Noise is set so that epsilon is that of the task.
 - **Its settings, our features** is a linear model on the features of our [recipe](recipes.md).
-- **Our features and settings** is our recipe, trained by the other library. It answers whether the library or the
-  recipe decides.
+- **Our features and settings** is our recipe, trained by the other library. It shows whether a difference comes from
+  the library or from the recipe.
 """
 UNFAIR = """## What is unfair
 
@@ -107,7 +108,7 @@ UNFAIR = """## What is unfair
   logistic regression on frequencies of public words. That example has noise with memory, with four bands. Its
   epsilon holds if one example is replaced by none; privgrad and Opacus add or remove one.
 - **privgrad without features** trains the network of Opacus' example on images, with the batch size and the number of
-  steps of a recipe of ours.
+  steps of a recipe of ours. C and the noise step are those that `pg.suggest` finds on synthetic images.
 - **privgrad stores calibrations of the noise** in a cache, so most of its times do not include one.
 - **diffprivlib promises more.** Its delta is 0. With the others, any outcome is at most e^epsilon times as likely with
   a person's data as without, plus delta.
@@ -156,7 +157,8 @@ def task_table(records: list[Row]) -> str:
 def time(rows: list[Row]) -> str:
     """The mean of seconds on one thread, unless all trainings ran on a GPU."""
     slow = [row["cpu_seconds"] for row in rows if not row.get("gpu")]
-    return f"{mean(slow):.1f} s" if slow else "on a GPU"
+    seeds = "" if len(slow) == len(rows) else f" ({len(slow)} of {len(rows)} seeds)"
+    return f"{mean(slow):.1f} s{seeds}" if slow else "on a GPU"
 
 
 def score(rows: list[Row]) -> str:
@@ -204,8 +206,10 @@ def steps(records: list[Row]) -> str:
         )
     text += (
         "All methods of a workload take turns in one process. The numbers are ratios to an ordinary step, with\n"
-        "torch's Adam and without privacy, of processor time on one thread. [performance.md](performance.md) explains\n"
-        "the workloads.\n\n"
+        "torch's Adam and without privacy, of processor time on one thread: medians of ten rounds, of three for steps\n"
+        "above 5 s. privgrad also checks the first, second, fourth, eighth step and so on, which a median leaves out;\n"
+        "[models.md](models.md) has the share that checks take of a training. [performance.md](performance.md)\n"
+        "explains the workloads.\n\n"
     )
     methods = [name for name in STEPS if any(row["method"] == name for row in records)]
     for field, title in {"ratio": "Time", "peak_memory_ratio": "Peak memory"}.items():

@@ -143,7 +143,8 @@ def test_a_training_sees_a_gpu_only_where_asked(monkeypatch: pytest.MonkeyPatch,
 def test_times_are_those_of_processors():
     time = runpy.run_path(str(ROOT / "scripts/peers_page.py"))["time"]
     slow, fast = {"cpu_seconds": 10.0}, {"cpu_seconds": 1.0, "gpu": "NVIDIA H200"}
-    assert time([slow, fast, {"cpu_seconds": 20.0, "gpu": None}]) == "15.0 s"
+    assert time([slow, {"cpu_seconds": 20.0, "gpu": None}]) == "15.0 s"
+    assert time([slow, fast, fast]) == "10.0 s (1 of 3 seeds)"
     assert time([fast, fast]) == "on a GPU"
 
 
