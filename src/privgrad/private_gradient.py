@@ -48,6 +48,7 @@ from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
+from privgrad.gradient.own_examples import OwnExamples
 from privgrad.gradient.perturb import DiSK
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import few_of, gradients
@@ -227,7 +228,7 @@ class PrivateGradient:
         if plan.max_batch_size is not None and not self._contribution.keeps_order:
             got, remedy = repr(plan.sampling), "plan with Poisson sampling"
             raise expected("PrivateGradient", "sampling", f"to suit {self._contribution!r}", got, remedy)
-        self._model, loss_fn = model, self._contribution.losses(loss_fn)
+        self._model, loss_fn = model, OwnExamples(self._contribution.losses(loss_fn))
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._loss_fn = loss_fn
         self._plan = plan

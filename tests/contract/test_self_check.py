@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,6 +293,10 @@ class Recurrent(nn.Module):
         return self.layer(x[:, None])[0]
 
 
+def numpy_noise(x: Tensor, training: bool) -> Tensor:
+    return x + torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype) if training else x
+
+
 RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nothing": (lambda: nn.Linear(4, 2), "none"),
     "dropout of zero": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0)), "none"),
@@ -304,8 +309,9 @@ RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "encoder layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True), "dropout"),
     "recurrent": (Recurrent, "dropout"),
     "stochastic depth": (lambda: nn.Sequential(nn.Linear(4, 2), DropPath(0.5)), "dropout"),
-    "noise": (lambda: Functional(lambda x, training: x + training * torch.randn_like(x)), "other"),
-    "unknown layer that drops": (lambda: nn.Sequential(nn.Linear(4, 2), Path(0.5)), "other"),
+    "noise": (lambda: Functional(lambda x, training: x + training * torch.randn_like(x)), "numbers"),
+    "noise of numpy": (lambda: Functional(numpy_noise), "other"),
+    "unknown layer that drops": (lambda: nn.Sequential(nn.Linear(4, 2), Path(0.5)), "numbers"),
 }
 
 

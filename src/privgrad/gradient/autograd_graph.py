@@ -1,9 +1,9 @@
 """Functions that read the graph that autograd records.
 
-The engines and `layers.functional` call `sources`, `engines.layer_call` calls `is_additive`, and `validation` calls
-`nodes`. The privacy guarantee rests on `nodes`: with it, `validation` refuses losses whose backward pass would write
-gradients to `.grad`. It also rests on `is_additive`: if it were wrong, the norm of an example could differ from its
-share of the sum. If `sources` were wrong, the self-check of the engines would compare the gradients that result.
+The engines and `layers.functional` call `sources`, `engines.layer_call` calls `is_additive`, and `validation` and
+the engines call `refuse_reentrant`. The privacy guarantee rests on it: it refuses losses whose backward pass would
+write gradients to `.grad`. It also rests on `is_additive`: if it were wrong, the norm of an example could differ from
+its share of the sum. If `sources` were wrong, the self-check of the engines would compare the gradients that result.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -93,3 +93,25 @@ def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [edge[0] for edge in node.next_functions]
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
+
+    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients. These
+    gradients would be neither clipped nor noised.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
+        remedy = (
+            "pass use_reentrant=False to torch.utils.checkpoint (for transformers "
+            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
+            "checkpointing off"
+        )
+        raise expected(
+            "PrivateGradient",
+            "gradient checkpointing",
+            "not to be re-entrant",
+            "use_reentrant=True",
+            remedy,
+            UnsupportedModuleError,
+        )

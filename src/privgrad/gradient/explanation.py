@@ -23,6 +23,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import preserved, require_losses, seeded, trainable
+from privgrad.gradient.own_examples import OwnExamples
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.unused import unused_parameters
 from privgrad.gradient.validation import check_loss, require_supported
@@ -196,6 +197,7 @@ def explain(
     for name in unused:
         own[name].requires_grad_(False)
     try:
+        loss_fn = OwnExamples(loss_fn)
         check_loss(model, loss_fn, public_batch)
         computes = Factored(model, loss_fn) if engine == "factored" else Vmap(model, loss_fn)
         steps = _steps(computes, model, loss_fn, public_batch)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from privgrad.global_streams import numpy_and_python_states
 from privgrad.gradient.batching import known_draws, refuse_own_generators
@@ -21,17 +22,31 @@ from privgrad.gradient.module_state import evaluating, seeded
 from privgrad.gradient.probes import losses_on_copies
 from privgrad.types import LossFunction, map_examples
 
-# The random draws of a forward pass: none; dropout only; or others, such as noise or skipped layers.
-Randomness = Literal["none", "dropout", "other"]
+# The random draws of a forward pass: none; dropout only; torch's other draws, such as noise; or more, such as numpy's.
+Randomness = Literal["none", "dropout", "numbers", "other"]
+_DRAWN = 0.7  # in place of a drawn number: x, -x and 1 - x differ, and rates below it drop and mask nothing
 
 
 def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
     """Return the kind of random draws that the forward pass makes in the modules' current modes."""
-    with _without_dropout(model) as dropout, seeded(0):
+    with _without_dropout(model) as dropout:
+        losses, draws = _drawn(model, loss_fn, few)
+        if not draws:
+            return "dropout" if dropout.met else "none"
+        try:
+            with _ConstantDraws():
+                constant, draws = _drawn(model, loss_fn, few)
+        except Exception:  # the model does not take such numbers
+            return "other"
+    return "other" if draws or bool((losses.isfinite() & ~constant.isfinite()).any()) else "numbers"
+
+
+def _drawn(model: nn.Module, loss_fn: LossFunction, few: Any) -> tuple[Tensor, bool]:
+    """Return the losses of a few examples, and whether the random streams advanced."""
+    with seeded(0):
         before = random_state()
-        losses_on_copies(model, loss_fn, few, seed=None)
-        drawn = not torch.equal(before, random_state())
-    return "other" if drawn else "dropout" if dropout.met else "none"
+        losses = losses_on_copies(model, loss_fn, few, seed=None).detach()
+        return losses, not torch.equal(before, random_state())
 
 
 def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
@@ -67,14 +82,37 @@ def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> t
 def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
     """Disable random draws, and as little else as possible, so that a check runs the code that trains.
 
-    Evaluation mode is the last resort, for draws other than dropout: it may enable caches or other branches.
+    One constant replaces all numbers that torch draws. Numbers that depend on an example's place or on the number of
+    examples, such as pairs x and -x, still do so then. Evaluation mode is the last resort, for draws of other
+    libraries: it may enable caches or other branches.
     """
     with ExitStack() as stack:
         if randomness != "none":
             stack.enter_context(_without_dropout(model))
+        if randomness == "numbers":
+            stack.enter_context(_ConstantDraws())
         if randomness == "other":
             stack.enter_context(evaluating(model))
         yield
+
+
+class _ConstantDraws(TorchDispatchMode):
+    """A mode in which each operation that draws a tensor returns equal numbers, and the random streams stay.
+
+    Integers get the first number that a fixed seed draws, so that they stay in their range.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; torch calls this for each one under the mode, also within compiled code and vmap."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        with seeded(0):
+            before = torch_states()
+            result = func(*args, **(kwargs or {}))
+            drawn = not torch.equal(before, torch_states())
+        if drawn and isinstance(result, Tensor) and result.numel():
+            result.fill_(_DRAWN if result.is_floating_point() else result.flatten()[0].clone())
+        return result
 
 
 class _Dropout(TorchFunctionMode):

@@ -1,7 +1,7 @@
 """Check that a model and a loss allow private training, before any release is charged.
 
 PrivateGradient calls `require_supported`, `configuration` and `check_loss`; `privgrad doctor` calls `find_problems`.
-The engines call `refuse_reentrant`, and `engines.factored` calls `require_apart` and `require_same_losses_in_half`.
+`engines.factored` calls `require_apart` and `require_same_losses_in_half`.
 
 The privacy guarantee needs models and losses that keep examples apart. These checks try that on a few examples; they
 find mistakes, but they prove nothing.
@@ -24,14 +24,16 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.autograd_graph import nodes, refusing_in_place
+from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
 from privgrad.gradient.module_state import named_modules, own_parameters, seeded, trainable
+from privgrad.gradient.own_examples import OwnExamples
 from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
 _DRAWS = 4  # number of random draws: a model that mixes examples only sometimes does so in some of them
+_COPIES = 4  # of an example, whose losses are compared with that of the example alone
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 _SAME = 1e-3  # relative change of a loss that is too large for rounding
 # What the hash of the configuration sees.
@@ -151,7 +153,9 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """
     few = few_of(examples, fill=False)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
+        losses_on_copies(model, tried, few_of(examples, fill=False))
         unused = from_losses(model, loss_fn, few, partial(_unreached, parameters), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
@@ -300,11 +304,11 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
 
         def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
             one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
-            return one, losses_on_copies(model, loss_fn, row).detach()[:1]
+            return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
 
         with without_randomness(model, randomness):
-            if _differ(model, repeated(row, 2), by_count):
-                raise _depends("a loss that changes with the number of examples")
+            if _differ(model, repeated(row, _COPIES), by_count):
+                raise _depends("a loss that changes with the number of examples or its place among them")
 
 
 @in_float32_too
@@ -376,25 +380,3 @@ def _depends(got: str) -> PrivacyError:
         "of its own; augment at random by augmentation.multiplicity with views >= 2, or in the data set's __getitem__"
     )
     return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
-
-
-def refuse_reentrant(loss: Tensor) -> None:
-    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
-
-    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients. These
-    gradients would be neither clipped nor noised.
-    """
-    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
-        remedy = (
-            "pass use_reentrant=False to torch.utils.checkpoint (for transformers "
-            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
-            "checkpointing off"
-        )
-        raise expected(
-            "PrivateGradient",
-            "gradient checkpointing",
-            "not to be re-entrant",
-            "use_reentrant=True",
-            remedy,
-            UnsupportedModuleError,
-        )

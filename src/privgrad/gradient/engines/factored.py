@@ -354,7 +354,7 @@ class Factored:
             self._check_losses(examples)
             few = few_of(examples, salt=self._schedule.calls)
             require_apart_from_infinite(self._passes, few, self._passes.tolerance, self._schedule.calls)
-        if self._randomness == "other":  # the check above ran in evaluation mode
+        if self._randomness in ("numbers", "other"):  # the check above ran without these draws
             with restored(self._model):
                 require_apart_in_training(self._passes, few, self._passes.tolerance, self._schedule.calls)
         self._schedule.is_due = False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import gradients_at, refusing_in_place, sources
+from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.batching import differentiable
 from privgrad.gradient.engines.call_record import CallRecord
 from privgrad.gradient.engines.capture import Capture
@@ -37,7 +37,6 @@ from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule, takes_displacements
 from privgrad.gradient.module_state import preserved, require_losses, trainable
-from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05

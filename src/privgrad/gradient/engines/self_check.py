@@ -22,6 +22,7 @@ from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError,
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import named_parameters, restore, seeded, trainable
+from privgrad.gradient.own_examples import version
 from privgrad.gradient.probes import gradients, norm_of, places_of
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
@@ -244,7 +245,7 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     named, buffers = list(named_parameters(model)), list(model.named_buffers())
     grads = [(x, x.grad) for _, x in (*named, *buffers) if x.is_leaf]
     held = [(name, x, _held(x)) for name, x in named if not x.requires_grad]
-    own = [(name, x, _held(x), _version(x)) for name, x in buffers]
+    own = [(name, x, _held(x), version(x)) for name, x in buffers]
     for x, _ in grads:
         x.grad = None
     try:
@@ -253,7 +254,7 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
         for x, grad in grads:
             x.grad = grad
         written = [name for name, x, copy in held if copy is not None and restore(x, copy)]
-        changed = [name for name, x, copy, then in own if (_version(x) != then if copy is None else restore(x, copy))]
+        changed = [name for name, x, copy, then in own if (version(x) != then if copy is None else restore(x, copy))]
     if written:
         raise written_to(", ".join(written))
     if changed:
@@ -263,11 +264,6 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
 def _held(x: Tensor) -> Tensor | None:
     """Return a copy of a tensor that each step compares; None for a large one or one that is not on the CPU."""
     return x.detach().clone() if x.is_cpu and x.numel() <= _COMPARED else None
-
-
-def _version(x: Tensor) -> int:
-    """Return autograd's count of in-place writes; 0 for a tensor of inference mode, which has none."""
-    return 0 if x.is_inference() else x._version
 
 
 def _bits(x: Tensor) -> Tensor:

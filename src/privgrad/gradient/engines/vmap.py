@@ -18,6 +18,7 @@ from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.global_streams import numpy_and_python_states
+from privgrad.gradient.autograd_graph import refuse_reentrant
 from privgrad.gradient.batching import batched, differentiable
 from privgrad.gradient.engines.check_schedule import CheckSchedule
 from privgrad.gradient.engines.refusals import buffers_written, refused
@@ -32,7 +33,6 @@ from privgrad.gradient.module_state import (
 )
 from privgrad.gradient.probes import few_of, norm_of
 from privgrad.gradient.randomness import find_randomness, random_state, without_randomness
-from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
