@@ -188,7 +188,7 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
         if _same(row(examples, index), alone):
             continue
         if not all(_same(row(collate([item]), 0), alone) for _ in range(_REPEATS)):
-            remedy = "augment in the data set's __getitem__, or by augmentation.multiplicity with views >= 2"
+            remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
             raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
         got = "rows that depend on other examples"
         raise refusal("to return rows that depend on their own example only", got, remedy)

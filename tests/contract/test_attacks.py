@@ -94,7 +94,8 @@ class ShufflesInTraining(nn.Module):
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        order = torch.randperm(len(x)).flip(0) if self.training else torch.arange(len(x))
+        # By numpy: in place of torch's draws, the other checks put a constant.
+        order = torch.from_numpy(np.random.permutation(len(x))) if self.training else torch.arange(len(x))
         return self.second(torch.tanh(self.first(x[order])[order.argsort()]))
 
 

@@ -122,11 +122,12 @@ TOGETHER: dict[str, Any] = {
     "stratified times": diffusion(lambda size: (torch.rand(1) + torch.arange(size) / size) % 1),
     "times in pairs": diffusion(lambda size: torch.cat([t := torch.rand(size // 2 + 1), 1 - t])[:size]),
     "noise in pairs": diffusion(torch.rand, paired),
+    "mixup": lambda model, x: (model(x + x[torch.randperm(len(x))]) - x).square().mean(1),
     "noise of the row before": diffusion(torch.rand, lambda x: torch.randn_like(x).cumsum(0)),
 }
 
 
-def step(model: nn.Module, loss_fn: Any, engine: str) -> None:
+def step(model: nn.Module, loss_fn: Any, engine: Any) -> None:
     torch.manual_seed(0)
     plan = make_plan(num_examples=40, expected_batch_size=40, sample_rate=1.0, steps=2)
     grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine)

@@ -155,8 +155,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        losses_on_copies(model, tried, few_of(examples, fill=False))
-        unused = from_losses(model, loss_fn, few, partial(_unreached, parameters), parameters)
+        unused = from_losses(model, tried, few_of(examples, fill=False), partial(_unreached, parameters), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
         raise
@@ -377,6 +376,6 @@ def _depends(got: str) -> PrivacyError:
     """Return the error for a loss that depends on other examples."""
     remedy = (
         "make each loss depend on its own example: no statistics, ranks or means over the batch, and no random numbers "
-        "of its own; augment at random by augmentation.multiplicity with views >= 2, or in the data set's __getitem__"
+        "by place; augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"
     )
     return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)

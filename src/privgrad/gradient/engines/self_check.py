@@ -75,7 +75,7 @@ def require_single(
                     "keep examples apart, in dimension 0 (batch_first=True) and in one order in every layer; if you "
                     "registered a rule for this layer or the next, correct it; if the model changes the order of the "
                     f"rows, such as texts that are sorted by length, {REMEDY}; if loss_fn draws random numbers, "
-                    "augment by augmentation.multiplicity with views >= 2, or in the data set's __getitem__"
+                    "augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
