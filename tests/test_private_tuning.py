@@ -26,13 +26,14 @@ from privgrad.composition import RDP_ORDERS
 from privgrad.data import DataSet, digits
 from privgrad.errors import BudgetExceededError, PrivacyError
 from privgrad.experiments import paid_runner, runner
-from privgrad.experiments.comparing import compare_and_report
+from privgrad.experiments.comparing import compare_and_report, paid_report_of
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.paid_folder import PaidFolder, largest_total
 from privgrad.experiments.prices import price, prices_of
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Split
+from privgrad.progress import bars
 from privgrad.statement import statement
 
 METHOD = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.9}}
@@ -200,6 +201,33 @@ def test_published_files_do_not_show_how_many_runs_a_selection_had(tmp_path: Pat
         assert any(path.name == "commitment.txt" for path in texts)
         seen.append({(f"{path.relative_to(out)}", lines) for path, lines in texts.items()})
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("way", ["trials", "select"])
+def test_a_tuned_clipping_norm_is_shown(way: str, tmp_path: Path):
+    spec = spec_of(methods=[METHOD | {"max_grad_norm": [0.1, 0.5]}], way=way)
+    with bars(shown=True) as bar:
+        records = paid_runner.compare(spec, tmp_path, progress=bar)
+        notes = [str(task.fields["note"]) for task in bar.tasks]
+    assert ("DP-SGD  C0.5  u0.2" in notes) == (way == "trials")  # the last one
+    outcome = paid_report_of(spec, records, tmp_path, command="")
+    final = f"DP-SGD (C {records[-1]['max_grad_norm']:g}, u {outcome['noise_step']:g}) reaches"
+    page = " ".join(Path(outcome["report"]).read_text().split())
+    assert final in page
+    assert outcome["max_grad_norm"] == records[-1]["max_grad_norm"]
+    assert [trial["max_grad_norm"] for trial in outcome["trials"]] == ([0.1, 0.1, 0.5, 0.5] if way == "trials" else [])
+    shown = all(f"<td>{norm}</td><td>{u}</td>" in page for norm in (0.1, 0.5) for u in (0.05, 0.2))
+    assert shown == (way == "trials")
+    assert ("noise step, of the clipping norm C and of the options was carried over" in page) == (way == "trials")
+
+
+def test_a_single_clipping_norm_is_not_shown_with_each_trial(tmp_path: Path):
+    spec = spec_of()
+    records = paid_runner.compare(spec, tmp_path, progress=False)
+    page = " ".join(Path(paid_report_of(spec, records, tmp_path, command="")["report"]).read_text().split())
+    assert "noise step and of the options was carried over" in page
+    assert "DP-SGD (u 0." in page
+    assert page.count("Clipping norm C") == 1  # in the settings
 
 
 def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
@@ -462,6 +490,16 @@ def test_a_dry_run_shows_the_price_and_writes_nothing(tmp_path: Path):
         assert answer["cap"] == 5.0
         assert (answer["spent_with_it"] <= 5.0) == room
         Budget(tmp_path / "b.jsonl").commit("another training", [Release(1.0, 1.0)])
+
+
+@pytest.mark.usefixtures("by_rdp_here")
+def test_the_headline_in_the_terminal_names_a_tuned_clipping_norm(tmp_path: Path):
+    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
+    text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
+    (tmp_path / "visits.toml").write_text(text.replace('"SGD"', '"SGD"\nmax_grad_norm = [0.1, 0.5]'))
+    run = CliRunner().invoke(app, ["compare", str(tmp_path / "visits.toml"), "--out", str(tmp_path / "out")])
+    assert any(f"DP-SGD (C {norm}, u 0." in run.output for norm in (0.1, 0.5))
 
 
 def test_a_restart_moves_nothing_unless_the_budget_has_room(tmp_path: Path):

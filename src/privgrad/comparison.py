@@ -34,8 +34,8 @@ def compare(
         progress: show progress bars.
     Returns:
         With privacy.total_epsilon: the outcome by name: "accuracy", "interval", "epsilon" (the total), "method",
-        "noise_step", and "model" (the path of the weights). Otherwise, for research: "methods" (one row per method),
-        "total_epsilon" and "research_seeds". In both cases "report" is the path of the page.
+        "max_grad_norm", "noise_step", and "model" (the path of the weights). Otherwise, for research: "methods" (one
+        row per method), "total_epsilon" and "research_seeds". In both cases "report" is the path of the page.
     Raises:
         PrivacyError: as `privgrad compare`.
         BudgetExceededError: a shared budget has less left than the total.

@@ -17,7 +17,7 @@ from privgrad.experiments.folder import Record
 from privgrad.experiments.folder import restart as put_aside
 from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.paid_folder import largest_total, shared_budget
-from privgrad.experiments.prices import price, prices_of, way_of
+from privgrad.experiments.prices import price, prices_of, tunes_norm, way_of
 from privgrad.experiments.spec import Spec
 from privgrad.progress import notes_only
 from privgrad.rounding import rounded_up
@@ -158,7 +158,7 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
     if as_json:
         print_json(outcome)
         return
-    STDOUT.print(Text(result_text(outcome, records)))
+    STDOUT.print(Text(result_text(outcome, records, with_norm=tunes_norm(spec))))
     head = f"Head: {outcome['head']} (pg.Head.load)\n" if outcome.get("head") else ""
     STDOUT.print(Text(f"Weights: {outcome['model']}\n{head}Report: {outcome['report']}"))
 

@@ -28,7 +28,7 @@ from privgrad.experiments.measures import constants, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
-from privgrad.experiments.prices import Price, candidates_of, price, public_count
+from privgrad.experiments.prices import Price, candidates_of, price, public_count, tunes_norm
 from privgrad.experiments.records import rate_text
 from privgrad.experiments.runner import checked_data
 from privgrad.experiments.sources import sizes_text
@@ -160,7 +160,8 @@ def _best_of_trials(
     task = bar.add_task("trials", total=len(candidates), note="")
     for method, candidate in candidates:
         run = Run(method, candidate, None, "tuning")
-        bar.update(task, note=f"{method.name}  {rate_text(candidate)}")
+        norm = f"  C{candidate.max_grad_norm:g}" if tunes_norm(spec) else ""
+        bar.update(task, note=f"{method.name}{norm}  {rate_text(candidate)}")
         if find_record(read_records(out), run) is None:
             append(out, [_train_scored(trial, run, cost, data, place, out / "runs" / run.name, bar)[0]])
         bar.advance(task)
@@ -328,15 +329,14 @@ def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
 def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFolder) -> dict[str, Any]:
     """Return the result of a private comparison by name, for `--json` and for Python."""
     last = next(record for record in records if record["phase"] == "final")
+    chosen = ("method", "max_grad_norm", "noise_step", "own")
     trials = [
-        {"method": r["method"], "noise_step": r["noise_step"], "own": r["own"], "score": r["validation_accuracy"]}
-        for r in records
-        if r["phase"] == "tuning"
+        {name: record[name] for name in chosen} | {"score": record["validation_accuracy"]}
+        for record in records
+        if record["phase"] == "tuning"
     ]
     return {
-        "method": last["method"],
-        "noise_step": last["noise_step"],
-        "own": last["own"],
+        **{name: last[name] for name in chosen},
         "accuracy": last["test_accuracy"],
         "interval": last.get("interval"),
         "most_frequent_class": last.get("most_frequent_class"),

@@ -53,6 +53,11 @@ def candidates_of(spec: Spec) -> list[tuple[MethodTable, Candidate]]:
     return [(method, candidate) for method in spec.methods for candidate in dict.fromkeys(spec.grid(method))]
 
 
+def tunes_norm(spec: Spec) -> bool:
+    """Return whether candidates differ in their clipping norm C. `paid_runner` and the report then show it."""
+    return len({candidate.max_grad_norm for _, candidate in candidates_of(spec)}) > 1
+
+
 def way_of(spec: Spec) -> Way:
     """Return the way that a spec chooses: that of [tuning], or "none" without it."""
     return "none" if spec.tuning is None or spec.tuning.way is None else spec.tuning.way

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from privgrad.experiments.folder import Record
 from privgrad.experiments.metrics import is_paid, title
-from privgrad.experiments.prices import Price, Way, public_count
+from privgrad.experiments.prices import Price, Way, public_count, tunes_norm
 from privgrad.experiments.records import own_text, score_of
 from privgrad.experiments.report.page import template
 from privgrad.experiments.report.texts import epsilon_text, losses_text
@@ -49,10 +49,11 @@ def _count(price: Price, spec: Spec) -> str:
     return "1" if price.way == "none" else f"{price.candidates} + 1"
 
 
-def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
-    """Return the result as one or two sentences, for the terminal and for the page."""
+def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_norm: bool = False) -> str:
+    """Return the result as one or two sentences, for the terminal and for the page; with C if `with_norm`."""
     last = next(record for record in records if record["phase"] == "final")
-    chosen = [f"u {outcome['noise_step']:g}"] if outcome["noise_step"] is not None else []
+    chosen = [f"C {outcome['max_grad_norm']:g}"] if with_norm else []
+    chosen += [f"u {outcome['noise_step']:g}"] if outcome["noise_step"] is not None else []
     chosen += filter(None, [own_text(outcome["own"])])
     text = f"{outcome['method']} ({', '.join(chosen)})" if chosen else str(outcome["method"])
     if outcome["accuracy"] is None:
@@ -103,6 +104,7 @@ def write_page(
     trials = [
         {
             "method": record["method"],
+            "norm": f"{record['max_grad_norm']:g}",
             "rate": f"{record['noise_step']:g}",
             "own": own_text(record["own"]),
             "score": f"{100 * record['validation_accuracy']:.1f} %",
@@ -114,7 +116,8 @@ def write_page(
     last = next(record for record in records if record["phase"] == "final")
     page = template("paid.html.j2").render(
         title=spec.title,
-        headline=result_text(outcome, records),
+        headline=result_text(outcome, records, with_norm=tunes_norm(spec)),
+        with_norm=tunes_norm(spec),
         way=WAYS[price.way],
         paid=[line for release in price.releases for line in _lines(release, spec)],
         total=price.epsilon,
