@@ -336,6 +336,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a method without privacy": ({"methods": [METHOD | {"non_private": True, "lr": 1.0}]}, "finite epsilon"),
     "shape below zero": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "shape": -0.5}}, "tuning.shape"),
     "a shape with no run": ({"tuning": {"way": "select", "noise_steps": [0.1], "shape": float("inf")}}, "tuning.shape"),
+    "several C outside of a method": (
+        {"privacy__max_grad_norm": [0.1, 0.5]},
+        "privacy.max_grad_norm to be one number, got [0.1, 0.5]; give one number here, and the values to try in "
+        "[[methods]]: max_grad_norm = [0.1, 0.5]",
+    ),
     "fewer than one run": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "mean_runs": 0.5}}, "mean_runs"),
     "several candidates without tuning": (
         {"tuning": None, "methods": [METHOD | {"noise_step": 0.1}, METHOD | {"name": "b", "noise_step": 0.2}]},

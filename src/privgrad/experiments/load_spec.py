@@ -158,6 +158,9 @@ def _explained(
             return expected("load_spec", place, "to be a point of its own", "'DiSK', which also filters", remedy)
         return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
     got = repr(first["input"])[:80]
+    if place == "privacy.max_grad_norm" and isinstance(first["input"], list):
+        remedy = f"give one number here, and the values to try in [[methods]]: max_grad_norm = {first['input']}"
+        return expected("load_spec", place, "to be one number", got, remedy)
     if first["type"] == "model_type" and isinstance(first["input"], str) and place.startswith("methods."):
         part = place.rpartition(".")[2]
         remedy = f'write {part} = {{ rule = "{first["input"]}" }} in {path}'
