@@ -319,8 +319,10 @@ def test_a_paid_score_is_that_of_the_named_metric(by: str, tmp_path: Path):
     model.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True))
     assert data.public is not None
     found = metrics_of(model, data.public, data, [by], {})[by]
-    assert final["validation_accuracy"] == pytest.approx(1 - found if by == "squared_error" else found)
-    assert final["validation_accuracy"] != pytest.approx(unit_scores(model, data.public, data).mean().item(), abs=1e-3)
+    assert final["tuning_score"] == pytest.approx(1 - found if by == "squared_error" else found)
+    assert final["tuning_score_by"] == ("1 - squared_error" if by == "squared_error" else by)
+    assert (final["tuning_score_on"], final["measured_on"]) == ("public", "test")
+    assert final["tuning_score"] != pytest.approx(unit_scores(model, data.public, data).mean().item(), abs=1e-3)
 
 
 # What is wrong with the metrics: changes of the spec, and the error.

@@ -771,7 +771,7 @@ def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() 
     outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": 0.853, "metrics": {}}
     outcome |= {"interval": [0.84, 0.866], "privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "trials"}
     trials = [
-        {"phase": "tuning", "method": "head", "validation_accuracy": score, "score_noise_std": 0.003}
+        {"phase": "tuning", "method": "head", "tuning_score": score, "score_noise_std": 0.003}
         for score in (0.883, 0.882)
     ]
     records = [*trials, final(accuracy=0.853, test_units=1400)]

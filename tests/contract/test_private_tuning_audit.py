@@ -105,8 +105,8 @@ def evidence(spec: Spec, out: Path, targets: int, score_noise: float | None, *, 
             moved = ((weights[1] - weights[0]) / 2**0.5 / record["noise_step"]).numpy()  # in deviations of the noise
             moved[0] -= PEOPLE / sigma
             total += moved / sigma - 0.5 / sigma**2
-        if score_noise is not None and record.get("validation_accuracy") is not None:
-            more = record["validation_accuracy"] * public_count(spec) - PEOPLE
+        if score_noise is not None and record.get("tuning_score") is not None:
+            more = record["tuning_score"] * public_count(spec) - PEOPLE
             mean = spec.tuning.mean_runs if cost.way == "select" else 1.0
             total += log_ratio(more / score_noise, 1 / score_noise, mean)
     return total

@@ -166,7 +166,7 @@ def _best_of_trials(
             append(out, [_train_scored(trial, run, cost, data, place, out / "runs" / run.name, bar)[0]])
         bar.advance(task)
     trials = [record for record in read_records(out) if record["phase"] == "tuning"]
-    best = max(trials, key=lambda record: record["validation_accuracy"])
+    best = max(trials, key=lambda record: record["tuning_score"])
     return next(pair for pair in candidates if (pair[0].name, pair[1]) == (best["method"], candidate_of(best)))
 
 
@@ -186,7 +186,7 @@ def _select(spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Prog
         method, candidate = candidates[index]
         run = Run(method, candidate, None, "final")
         record, model = _train_scored(spec, run, cost, data, place, raw / "runs" / str(number), bar)
-        tried.append((record["validation_accuracy"], -number, record, model))
+        tried.append((record["tuning_score"], -number, record, model))
     _, number, record, model = max(tried, key=lambda one: one[:2])
     folder = out / "runs" / record["folder"]
     shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=_copied)
@@ -232,9 +232,12 @@ def _train_scored(
     _, data = own(spec, run.method, data)
     people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
     assert people is not None
-    values = unit_scores(model, people, data, spec.tuning.by)
+    by = spec.tuning.by
+    values = unit_scores(model, people, data, by)
+    name = {"accuracy": data.score, "squared_error": "1 - squared_error"}.get(by, by)
+    record |= {"tuning_score_by": name, "tuning_score_on": spec.tuning.score_on}
     if cost.score_noise is None:
-        return record | {"validation_accuracy": values.mean().item(), "score_noise_std": 0.0}, model
+        return record | {"tuning_score": values.mean().item(), "score_noise_std": 0.0}, model
     count, path = public_count(spec), folder / "score" / "ledger.jsonl"
     with closing(place.ledger(path, Release(cost.score_noise, 1.0))) as ledger, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "NOT PRIVATE")  # each row is a unit, and their public count may be lower
@@ -249,8 +252,7 @@ def _train_scored(
             ledger=ledger,
         ).item()
     place.mark(path)
-    measured = {"measured_on": spec.tuning.score_on, "validation_accuracy": score}
-    return record | measured | {"score_noise_std": cost.score_noise / count}, model
+    return record | {"tuning_score": score, "score_noise_std": cost.score_noise / count}, model
 
 
 def _train(
@@ -282,7 +284,6 @@ def _train(
     # Times depend on the data, and no epsilon covers them.
     record = {name: value for name, value in facts.items() if name not in ("seconds", "examples_per_second")} | {
         "folder": run.name,
-        "measured_on": "test",
         "curve": [],
         "data": sizes_text(spec.data, data, plan),
     }
@@ -314,7 +315,8 @@ def _publish(
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     """Measure the final model on the test set, each person once. NOT private for the people in it."""
     (losses,), names = unit_values(model, data.test, data, ["loss"]), spec.run.metrics
-    found: Record = {"test_loss": losses.mean().item(), "test_accuracy": None, "test_units": len(losses)}
+    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_accuracy": None}
+    found["test_units"] = len(losses)
     if data.score is not None:
         values = unit_scores(model, data.test, data)
         found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
@@ -331,7 +333,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
     last = next(record for record in records if record["phase"] == "final")
     chosen = ("method", "max_grad_norm", "noise_step", "own")
     trials = [
-        {name: record[name] for name in chosen} | {"score": record["validation_accuracy"]}
+        {name: record[name] for name in chosen} | {"score": record["tuning_score"]}
         for record in records
         if record["phase"] == "tuning"
     ]
@@ -348,7 +350,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "delta": spec.privacy.delta,
         "privacy_unit": spec.privacy.privacy_unit,
         "way": cost.way,
-        "score": last.get("validation_accuracy"),
+        "score": last.get("tuning_score"),
         "trials": trials,
         "budget": str(place.budget.path),
         "budget_spent": place.budget.spent(),

@@ -69,7 +69,7 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
             text += f", and the most frequent class alone {100 * share:.1f} %"
             text += ", which is inside the interval" if low <= share <= high else ""
     text += "".join(f"; {words}" for words in _metric_texts(outcome, score_of(records)))
-    tuned_by = sorted((r["validation_accuracy"] for r in records if r["phase"] == "tuning"), reverse=True)
+    tuned_by = sorted((r["tuning_score"] for r in records if r["phase"] == "tuning"), reverse=True)
     noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
         text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
@@ -107,7 +107,7 @@ def write_page(
             "norm": f"{record['max_grad_norm']:g}",
             "rate": f"{record['noise_step']:g}",
             "own": own_text(record["own"]),
-            "score": f"{100 * record['validation_accuracy']:.1f} %",
+            "score": f"{100 * record['tuning_score']:.1f} %",
             "noise": f"± {100 * record['score_noise_std']:.1f}" if record["score_noise_std"] else "exact",
         }
         for record in records
@@ -127,7 +127,7 @@ def write_page(
         by=None if spec.tuning is None else score_of(records) if spec.tuning.by == "accuracy" else spec.tuning.by,
         resampled=[title(name) for name in spec.run.metrics if not is_paid(name)],
         scored_on=None if spec.tuning is None else spec.tuning.score_on,
-        winner_score=last.get("validation_accuracy"),
+        winner_score=last.get("tuning_score"),
         winner_noise=last.get("score_noise_std"),
         statement=statement,
         settings={
