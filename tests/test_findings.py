@@ -59,6 +59,13 @@ def test_each_row_that_needs_a_decision_is_found(visits: Path):
     }
 
 
+def test_dates_in_a_column_of_numbers_are_to_become_numbers(visits: Path):
+    visits.write_text(VISITS.replace("abc", "2026-01-05 10:30"))
+    (found,) = (one for one in raw_findings(visits, unit="row", row_id="visit", **SCHEMA) if one.column == "age")
+    assert found.remedy.startswith("turn dates into numbers by a rule for each person alone")
+    assert found.blocks
+
+
 def test_persons_with_several_rows_are_counted(visits: Path):
     found = by_what(raw_findings(visits, unit="patient", max_rows=1, **SCHEMA))
     assert found["patient", "persons with several rows, of 6 persons; the most is 2"] == (1, 2, False)

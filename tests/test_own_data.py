@@ -256,6 +256,7 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
     (changed_row(age="forty"), {}, "row 3, column 'age' of a.csv to be a number, got 'forty', a str"),
     (changed_row(age="1_000"), {}, "row 3, column 'age' of a.csv to be a number, got '1_000'"),
     (changed_row(age="1,5"), {}, "row 3, column 'age' of a.csv to be a number, got '1,5'"),
+    (changed_row(age="2026-01-05"), {}, "to be a number, got '2026-01-05', a str; turn dates into numbers by a rule"),
     (changed_row(age=""), {}, "row 3, column 'age' of a.csv to have a value, got ''; .* missing = \"category\""),
     (changed_row(age="NaN"), {}, "row 3, column 'age' of a.csv to have a value, got 'NaN'"),
     (changed_row(ward=""), {}, "row 3, column 'ward' of a.csv to have a value, got ''"),

@@ -140,6 +140,19 @@ def test_a_data_frame_of_numbers_counts_as_their_array():
         head.predict(pd.DataFrame(rows.numpy()[:, :2]))
 
 
+def test_dates_of_a_data_frame_are_to_become_numbers():
+    pd = pytest.importorskip("pandas")
+    days = pd.to_datetime(["2026-01-05 10:30:00.123456789", "2026-02-06"], format="ISO8601")
+    zoned, plain = pd.Series(days).dt.tz_localize("UTC"), pd.Series(days).dt.date
+    for column in (days, zoned, plain):
+        frame = pd.DataFrame({"stay": column, "smoker": ["yes", "no"]})
+        columns = {"stay": COLUMNS["stay"]}
+        with pytest.raises(
+            pg.PrivacyError, match=r"to be a number, got .*; turn dates into numbers by a rule for each"
+        ):
+            data.table(frame, columns=columns, label="smoker", classes=["no", "yes"], unit="row", test_share=0.2)
+
+
 GOOD: dict[str, Any] = {"age": 71, "cost": 1.5, "stay": 4, "ward": "north", "smoker": "no"}
 
 

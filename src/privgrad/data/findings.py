@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from privgrad.data.own_images import SUFFIXES, read_image, require_images, require_pillow
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import Schema, Text, Where, is_missing, number_of, schema_of, text_of
+from privgrad.data.schema import OF_DATES, Schema, Text, Where, is_date, is_missing, number_of, schema_of, text_of
 from privgrad.data.units import is_nobody, person_of
 from privgrad.errors import PrivacyError
 from privgrad.features import Bins, OneHot
@@ -201,7 +201,8 @@ def _of_numbers(name: str, bins: Bins, values: Sequence[Any], texts: Sequence[st
     low, high = bins.edges[0], bins.edges[-1]
     wrong = _where(math.isinf, numbers)
     outside = _where(lambda number: not math.isinf(number) and (number < low or number > high), numbers)
-    remedy = 'correct them, or set kind = "category"'
+    are_dates = any(is_date(texts[row - 1]) for row in wrong)
+    remedy = OF_DATES if are_dates else 'correct them, or set kind = "category"'
     found = _finding(name, f"no number: {_some(texts, wrong)}", wrong, remedy, blocks=True)
     remedy = "they count as the nearest end; correct the unit, or the range from a public source"
     what = f"outside of {low:g} to {high:g}: {_some(texts, outside)}"

@@ -7,6 +7,7 @@ guarantee rests on `schema_of` for units that are persons: a person's rows are f
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, cast
@@ -21,6 +22,9 @@ _KEYS = {
     "text": ("kind", "length"),
     "ignore": ("kind",),
 }
+OF_DATES = (
+    "turn dates into numbers by a rule for each person alone, such as the month or the days since an earlier visit"
+)
 _MISSING = ("", "nan", "null")
 _MOST_BINS = 10_000
 
@@ -100,6 +104,18 @@ def text_of(value: object) -> str:
 def is_missing(text: str) -> bool:
     """Return whether a text is a missing value: empty, NaN or null; `units.is_nobody` is for names of persons."""
     return text.lower() in _MISSING
+
+
+def is_date(text: str) -> bool:
+    """Return whether a text is a date, with or without a time, as ISO 8601 and pandas write it.
+
+    `table_codes` and `findings` then give the remedy OF_DATES.
+    """
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def number_of(value: object) -> float:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privgrad.data.schema import Schema, Text, is_missing, number_of, text_of
+from privgrad.data.schema import OF_DATES, Schema, Text, is_date, is_missing, number_of, text_of
 from privgrad.errors import described, did_you_mean, expected
 from privgrad.features import Bins, OneHot, join, text_rows
 
@@ -109,6 +109,7 @@ def _codes(function: str, source: str, name: str, kind: Kind, values: Sequence[A
                 numbers.append(number_of(value))
             except ValueError as error:
                 remedy = f'correct it, or set kind = "category" in columns.{name} before training'
+                remedy = OF_DATES if is_date(text) else remedy
                 raise expected(function, place, "to be a number", described(value), remedy) from error
             continue
         if not known and not is_missing(text) and not kind.other:
