@@ -233,7 +233,8 @@ def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit
         warnings.warn(
             f"NOT PRIVATE: the plan declares {num_examples:,} people, and the data set has more than {_MANY_ROWS:g} "
             "times as many rows. Does each row hold all data of one person? If a person has several rows, group them "
-            "first, for example by privgrad.data.by_user.",
+            "first, for example by privgrad.data.by_user. Otherwise num_examples is far below the number of persons, "
+            "and the model gets more noise than it needs: raise it if a public number allows.",
             stacklevel=1,
         )
 

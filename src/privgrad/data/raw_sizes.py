@@ -18,7 +18,7 @@ from privgrad.data.units import is_nobody, person_of
 
 SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 _SHOWN = 10  # columns that are not used
-_FAR = 4  # times num_examples: more training units than this waste much of the epsilon
+_FAR = {True: 2, False: 4}  # times num_examples: more persons, or rows, than this waste much of the epsilon
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ def raw_count_findings(size: RawSize, num_examples: object) -> list[RawFinding]:
     """
     if size.training is None or isinstance(num_examples, bool) or not isinstance(num_examples, int):
         return []
-    units = size.kind if size.units is None else "persons"
+    units, far = size.kind if size.units is None else "persons", _FAR[size.units is not None]
     if num_examples > size.training:
         what = f"fewer {units} in the training part than num_examples = {num_examples:,}"
         remedy = "lower num_examples to a number that is known without the data, or to a count with noise"
         return [RawFinding("", what, size.training, (), remedy, blocks=True)]
-    if size.training > _FAR * num_examples:
-        what = f"{units} in the training part, more than {_FAR} times num_examples = {num_examples:,}"
+    if size.training > far * num_examples:
+        what = f"{units} in the training part, more than {far} times num_examples = {num_examples:,}"
         remedy = "a larger public number gives a better model at the same epsilon"
         return [RawFinding("", what, size.training, (), remedy)]
     return []

@@ -26,7 +26,7 @@ from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, make_secret, read_records, require_same
 from privgrad.experiments.measures import constants, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
-from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
+from privgrad.experiments.one_training import Run, facts_of, find_record, prepare, rows_are_units
 from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
 from privgrad.experiments.prices import Price, candidates_of, price, public_count, tunes_norm
 from privgrad.experiments.records import rate_text
@@ -269,15 +269,16 @@ def _train(
     made.private_grad.record_in(place.ledger(path, release))
     try:
         place.mark(path)
-        result = fit(
-            made.private_grad,
-            made.optimizer,
-            data.train,
-            scheduler=spec.schedule_of(run.method),
-            ema_decay=spec.run.ema_decay,
-            output_dir=folder,
-            progress=bar,
-        )
+        with rows_are_units(plan.privacy_unit):
+            result = fit(
+                made.private_grad,
+                made.optimizer,
+                data.train,
+                scheduler=spec.schedule_of(run.method),
+                ema_decay=spec.run.ema_decay,
+                output_dir=folder,
+                progress=bar,
+            )
     finally:
         made.private_grad.ledger.close()
     facts = facts_of(run, made, data, result)

@@ -25,7 +25,7 @@ from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, make_secret, read_records, require_same
 from privgrad.experiments.measures import constants, measure, outcomes, unit_scores
 from privgrad.experiments.metrics import interval, metrics_of
-from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
+from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare, rows_are_units
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
@@ -177,18 +177,19 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         private_grad.register_raw_observer(recorder.observe)
     if plan.seed is not None and not run.method.non_private:
         private_grad.register_raw_observer(clipped.observe)
-    result = fit(
-        private_grad,
-        optimizer,
-        data.train,
-        scheduler=spec.schedule_of(run.method),
-        evaluate=evaluate,
-        num_evaluations=spec.run.num_evaluations,
-        on_evaluate=board,
-        ema_decay=spec.run.ema_decay,
-        output_dir=folder,
-        progress=progress,
-    )
+    with rows_are_units(plan.privacy_unit):
+        result = fit(
+            private_grad,
+            optimizer,
+            data.train,
+            scheduler=spec.schedule_of(run.method),
+            evaluate=evaluate,
+            num_evaluations=spec.run.num_evaluations,
+            on_evaluate=board,
+            ema_decay=spec.run.ema_decay,
+            output_dir=folder,
+            progress=progress,
+        )
     if board is not None:
         board.close()
     _warn_of_raw(run, clipped.fraction)

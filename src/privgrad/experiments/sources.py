@@ -26,7 +26,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.pretrained import pretrained
 from privgrad.types import PrivacyUnit
 
-_FAR = 4  # times num_examples: more training units than this waste much of the epsilon
+_FAR = {True: 2, False: 4}  # times num_examples: more persons, or rows, than this waste much of the epsilon
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
 
 
@@ -274,8 +274,9 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
     It is at most this number where sizes are private, and equal to it otherwise.
     """
     count, are_private = len(loaded.train), _has_private_sizes(given, loaded)
+    are_persons = loaded.by_person or len(loaded.train.tensors) > 2
+    units, far = "persons" if are_persons else "examples", _FAR[are_persons]
     if are_private and num_examples > count:
-        units = "persons" if loaded.by_person else "examples"
         # The remedy names no number: one that comes from the data is not public.
         remedy = (
             "lower it to a number that is known without the data, such as the planned size of a study, or to a count "
@@ -283,10 +284,10 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
         )
         condition = f"to be at most the number of training {units} of {loaded.name}"
         raise expected("make_data", "privacy.num_examples", condition, num_examples, remedy)
-    if are_private and count > _FAR * num_examples:
+    if are_private and count > far * num_examples:
         warnings.warn(
-            f"NOT PRIVATE: {loaded.name} has more than {_FAR} times as many training units as num_examples = "
-            f"{num_examples:,}. A larger public number gives a better model at the same epsilon",
+            f"NOT PRIVATE: {loaded.name} has more than {far} times as many training {units} as num_examples = "
+            f"{num_examples:,}, so the model gets more noise than it needs. Raise it if a public number allows",
             stacklevel=3,
         )
     if not are_private and count != num_examples:
