@@ -5,7 +5,7 @@ optimizer may use private examples through PrivateGradient alone.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -128,7 +128,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
 
 
 @contextmanager
-def rows_are_units(unit: PrivacyUnit) -> Iterator[None]:
+def rows_are_units(unit: PrivacyUnit) -> Generator[None]:
     """Keep `fit` from asking whether a row holds all data of one person: `build.make_data` has checked it.
 
     `runner` and `paid_runner` train within it. `sources.require_count` has named a count that is far too small.
