@@ -187,6 +187,38 @@ def test_hooks_cannot_log_private_batches(tmp_path: Path):
     assert (Path(logger.log_dir) / "metrics.csv").read_text().count("\n") > STEPS
 
 
+class LogsPosition(L.Callback):
+    """Logs the position of a step in its epoch, which is public."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        cast(Any, self).log("callback", float(batch_idx), on_epoch=True)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"]
+)
+def test_means_over_an_epoch_do_not_depend_on_private_batch_sizes(tmp_path: Path, hook: str):
+    class LogsPositions(Classifier):
+        def log_position(self, *args: Any) -> None:
+            position = float(cast(Any, self.trainer).fit_loop.epoch_loop.batch_idx)
+            self.log("by_log", position, on_step=True, on_epoch=True)
+            self.log_dict({"by_log_dict": position}, on_step=False, on_epoch=True)
+            self.log("weighted", position, on_step=False, on_epoch=True, batch_size=1 + int(position))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validated", float(batch_idx))
+
+    setattr(LogsPositions, hook, LogsPositions.log_position)
+    data = make_data()
+    trainer = make_trainer(tmp_path, planned(), callbacks=[LogsPosition()])
+    trainer.fit(LogsPositions(), trainer.strategy.batches(data), DataLoader(make_data(), batch_size=len(data) - 1))
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert trainer.strategy.private_step.epoch_steps == 4
+    assert logged["by_log_epoch"] == logged["by_log_dict"] == logged["callback_epoch"] == (0 + 1 + 2 + 3) / 4
+    assert logged["weighted"] == (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
+    assert logged["validated"] == pytest.approx(1 / len(data))  # by sizes, as in Lightning: they are not private
+
+
 def separable(count: int = 200) -> TensorDataset:
     inputs = torch.randn(count, 5, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs[:, :3].argmax(1))

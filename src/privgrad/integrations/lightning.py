@@ -2,7 +2,7 @@
 
 Users make a PrivateStrategy. The privacy guarantee rests on PrivateGradient, which its step calls through
 ExternalLoopStep. It also rests on this file: `_require_options` refuses other updates, and `training_step`, `_losses`,
-`_refuse_to_log` and `_Closed` keep the losses private. It does not rest on Epochs.
+`_weigh_equally`, `_refuse_to_log` and `_Closed` keep losses and batch sizes private. It does not rest on Epochs.
 """
 
 import os
@@ -53,6 +53,7 @@ class PrivateStrategy(SingleDeviceStrategy):
     `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers if
     needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` work as in
     Lightning. Hooks that run before `training_step` see the private batch: they must not log or keep anything of it.
+    Training hooks may log public numbers. Means over an epoch weigh steps equally, unless a `batch_size` is given.
 
     Users call `batches`. Lightning's Trainer calls the other public methods; PrivateGradient calls `_losses`.
 
@@ -121,6 +122,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         module = cast(LightningModule, self.lightning_module)
         _require_options(trainer, module, self._plan, self.optimizers)
         _require_declared(cast("Any", trainer).callbacks, self._selection_data)
+        _weigh_equally(trainer)
         self.private_grad = PrivateGradient(
             module,
             self._losses,
@@ -291,6 +293,21 @@ class _Closed:
         raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy, PrivacyError)
 
     __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
+
+
+def _weigh_equally(trainer: Trainer) -> None:
+    """Let means over an epoch weigh the training steps equally: Lightning would weigh them by private batch sizes.
+
+    It changes the collection of what training hooks log, in the module and in callbacks. A Trainer keeps its strategy,
+    so nothing is restored. Validation has a collection of its own.
+    """
+    results = cast(Any, trainer.fit_loop.epoch_loop)._results
+    log = results.log
+
+    def log_equally(*args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        log(*args, batch_size=1 if batch_size is None else batch_size, **kwargs)
+
+    results.log = log_equally
 
 
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
