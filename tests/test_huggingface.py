@@ -894,6 +894,17 @@ def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
         later.evaluate(cast(Any, Subset(cast(Any, data), [0, 1])))
 
 
+def test_selections_of_the_training_data_are_not_evaluated(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in texts(40)]
+    split = datasets.Dataset.from_list(rows).train_test_split(test_size=8, seed=0)
+    own, trainer = split["train"], make_trainer(tmp_path, bert(), split["train"], eval_dataset=split["test"])
+    for some in (own.select(range(5)), own.shuffle(seed=1), own.shard(4, 0)):
+        with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
+            trainer.evaluate(some)
+    assert "eval_loss" in trainer.evaluate()
+
+
 def test_a_folder_can_be_trained_in_again_once_a_training_has_ended(tmp_path: Path):
     first = make_trainer(tmp_path, bert(), texts())
     first.train()

@@ -1,5 +1,6 @@
 """A data set is known by its object and its memory, through wrappers; training refuses its own rows."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ class Rows(Dataset[Any]):
 
 
 OWN = Rows()
+LISTED: Any = [{"x": ROWS[0], "y": index} for index in range(20)]
+SAME, FIXED = torch.zeros(1, 3).expand(20, 3), torch.arange(20)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +49,43 @@ OWN = Rows()
         (None, OWN, False),
         (None, None, False),
         (ROWS[:0], ROWS[:0], False),
+        (LISTED[:5], LISTED, True),
+        (Subset(LISTED[:5], [4]), Subset(LISTED, [4]), True),
+        (Subset(LISTED[:5], [4]), Subset(LISTED, [5]), False),
+        (LISTED[:5], LISTED[5:], False),
+        ([0, None, "", "a"], [0, None, "", "a"], False),  # Python keeps one object for all
+        ([], LISTED, False),
+        (TensorDataset(SAME[:10], ROWS[:10]), TensorDataset(SAME[10:], ROWS[10:]), False),
+        (TensorDataset(SAME[:10], ROWS[:10]), TensorDataset(SAME[10:], ROWS[9:19]), True),
+        (TensorDataset(SAME), TensorDataset(SAME), False),
+        (TensorDataset(FIXED[:10], ROWS[:10]), TensorDataset(FIXED[:10], ROWS[10:]), False),
+        (TensorDataset(FIXED[:10], ROWS[:10]), TensorDataset(FIXED[:10], ROWS[5:15]), True),
+        (TensorDataset(LABELS, ROWS), TensorDataset(ROWS[5:]), True),
+        ((ROWS.to_sparse(), LABELS), TENSORS, True),
     ],
 )
 def test_rows_are_known_by_object_and_memory(one: Any, other: Any, shared: bool):
     assert share_rows(one, other) == shared
     assert share_rows(other, one) == shared
+
+
+def test_selections_of_a_table_are_known_by_its_memory(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    columns = {"text": [f"text {index}" for index in range(20)], "even": [index % 2 == 0 for index in range(20)]}
+    own = datasets.Dataset.from_dict(columns)
+    own.save_to_disk(tmp_path)
+    for data in (own, own.with_format("torch"), datasets.load_from_disk(str(tmp_path))):
+        parts = [data.select(range(5)), data.select([3, 1]), data.shard(4, 0), data.shuffle(seed=0), Subset(data, [7])]
+        parts += [data.filter(lambda row: row["even"]), data.remove_columns("text"), data.rename_column("text", "x")]
+        parts += [datasets.concatenate_datasets([datasets.Dataset.from_dict(columns), data.select([4])])]
+        assert all(share_rows(part, data) and share_rows(data, part) for part in parts)
+        for shuffle in (False, True):
+            split = data.train_test_split(test_size=5, shuffle=shuffle, seed=0)
+            assert not share_rows(split["train"], split["test"])
+            assert share_rows(split["train"].shuffle(seed=1).select(range(9)), split["train"])
+            assert not share_rows(split["train"].shuffle(seed=1), split["test"].shuffle(seed=1))
+        assert not share_rows(data, datasets.Dataset.from_dict(columns))  # equal rows in other memory
+        assert not share_rows(data.select([]), data)
 
 
 @pytest.mark.parametrize("holder", ["the optimizer", "the preconditioner"])
