@@ -274,7 +274,7 @@ def climbs_in_any_step(patch: Patch) -> None:
 
 
 def the_head_of_the_batch(patch: Patch) -> None:
-    everywhere(patch, audit.rows_to_check, lambda found, size, salt: list(range(min(size, 3))))
+    everywhere(patch, audit.rows_to_check, lambda found, examples, salt: list(range(min(count_examples(examples), 3))))
 
 
 def checked_in_evaluation_mode(patch: Patch) -> None:

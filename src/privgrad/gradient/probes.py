@@ -1,9 +1,9 @@
 """Losses and gradients of a few examples, computed on copies of a model's parameters.
 
 `validation` and `randomness` try a model and a loss with them. `validation` compares losses `in_float32_too`.
-`engines.self_check` compares the fast engine's results with `gradients`. `engines.factored` chooses examples with
-`few_of` and `places_of`, and repeats failed checks with `doubled`. PrivateGradient calls `gradients` for the raw mean
-of parts that are NOT private.
+`engines.self_check` compares the fast engine's results with `gradients`. The checks choose examples with `few_of`,
+`leading_of`, `places_of` and `rare_rows`. `engines.factored` repeats failed checks with `doubled`. PrivateGradient
+calls `gradients` for the raw mean of parts that are NOT private.
 
 The privacy guarantee rests on this file: a wrong result could hide a model that mixes examples, and no value of the
 examples may stay in the model.
@@ -32,13 +32,17 @@ from privgrad.types import LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
 
+_COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
+_VALUES = 32  # most values of a column among which some may be rare
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 T = TypeVar("T")
 
 
 def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
-    """Return PROBED examples: the first, the last, and some at random indices between them.
+    """Return PROBED examples: the first, some at random indices, and one with a rare value, or else the last.
+
+    The last of them then often differs in its label from the first, so that their losses show weights of classes.
 
     Args:
         examples: with leading dimension >= 1.
@@ -48,10 +52,67 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
     """
     size = count_examples(examples)
     if size > PROBED:
-        index = torch.tensor([0, *(1 + places_of(size - 2, PROBED - 2, salt)).tolist(), size - 1])
-        return map_examples(lambda leaf: leaf[index.to(leaf.device)], examples)
+        last = next((row for row in rare_rows(examples) if row > 0), size - 1)
+        between = cast("list[int]", (1 + places_of(size - 2, PROBED - 2, salt)).tolist())
+        return _rows_of(examples, [0, *(size - 1 if row == last else row for row in between), last])
     missing = PROBED - size if fill else 0
     return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
+
+
+def leading_of(examples: Any, most: int) -> Any:
+    """Return the first examples, at most `most`. One example of each rare value comes before them.
+
+    So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
+
+    Args:
+        examples: with leading dimension >= 1.
+        most: >= 1.
+    """
+    size = min(count_examples(examples), most)
+    rare = rare_rows(examples)[: (size + 1) // 4]
+    if not rare:
+        return map_examples(lambda leaf: leaf[:size], examples)
+    return _rows_of(examples, [*rare, *(row for row in range(size) if row not in rare)][:size])
+
+
+def rare_rows(examples: Any) -> list[int]:
+    """Return the first row of each value of a label but the most frequent, the rarest value first.
+
+    A loss with weights of classes may mix the examples of a rare class only, so the checks need one of them. Labels are
+    the columns of tensors of shape (n,) or (n, ...) with at most _COLUMNS columns, which hold integers of any dtype. A
+    column with more than _VALUES values, or with more than n / 2, has no rare ones.
+
+    Args:
+        examples: with leading dimension n >= 1.
+    Returns:
+        Distinct rows; an empty list if no label differs between examples.
+    Privacy:
+        NOT private: the rows depend on the examples. They may decide only which examples a check compares.
+    """
+    size, found = count_examples(examples), list[tuple[int, int]]()
+    for leaf in tree_leaves(examples):
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_complex():
+            continue
+        if leaf.numel() > _COLUMNS * size:
+            continue
+        columns = leaf.detach().reshape(size, leaf.numel() // size).cpu()
+        if columns.is_floating_point() and not columns.double().equal(columns.double().round()):
+            continue
+        for column in columns.long().unbind(1):
+            values, places, counts = cast(
+                tuple[Tensor, Tensor, Tensor], torch.unique(column, return_inverse=True, return_counts=True)
+            )
+            if 1 < len(values) <= min(_VALUES, size // 2):
+                first = torch.full_like(values, size).scatter_reduce_(0, places, torch.arange(size), "amin")
+                kept = torch.arange(len(values)) != counts.argmax()
+                found += [(int(n), int(row)) for n, row in zip(counts[kept], first[kept], strict=True)]
+    return list(dict.fromkeys(row for _, row in sorted(found)))
+
+
+def _rows_of(examples: Any, rows: list[int]) -> Any:
+    """Return copies of some rows of the examples, in the given order."""
+    index = torch.tensor(rows)
+    return map_examples(lambda leaf: leaf[index.to(leaf.device)], examples)
 
 
 def places_of(size: int, chosen: int, salt: int) -> Tensor:

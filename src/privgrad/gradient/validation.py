@@ -27,7 +27,7 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
 from privgrad.gradient.module_state import named_modules, own_parameters, seeded, trainable
 from privgrad.gradient.own_examples import OwnExamples
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, losses_on_copies
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -317,9 +317,8 @@ def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, example
     Raises:
         PrivacyError: some losses change, for instance because the loss ranks the batch or keeps its largest values.
     """
-    size = min(count_examples(examples), _HALVED)
-    half = (size + 1) // 2
-    examples = map_examples(lambda leaf: leaf[:size], examples)
+    examples = leading_of(examples, _HALVED)
+    half = (count_examples(examples) + 1) // 2
 
     def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
         first = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()

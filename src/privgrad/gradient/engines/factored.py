@@ -41,7 +41,7 @@ from privgrad.gradient.module_state import trainable
 from privgrad.gradient.probes import PROBED, doubled, few_of
 from privgrad.gradient.randomness import Randomness, find_randomness, without_randomness
 from privgrad.gradient.validation import require_apart, require_same_losses_in_half
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.types import LossFunction, map_examples
 
 _WEIGHTS = Point()
 
@@ -346,7 +346,7 @@ class Factored:
         with restored(self._model), without_randomness(self._model, self._randomness):
             if self._randomness != "none":
                 found = self._compute(examples, point)
-            rows = rows_to_check(found[0], count_examples(examples), self._schedule.calls)
+            rows = rows_to_check(found[0], examples, self._schedule.calls)
             try:
                 self._require_single(examples, point, found, rows)
             except UnsupportedModuleError as refusal:

@@ -23,7 +23,7 @@ from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import named_parameters, restore, seeded, trainable
 from privgrad.gradient.own_examples import version
-from privgrad.gradient.probes import gradients, norm_of, places_of
+from privgrad.gradient.probes import gradients, norm_of, places_of, rare_rows
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 _MEASURED = 16  # number of examples whose norms a check measures
@@ -81,23 +81,24 @@ def require_single(
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
 
 
-def rows_to_check(found: Mapping[str, Factor], size: int, salt: int) -> list[int]:
-    """Return the first row, the last, a random one between them, and the row with the smallest norm of a sample.
+def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int) -> list[int]:
+    """Return the first row, the last, a random one, one with a rare value, and that of the smallest norm of a sample.
 
     The smallest norm is included because a gradient with a wrongly small norm would stay unclipped.
 
     Args:
         found: the factors by parameter name.
-        size: their number of rows.
+        examples: the examples of the factors.
         salt: as in `places_of`.
     """
+    size = count_examples(examples)
     if not found:  # no example reaches a trainable parameter
         return sorted({0, size - 1})
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
     between = 1 + places_of(size - 2, 1, salt) if size > 2 else drawn[:1]
-    return sorted({0, size - 1, int(least), int(between)})
+    return sorted({0, size - 1, int(least), int(between), *rare_rows(examples)[:1]})
 
 
 def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
