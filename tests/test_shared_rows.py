@@ -46,6 +46,7 @@ SAME, FIXED = torch.zeros(1, 3).expand(20, 3), torch.arange(20)
         (ConcatDataset([Rows(), Subset(OWN, [1])]), OWN, True),
         (Subset(OWN, [1]), ConcatDataset([Rows(), Subset(OWN, [2])]), False),
         (ROWS, ROWS.clone(), False),
+        (TENSORS, TensorDataset(ROWS, LABELS.clone()), True),
         (None, OWN, False),
         (None, None, False),
         (ROWS[:0], ROWS[:0], False),

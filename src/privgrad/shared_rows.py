@@ -36,11 +36,16 @@ def share_rows(one: object, other: object) -> bool:
     (base, rows), (other_base, other_rows) = _origin(one), _origin(other)
     if base is other_base:
         return rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any())
-    fewer, more = sorted((_places(base, rows), _places(other_base, other_rows)), key=len)
-    if not fewer:
+    own, others = _places(base, rows), _places(other_base, other_rows)
+    return _among(own[0], others[1]) or _among(others[0], own[1])
+
+
+def _among(places: list[Tensor], known: list[Tensor]) -> bool:
+    """Return whether some row has all its places among those that are known."""
+    if not places or not known:
         return False
-    known = torch.cat([part.flatten() for part in more])
-    found = [(torch.isin(part, known) & (part != 0)).any(0) for part in fewer]
+    every = torch.cat([part.flatten() for part in known])
+    found = [(torch.isin(part, every) & (part != 0)).any(0) for part in places]
     return bool(torch.stack(found).all(0).any())
 
 
@@ -55,20 +60,29 @@ def _origin(data: object) -> tuple[object, Tensor | None]:
     return data, rows
 
 
-def _places(data: object, rows: Tensor | None) -> list[Tensor]:
-    """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own."""
+def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own.
+
+    The first list has the tensors with the widest rows only, which are those of the records: labels may be copied, and
+    an index of rows may be shared. The second list has all.
+    """
     if isinstance(data, list):
-        found = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]
+        every = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]
+        widest = every
     elif any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__):
-        found = _table_places(data)
+        widest = every = _table_places(data)
     else:
         tensors = list(_tensors(data.tensors if isinstance(data, TensorDataset) else data))
-        found = [
-            (leaf.data_ptr() + torch.arange(len(leaf)) * leaf.stride(0) * leaf.element_size())[None]
-            for leaf in tensors
-            if len(leaf) == len(tensors[0])
+        tensors = [leaf for leaf in tensors if len(leaf) == len(tensors[0])]
+        sizes = [leaf[0].numel() * leaf.element_size() for leaf in tensors]
+        every = [
+            (leaf.data_ptr() + torch.arange(len(leaf)) * leaf.stride(0) * leaf.element_size())[None] for leaf in tensors
         ]
-    return [part if rows is None else part[:, rows] for part in found if part.numel() > 0]
+        widest = [part for part, size in zip(every, sizes, strict=True) if size == max(sizes)]
+    one, other = (
+        [part if rows is None else part[:, rows] for part in found if part.numel() > 0] for found in (widest, every)
+    )
+    return one, other
 
 
 def _is_interned(row: object) -> bool:

@@ -34,7 +34,7 @@ def weighted(model: nn.Module, batch: Any, least: int = 1) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, y, pos_weight=weight, reduction="none")
 
 
-weighted_if_many = partial(weighted, least=4)
+weighted_if_many = partial(weighted, least=5)
 
 
 def weighted_by_constant(model: nn.Module, batch: Any) -> Tensor:
