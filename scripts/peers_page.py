@@ -221,6 +221,9 @@ def steps(records: list[Row]) -> str:
             cells = {row["method"]: row for row in records if row["workload"] == workload}
             lines.append(f"| {workload} | " + " | ".join(step_cell(cells.get(name), field) for name in methods) + " |")
         text += "\n".join(lines) + "\n\n"
+    if later := [row for row in records if row["machine"] != ordinary_of(row, records)["machine"]]:
+        named = "; ".join(f"{row['workload']}, {STEPS.get(row['method'], row['method'])}" for row in later)
+        text += f"Measured in a later run, over an ordinary step of that run: {named}.\n\n"
     skipped = [row for row in records if row["skipped"]]
     text += "A dash means that the method was not measured:\n\n" if skipped else ""
     text += "".join(
@@ -233,6 +236,11 @@ def steps(records: list[Row]) -> str:
         + f"\nVersions: {', '.join(sorted(found))}. Machine: {machine}. Date: {first['date']}. "
         + "Command: `make bench-peers`.\n"
     )
+
+
+def ordinary_of(row: Row, records: list[Row]) -> Row:
+    """The ordinary step of a row's workload."""
+    return next(one for one in records if (one["workload"], one["method"]) == (row["workload"], "ordinary"))
 
 
 def step_cell(row: Row | None, field: str) -> str:
