@@ -158,7 +158,7 @@ def test_random_augmentation_in_collate_is_refused_for_what_it_is():
 
     data = [torch.tensor([float(index), -1.0, float("nan")]) for index in range(32)]
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=30)
-    with pytest.raises(pg.SamplingError, match=r"rows that change from call to call; augment in the "):
+    with pytest.raises(pg.SamplingError, match=r"rows that change from call to call; augment in __getitem__"):
         list(plan.batches(data, collate=flipped))
     with pytest.raises(pg.SamplingError, match="rows that depend on other examples"):
         list(plan.batches([item[:2] for item in data], collate=shifted))
