@@ -20,7 +20,7 @@ _COLUMNS = 4  # of a table, any of which tells: with all, wide tables would take
 def share_rows(one: object, other: object) -> bool:
     """Return whether two data sets have a row in common, as far as objects and memory tell.
 
-    A row in several tensors is common if all of them are, except tensors that are expanded from one row.
+    A row in several tensors is common if the widest of them are. Tensors that are expanded from one row do not count.
 
     Args:
         one: a data set, a list of rows, or tensors in any structure. It looks through Subset, ConcatDataset and
