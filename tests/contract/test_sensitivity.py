@@ -145,15 +145,18 @@ def test_one_example_does_not_decide_the_precision_of_the_others():
 class Computed(nn.Linear):
     """A linear map whose forward pass multiplies its weight by a large number."""
 
+    factor = 1e4
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        return F.linear(input, self.weight * 1e4)
+        return F.linear(input, self.weight * self.factor)
 
 
 def test_terms_that_round_together_before_a_weight_is_pulled_back_keep_the_bound():
-    """They come to less than float32 rounds to 1e-3 C; the weight's computation multiplies that by 1e4."""
+    """They come to less than float32 rounds to 1e-3 C; the weight's computation multiplies that by 1e8."""
     torch.manual_seed(0)
-    examples = opposite_places(2048, 4, 0.2)
-    change = change_over_bound(TimeFirst(Computed(4, 4, bias=False)), products, examples, 2047)
+    examples, layer = opposite_places(2048, 4, 0.2), Computed(4, 4, bias=False)
+    layer.factor = 1e8
+    change = change_over_bound(TimeFirst(layer), products, examples, 2047)
     assert change <= LIMIT
 
 
@@ -195,6 +198,21 @@ def test_a_weight_that_projects_everything_away_keeps_the_bound():
     model = short_weight_norm(1, 1e-6)
     x = 1 + torch.rand(4096, 1)
     change = change_over_bound(model, products, (x, 1 + torch.rand(4096, 1)), 4095)
+    assert change <= LIMIT
+
+
+class Difference(nn.Linear):
+    """A linear map whose weight is a small difference of large numbers, and so is its Jacobian."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        return F.linear(input, self.weight * (1e6 + 1) - self.weight * 1e6)
+
+
+def test_a_weight_that_is_a_difference_of_large_terms_keeps_the_bound():
+    """The product with its Jacobian rounds a sum of hundreds by more than C, and one example by less."""
+    torch.manual_seed(0)
+    x, y = 1 + torch.rand(512, 4), 1 + torch.rand(512, 1)
+    change = change_over_bound(Difference(4, 1, bias=False), products, (x, y), 511)
     assert change <= LIMIT
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from test_rounding import in_fours
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -218,11 +219,26 @@ def examples_bounded_and_not_the_batch(patch: Patch) -> None:
 
 def precision_by_the_batch(patch: Patch) -> None:
     """The batch's terms decide between float32 and float64, so one example decides it for all others."""
-    patch.setattr(clipping._Sums, "_light", lambda *_: 4.0)
+
+    def wrong(self: Any, chunk: Any, factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+        for name, factor_B in factors.items():
+            within = float((factor_B * terms[name]).sum()) <= 1e4 * self._bound
+            self.values[name] = (chunk[name].weighted_sum if within else chunk[name].exact_sum)(factor_B)
+
+    patch.setattr(clipping._Sums, "add", wrong)
 
 
 def all_places_in_one_sum(patch: Patch) -> None:
-    patch.setattr(clipping, "_ALIKE", 1e30)
+    patch.setattr(Rows, "sum_in_parts", Rows.weighted_sum)
+
+
+def all_rows_in_one_part(patch: Patch) -> None:
+    patch.setattr(factors, "TERMS", 10**9)
+
+
+def narrow_products_in_one_part(patch: Patch) -> None:
+    """A vector product of the whole batch, by a kernel that adds four rows at a time."""
+    patch.setattr(factors, "sum_of_rows", in_fours)
 
 
 def chunks_added_in_float32(patch: Patch) -> None:
@@ -254,7 +270,8 @@ def without_the_jacobian(patch: Patch) -> None:
 
 
 def pulled_back_unseen(patch: Patch) -> None:
-    patch.setattr(jacobian.Pulled, "sum_and_rounding", factors.Factor.sum_and_rounding)
+    real = jacobian.Pulled.sum_and_rounding
+    patch.setattr(jacobian.Pulled, "sum_and_rounding", lambda *given: (real(*given)[0], 0.0))
 
 
 def factors_that_float32_does_not_hold(patch: Patch) -> None:
@@ -564,6 +581,18 @@ CLIPPING = [
         {"name": "Embedding"},
     ),
     Mutant(
+        "all examples of a batch in one float32 sum",
+        all_rows_in_one_part,
+        "test_rounding.test_rows_that_round_to_a_tie_move_the_sum_by_c_whatever_the_kernel",
+        lambda module: {"kind": module.InFours, "place": 0},
+    ),
+    Mutant(
+        "all rows of a narrow product in one float32 sum",
+        narrow_products_in_one_part,
+        "test_rounding.test_rows_that_round_to_a_tie_move_the_sum_by_c_whatever_the_kernel",
+        {"kind": Dense, "place": 0},
+    ),
+    Mutant(
         "positions of an example added up in the order in which the batch lies in memory",
         positions_in_the_order_of_memory,
         "test_rounding.test_positions_are_added_up_in_an_order_that_no_other_example_decides",
@@ -615,7 +644,7 @@ CLIPPING = [
     Mutant(
         "what a Jacobian rounds on its way left out of the bound",
         pulled_back_unseen,
-        "test_sensitivity.test_a_weight_that_projects_everything_away_keeps_the_bound",
+        "test_sensitivity.test_a_weight_that_is_a_difference_of_large_terms_keeps_the_bound",
     ),
     Mutant(
         "clip factors that underflow in float32",

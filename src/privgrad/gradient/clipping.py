@@ -25,10 +25,10 @@ from privgrad.gradient.factors.norms import examples_per_block
 from privgrad.gradient.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.types import ClippedSum
 
-# Times C: how large all terms of a sum in float32 may be together, or 2 per expected contribution if that is more.
+# Expected contributions above which sums are in float64. Half of it, divided by them, is how large a light example's
+# terms may be, in C. An example whose terms come to more than this times C is written out, because they nearly cancel.
 _TERMS = 1e4
-_ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the positions of an example
-_UNIT_ROUNDOFF = 2.0**-24
+_PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be rounded, about as far as a float32 total
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
 
@@ -294,60 +294,47 @@ def _joined(parts: Sequence[RawClipping]) -> RawClipping:
 
 
 class _Sums:
-    """Weighted sums by parameter name, in float32 as long as rounding is negligible.
+    """Weighted sums by parameter name, in float32 where rounding errors stay small.
 
     Args:
         max_grad_norm: C.
         inverse_scales: 1 / A by parameter name.
         expected_size: the public expected number of contributions.
     Privacy:
-        A float32 sum differs from the exact sum by rounding errors. In a batch built for this, all of them may have the
-        same direction. One example more or less hardly changes them, as long as all others are added in the same way.
-        So no other example decides how an example is added. The term bound of an example is the sum of the norms of
-        all its terms, after clipping.
+        One more example moves all later terms to other lanes of the matrix product, so the errors of ALL examples may
+        change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
+        their change is at most twice that. Measured changes are far smaller (docs/rounding.md). The term bound of an
+        example is the sum of the norms of all its terms, after clipping: above, C stands for it.
         - An example is light if its term bound is at most 4 C (32 C for a computed weight), or less where many
-          contributions are expected. Light examples are summed in float32. Each other example is summed in float64.
-        - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution if that is
-          more, which is at most 2e4 C. Times the unit roundoff this is 1.2e-3 C. Only a batch of twice the expected
-          size can exceed this, and is summed in float64. If more than 1e4 contributions are expected, all are summed
-          in float64.
-        - An example has many positions, and all of them may be rounded in the same direction. Light examples are
-          therefore added in parts of a public size. The number of positions times the term bound of a part is at most
-          4e4 C, which gives 2.4e-3 C.
+          contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each other example is
+          summed in float64. No other example, and no size of the batch, decides between the two.
+        - If more than 1e4 contributions are expected, all are summed in float64.
         - Chunks are added to a total in float64.
     """
 
     def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor], expected_size: int) -> None:
         self.values: dict[str, Tensor] = {}
-        self._terms: dict[str, float] = {}
+        self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
         self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
-        self._limit = max(_TERMS, 2.0 * expected_size)  # times C
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         term_NB = _products(factors, terms)
-        sums, largest = (cast("list[float]", ends.tolist()) for ends in (term_NB.sum(1), term_NB.amax(1)))
-        for name, term_B, more, most in zip(factors, term_NB, sums, largest, strict=True):
-            heavy_B, limit = None, self._light(chunk[name]) * self._bound
-            if not most <= limit:  # nan is not
-                heavy_B = ~(term_B <= limit)
-                more = float(torch.where(heavy_B, 0.0, term_B).sum())
-            self._terms[name] = self._terms.get(name, 0.0) + more
+        for name, term_B, most in zip(factors, term_NB, cast("list[float]", term_NB.amax(1).tolist()), strict=True):
+            limit = self._light(chunk[name]) * self._bound
+            heavy_B = None if most <= limit else ~(term_B <= limit)  # nan is heavy
             added = self._sum(name, chunk[name], factors[name], heavy_B)
             known = self.values.get(name)
             self.values[name] = added if known is None else known.double().add_(added)
 
     def _sum(self, name: str, factor: Factor, factor_B: Tensor, heavy_B: Tensor | None) -> Tensor:
         """Return the sum of one chunk: of light examples in float32, of heavy ones in float64."""
-        in_double = self._expected_size > _TERMS or not self._fits(name)
-        if in_double or (heavy_B is not None and bool(heavy_B.all())):
+        if self._expected_size > _TERMS or (heavy_B is not None and bool(heavy_B.all())):
             return factor.exact_sum(factor_B)
-        most = max(1, int(_ALIKE / (factor.positions * self._light(factor))))
         light_B = factor_B if heavy_B is None else torch.where(heavy_B, 0.0, factor_B)
-        in_parts = None if 2 * self._expected_size <= most else most
-        total, rounded = factor.sum_and_rounding(light_B, self._scales.get(name), in_parts)
-        self._terms[name] += rounded / _UNIT_ROUNDOFF
-        if not self._fits(name):
+        total, rounded = factor.sum_and_rounding(light_B, self._scales.get(name))
+        self._pulled[name] = self._pulled.get(name, 0.0) + rounded
+        if not self._pulled[name] <= _PULLED * self._bound:  # nan is not
             return factor.exact_sum(factor_B)
         if heavy_B is None:
             return total
@@ -356,11 +343,8 @@ class _Sums:
 
     def _light(self, factor: Factor) -> float:
         """Return how large the term bound of a light example may be, in C: a public number."""
-        return min(factor.usual_terms, self._limit / (2 * self._expected_size))
-
-    def _fits(self, name: str) -> bool:
-        """Return whether the terms so far are small enough for a float32 sum."""
-        return self._terms[name] <= self._limit * self._bound
+        least = 1.001  # else rounding would decide about an example that is clipped to C
+        return min(factor.usual_terms, max(least, _TERMS / (2 * self._expected_size)))
 
 
 def _add_clipped(
@@ -493,6 +477,7 @@ def _require_bound(
         contribution_B = next(iter(used.values())).abs() * _joint_norm_of(norms)
     else:
         contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
+    # The 1e-6 is float32's rounding of a factor. It is charged nowhere: sigma would be 1e-6 smaller.
     # An infinite factor times a norm of zero is NaN, which is in no bound.
     if not bool((contribution_B <= max_grad_norm * (1 + 1e-6)).all()):
         remedy = "correct the rule: nothing was released"

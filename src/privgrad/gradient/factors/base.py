@@ -22,6 +22,7 @@ from privgrad.gradient.factors.norms import (
     masked,
     norms_of_parts,
 )
+from privgrad.gradient.factors.sums import TERMS, sum_of_rows
 
 Examples = slice | Tensor  # a range of examples, or their indices
 
@@ -61,18 +62,14 @@ class Factor(ABC):
         Every example's gradient must be finite.
         """
 
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        """Return the weighted sum, computed in parts of the examples that are then added up in float64.
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        """Return the weighted sum, in parts of at most 256 terms (or one example) that are added up in float64.
 
-        A kernel may add one term after the other. It then rounds each term to the float32 resolution of the total so
-        far, and rounds all equal terms of an example in the same direction. A part has a smaller total, hence smaller
-        errors.
-
-        Args:
-            weight_B: shape (B,).
-            most: the number of examples per part, which clipping chooses by public numbers; None: no parts.
+        The size of a part is public: it depends on the shapes of one example. `sums.sum_of_products` says why parts are
+        short. Errors of a part with one example do not depend on other examples.
         """
-        if most is None or self.examples <= most:
+        most = max(1, TERMS // max(1, self.positions))
+        if self.examples <= most:
             return self.weighted_sum(weight_B)
         total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
         for start in range(0, self.examples, most):
@@ -91,9 +88,7 @@ class Factor(ABC):
         sums = [own_B @ flattened(part.dense()).double() for own_B, part in zip(weights, parts, strict=True)]
         return added_up(sums).view(self.shape)
 
-    def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
-    ) -> tuple[Tensor, float]:
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
         """Return the sum in parts, and an estimate of its further rounding errors.
 
         The estimate covers errors that change with the batch and that neither `term_bound` nor the parts account for.
@@ -101,7 +96,7 @@ class Factor(ABC):
         where it is too large.
         """
         del inverse_scales
-        return self.sum_in_parts(weight_B, most), 0.0
+        return self.sum_in_parts(weight_B), 0.0
 
     @abstractmethod
     def mask(self, kept_B: Tensor) -> "Factor":
@@ -268,16 +263,14 @@ class Scaled(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.weighted_sum(self.share * weight_B)
 
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        return self.inner.sum_in_parts(self.share * weight_B, most)
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.inner.sum_in_parts(self.share * weight_B)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(self.share * weight_B)
 
-    def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
-    ) -> tuple[Tensor, float]:
-        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, most)
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales)
 
     def mask(self, kept_B: Tensor) -> "Scaled":
         return Scaled(self.inner.mask(kept_B), self.share)
@@ -323,6 +316,9 @@ class Dense(LinearMapFactor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return (weight_B.to(self.grads_BP.dtype) @ flattened(self.grads_BP)).view(self.shape)
 
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return sum_of_rows(weight_B, flattened(self.grads_BP)).view(self.shape)
+
     def mask(self, kept_B: Tensor) -> "Dense":
         return Dense(masked(self.grads_BP, kept_B))
 
@@ -364,16 +360,14 @@ class Sum(LinearMapFactor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return added_up([part.weighted_sum(weight_B) for part in self.parts])
 
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        return added_up([part.sum_in_parts(weight_B, most) for part in self.parts])
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return added_up([part.sum_in_parts(weight_B) for part in self.parts])
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return added_up([part.exact_sum(weight_B) for part in self.parts])
 
-    def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
-    ) -> tuple[Tensor, float]:
-        found = (part.sum_and_rounding(weight_B, inverse_scales, most) for part in self.parts)
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        found = (part.sum_and_rounding(weight_B, inverse_scales) for part in self.parts)
         sums, rounded = zip(*found, strict=True)
         return added_up(list(sums)), sum(rounded)
 

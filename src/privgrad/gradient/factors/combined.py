@@ -15,6 +15,7 @@ from torch import Tensor
 from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum, as_linear_map, term_bound_of
 from privgrad.gradient.factors.norms import canceled, largest_scale, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.sums import sum_of_rows
 
 Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
 
@@ -50,13 +51,17 @@ class Combined(LinearMapFactor):
         return out_BOF.add_(self.inner.dense()).view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        along_O, level_O = (weight_B.to(x.dtype) @ x for x in (self.along_BO, self.level_BO))
-        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.flatten(1))
-        return (self._inner_sum(weight_B) + shared_OF).view(self.shape)
+        return self.sum_in_parts(weight_B)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        along_O, level_O = (sum_of_rows(weight_B, x) for x in (self.along_BO, self.level_BO))
+        rows_OF = self.rows.flatten(1).to(along_O.dtype)
+        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], rows_OF)
+        return shared_OF.add(self._inner_sum(weight_B)).view(self.shape)
 
     def _inner_sum(self, weight_B: Tensor) -> Tensor:
-        """Return the weighted sum of h_i, shape (O, F)."""
-        return self.inner.weighted_sum(weight_B)
+        """Return the weighted sum of h_i in parts, shape (O, F)."""
+        return self.inner.sum_in_parts(weight_B)
 
     def _inner_terms(self) -> Tensor:
         """Return a bound on the norms of the terms of h_i, shape (B,), float64."""

@@ -171,6 +171,9 @@ class Convolution(LinearMapFactor):
         b = self.b * self._of_rows(weight_B).to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
         return self._weight_gradient(self.x, b, tuple(self.shape), self.geometry.groups)
 
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return Dense(self.dense()).sum_in_parts(weight_B) if self._is_correlation else super().sum_in_parts(weight_B)
+
     def mask(self, kept_B: Tensor) -> "Convolution":
         rows = self._of_rows(kept_B)
         return self._like(masked(self.x, rows), masked(self.b, rows))

@@ -50,9 +50,8 @@ class Rows(LinearMapFactor):
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
         return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        """Return the weighted sum, in float64 if it would need parts: each part would need a whole table."""
-        return self.weighted_sum(weight_B) if most is None else self.exact_sum(weight_B)
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)

@@ -57,6 +57,9 @@ class Bags(LinearMapFactor):
         r_BD = self.r_BD * weight_B.to(self.r_BD.dtype)[:, None]
         return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BD))
 
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
+
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         r_BD = self.r_BD.double() * weight_B.double()[:, None]
         return cast(Tensor, torch.sparse.mm(self._bags.double().t(), r_BD))
@@ -148,6 +151,9 @@ class ManyBags(LinearMapFactor):
         r_BJD = self.r_BJD * weight_B.to(self.r_BJD.dtype)[:, None, None]
         bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.flatten(0, 1), self.shape[0])
         return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         r_BJD = self.r_BJD.double() * weight_B.double()[:, None, None]

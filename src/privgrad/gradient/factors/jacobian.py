@@ -233,11 +233,13 @@ class Pulled(Factor):
         parts = self._split()
         ends = accumulate(part.examples for part in parts)
         pairs = zip(parts, ends, strict=True)
-        return added_up([Dense(p.dense()).weighted_sum(weight_B[end - p.examples : end]) for p, end in pairs])
+        sums = [Dense(p.dense()).sum_in_parts(weight_B[end - p.examples : end]) for p, end in pairs]
+        return sums[0] if len(sums) == 1 else added_up([each.double() for each in sums])
 
-    def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
-    ) -> tuple[Tensor, float]:
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.sum_and_rounding(weight_B)[0]
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
         """Return J^T times the sum, and an estimate of the rounding errors of this product.
 
         Computes: the product twice, once with the sum times a random number. The results differ by rounding errors.
@@ -247,7 +249,7 @@ class Pulled(Factor):
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
-        summed = self.inner.sum_in_parts(weight_B, most)
+        summed = self.inner.sum_in_parts(weight_B)
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
         if self._outgrows(summed, pulled):

@@ -218,8 +218,7 @@ class Mapped(Factor):
         bias = None if self.bias is None else self.bias.exact_sum(weight_B)[None]
         return self._of_gradients(self.weight.exact_sum(weight_B)[None], bias)[0]
 
-    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
-        del most  # the sum is in float64
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
         return self.exact_sum(weight_B)
 
     def mask(self, kept_B: Tensor) -> "Mapped":
@@ -265,6 +264,9 @@ class Viewed(Factor):
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.weighted_sum(weight_B).view(self.shape)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.inner.sum_in_parts(weight_B).view(self.shape)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(weight_B).view(self.shape)

@@ -34,6 +34,7 @@ from privgrad.gradient.factors.norms import (
     position_norms,
     scale_rows,
 )
+from privgrad.gradient.factors.sums import sum_of_products
 from privgrad.threads import blocks, is_on_processor
 
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
@@ -80,6 +81,11 @@ class Outer(LinearMapFactor):
             return Dense(self._kept).weighted_sum(weight_B)
         b_TO, a_TI = self._weighted(weight_B)
         return b_TO.mT @ a_TI
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        if self._kept is not None:
+            return Dense(self._kept).sum_in_parts(weight_B)
+        return sum_of_products(*self._weighted(weight_B))
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from privgrad.gradient.factors.base import Examples, Factor
 from privgrad.gradient.factors.norms import at_least_float32, norms_of, position_norms
+from privgrad.gradient.factors.sums import sum_of_products
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,13 @@ class Routed(Factor):
         for route in self.routes:
             weight_M = weight_B.to(route.b.dtype)[route.example, None]
             total[route.expert] = (route.b * weight_M).mT @ route.a
+        return total
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        total = self._zeros(*self.shape).double()
+        for route in self.routes:
+            weight_M = weight_B.to(route.b.dtype)[route.example, None]
+            total[route.expert] = sum_of_products(route.b * weight_M, route.a)
         return total
 
     def mask(self, kept_B: Tensor) -> "Routed":

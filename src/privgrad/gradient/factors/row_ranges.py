@@ -42,6 +42,9 @@ class RowRanges(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self._joined([part.weighted_sum(weight_B) for _, part in self.parts])
 
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self._joined([part.sum_in_parts(weight_B) for _, part in self.parts])
+
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self._joined([part.exact_sum(weight_B) for _, part in self.parts])
 

@@ -107,7 +107,7 @@ class Projected(Combined):
         return Projected(self._grads.mask(kept_B), self.rows, self._scale_1O, numbers, bound_B, lost_B)
 
     def _inner_sum(self, weight_B: Tensor) -> Tensor:
-        return self._grads.weighted_sum(weight_B).flatten(1) * self._scale_1O.mT
+        return self._grads.sum_in_parts(weight_B).flatten(1) * self._scale_1O.mT
 
     def _inner_terms(self) -> Tensor:
         return self._bound_B * float(self._scale_1O.abs().max())
