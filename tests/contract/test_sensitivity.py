@@ -14,6 +14,7 @@ from privgrad import precondition
 from privgrad.private_gradient import RawStep
 from tests.sensitivity.examples import PROFILES, TOUCHES
 from tests.sensitivity.grammar import DETAILS, PARTS, ROOTS
+from tests.sensitivity.large import ORDERS, WAYS, run_large
 from tests.sensitivity.search import LIMIT, Tally, run_case
 
 Examples = tuple[Tensor, ...]
@@ -44,6 +45,13 @@ def test_one_example_moves_the_sum_by_no_more_than_the_bound_in_a_short_search()
     tally = search([(1000 + index, None) for index in range(80)])
     assert ENGINES | CONTRIBUTIONS | OPTIONS | set(PROFILES) | set(TOUCHES) <= tally.parts
     assert tally.pairs > 80
+
+
+def test_one_row_moves_the_sum_of_thousands_by_no_more_than_the_bound_in_a_short_search():
+    found = [run_large(0, number) for number in range(40)]
+    assert max(found, key=lambda one: one.change).change <= LIMIT
+    assert {one.way for one in found} == set(WAYS)
+    assert {one.order for one in found} == set(ORDERS)
 
 
 def clipped_sum_of(

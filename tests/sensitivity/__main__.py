@@ -11,8 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+
 from tests.sensitivity.grammar import PARTS, ROOTS
-from tests.sensitivity.search import Tally, run_case
+from tests.sensitivity.large import Large, run_large, setting
+from tests.sensitivity.search import LIMIT, Tally, run_case
 
 
 def main() -> int:
@@ -30,11 +33,17 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="file that failures are appended to, one JSON object a line")
     parser.add_argument("--shown", type=int, default=5, help="failures to print in full")
+    parser.add_argument("--large", action="store_true", help="batches of 1,000 to 20,000 rows of few kinds instead")
+    parser.add_argument("--threads", type=int, help="of torch; default: its own")
     options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     if not 0 < options.seconds < math.inf or options.start < 0 or (options.only or 0) < 0:
         parser.error("expected --seconds to be positive and --start and --only to be at least 0")
     if options.out is not None:
         options.out.open("a").close()  # before the search, not after hours of it
+    if options.large:
+        return _search_large(options.seed, options.start, options.seconds, options.shown)
     tally, began, computing = Tally(), time.monotonic(), time.process_time()
     kinds = Counter[str]()
     number = options.start if options.only is None else options.only
@@ -75,6 +84,25 @@ def main() -> int:
     print(f"rounding jumps: {tally.verdicts['jump']:,}", *tally.jumps, sep="\n  ")  # noqa: T201
     found = [f"{count:6,} {kind}" for kind, count in kinds.most_common()]
     print(f"failures: {failures:,}", *found, sep="\n  ")  # noqa: T201
+    return 1 if failures else 0
+
+
+def _search_large(seed: int, start: int, seconds: float, shown: int) -> int:
+    """Compare pairs of large batches until the time is up; print the worst of each kind and the setting."""
+    worst, failures, number, began = dict[str, Large](), 0, start, time.monotonic()
+    while time.monotonic() - began < seconds:
+        found = run_large(seed, number)
+        number += 1
+        if found.way not in worst or found.change > worst[found.way].change:
+            worst[found.way] = found
+        if not found.change <= LIMIT:
+            failures += 1
+            if failures <= shown:
+                _show("FAILED", vars(found))
+    told = f"{number - start:,} pairs of large batches, {failures:,} above {LIMIT} C; next: --start {number}"
+    print(f"{told}\n{setting()}")  # noqa: T201
+    for way, found in worst.items():
+        _show(f"worst with {way}: {found.change:.6f} C", vars(found))
     return 1 if failures else 0
 
 
