@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 600 # of each fuzzer
 torch_newest := --group torch
 torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject.toml)'
 
-.PHONY: help demo test pages wheel slow zoo lowest browser fuzz audits examples bench bench-check bench-peers bench-accuracy \
+.PHONY: help demo test pages wheel rounding slow zoo lowest browser fuzz audits examples bench bench-check bench-peers bench-accuracy \
 	lint docs docs-version dist windows ci data advisories lock sbom release clean
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make docs     the documentation as a site -> site/index.html"
 	@echo "make browser  the site and a report in a browser: every page and link"
 	@echo "make wheel    the wheel in an empty environment does what the pages say"
+	@echo "make rounding the bound of a sum under several instruction sets, with one and two threads"
 	@echo "make windows  the import is refused there, with the remedy; runs everywhere"
 	@echo "make ci       all of these tests and checks: what CI runs for each change, on this system"
 	@echo "make data     the data sets that tests use if they are here"
@@ -28,7 +29,7 @@ help:
 	@echo "make slow     the tests that take minutes"
 	@echo "make zoo      the tests of 99 architectures"
 	@echo "make lowest   the tests with the lowest versions that pyproject.toml allows: with few extras, then with all"
-	@echo "make fuzz     damaged files, then models that break the bound: ten minutes each; FUZZ_SECONDS=60: one"
+	@echo "make fuzz     damaged files, then models and large batches that break the bound: ten minutes each; FUZZ_SECONDS=60: one"
 	@echo "make audits   lower bounds on epsilon, by attacks; fails if one is above its claim"
 	@echo "make examples the tests of examples/, those that take minutes too"
 	@echo "make bench-check time and memory of the methods with a threshold, held to benchmarks/thresholds.toml"
@@ -65,6 +66,17 @@ pages: $(VENV)/installed
 wheel: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
 
+# Each setting adds up in another order: of torch's own kernels (ATEN), and of MKL's.
+rounding: $(VENV)/installed
+	for threads in 1 2; do \
+		for setting in "ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE" \
+				"ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2"; do \
+			echo "$$setting, $$threads threads"; \
+			env $$setting OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -n 2 --dist worksteal -m rounding \
+				tests/contract/test_rounding.py tests/mutants || exit 1; \
+		done; \
+	done
+
 slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow
 
@@ -92,6 +104,7 @@ fuzz: $(VENV)/installed
 	for reader in budget checkpoint data ledger spec; do \
 		$(BIN)/python -m tests.fuzz $$reader --seconds $(FUZZ_SECONDS) || exit 1; done
 	$(BIN)/python -m tests.sensitivity --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.sensitivity --large --seconds $(FUZZ_SECONDS)
 
 audits: $(VENV)/installed
 	$(BIN)/privgrad audit
@@ -130,7 +143,7 @@ docs: $(VENV)/installed
 windows:
 	PYTHONPATH=src $(PYTHON) tests/refusal.py
 
-ci: lint docs test pages wheel browser windows
+ci: lint docs test pages wheel rounding browser windows
 	@echo "Green here. Other systems, Pythons and the oldest torch run on the public host: .github/workflows/ci.yml"
 
 # A set that cannot be fetched here is left out, and its tests are skipped.

@@ -25,8 +25,8 @@ from privgrad.gradient.factors.norms import examples_per_block
 from privgrad.gradient.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.types import ClippedSum
 
-# Expected contributions above which sums are in float64. Half of it, divided by them, is how large a light example's
-# terms may be, in C. An example whose terms come to more than this times C is written out, because they nearly cancel.
+# Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
+# example, in C. An example whose terms add up to more than this times C is written out, because they nearly cancel.
 _TERMS = 1e4
 _PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be rounded, about as far as a float32 total
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
@@ -267,7 +267,8 @@ def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
 
     Args:
         parameter: a float64 parameter always has a float64 sum.
-        expected_size: the public number of contributions. Above 1e4, a float32 sum would be rounded by over 1e-3 C.
+        expected_size: the public number of contributions. Above 1e4, the last rounding of a float32 total could alone
+            move it by more than 1e-3 C.
     """
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.float64 if expected_size > _TERMS else dtype
@@ -304,7 +305,7 @@ class _Sums:
         One more example moves all later terms to other lanes of the matrix product, so the errors of ALL examples may
         change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
         their change is at most twice that. Measured changes are far smaller (docs/rounding.md). The term bound of an
-        example is the sum of the norms of all its terms, after clipping: above, C stands for it.
+        example is the sum of the norms of all its terms, after clipping; if it is above C, it replaces C here.
         - An example is light if its term bound is at most 4 C (32 C for a computed weight), or less where many
           contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each other example is
           summed in float64. No other example, and no size of the batch, decides between the two.
