@@ -279,6 +279,23 @@ def test_a_report_about_users_speaks_of_users(tmp_path: Path) -> None:
     assert not re.search(r"accurac|\bbatch|\bsteps?\b|one example", told, flags=re.IGNORECASE)
 
 
+def test_a_report_about_people_says_that_their_gradients_are_clipped(tmp_path: Path) -> None:
+    """People whose rows privgrad has grouped train nothing themselves."""
+    plan = PLAN | {"privacy_unit": "user", "perturbation": "at the weights"}
+    told = words(write(tmp_path, over_grid("A", INSIDE), plan=plan)).split("Specification")[0]
+    for fact in (
+        "adding or removing one person",
+        "one person: all rows of a person together",
+        "every person enters each batch independently",
+        "the gradient of each person in a batch (the mean over the person's rows) is clipped, summed",
+        "expected batch size: 256; steps: 400",
+        "Training people n",
+        "Clipping norm C, of a person’s gradient",
+    ):
+        assert fact in told
+    assert not re.search(r"users?|cohort|rounds?|updates?", told, flags=re.IGNORECASE)
+
+
 def test_the_page_shows_the_numbers_of_summarize(tmp_path: Path) -> None:
     records = [final("A", seed, 0.90 + seed / 100, fraction_floored=0.93) for seed in range(3)]
     records += [final("B", seed, 0.70 + seed / 50, lr=1e-3) for seed in range(3)] + [tuning("C")]
@@ -849,7 +866,8 @@ def test_the_share_clipped_is_marked_not_private(tmp_path: Path) -> None:
     assert "no ε covers it" in page
     statement = page.split("Privacy statement")[1]
     assert "NOT PRIVATE The share of clipped gradients was computed before the noise, and no ε" in statement
-    users = words(write(tmp_path, over_grid("A", INSIDE), plan=PLAN | {"privacy_unit": "user"}))
+    local = over_grid("A", INSIDE, local_lr=0.1)
+    users = words(write(tmp_path, local, plan=PLAN | {"privacy_unit": "user"}))
     assert "share of updates that were longer than C in the last tenth of the rounds" in users
 
 

@@ -173,6 +173,11 @@ def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
     return groups
 
 
+def trains_locally(record: Record) -> bool:
+    """Return whether each user trained on its own examples; otherwise people contribute gradients."""
+    return record.get("local_lr") is not None
+
+
 def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
     """Return the records of one phase: "tuning" or "final"."""
     return [record for record in records if record.get("phase") == phase]

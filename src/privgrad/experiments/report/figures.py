@@ -34,6 +34,7 @@ from privgrad.experiments.records import (
     score_of,
     simulated_epsilon,
     summarize,
+    trains_locally,
     tuned_by,
     tuned_names,
     tuned_seeds,
@@ -320,7 +321,7 @@ _DIAGNOSED = {
 
 def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, dict[str, Any]]) -> None:
     """Draw one number of one method into its panel."""
-    ax.set_xlabel("round" if runs[0].get("privacy_unit") == "user" else "step")
+    ax.set_xlabel("round" if trains_locally(runs[0]) else "step")
     if number == "raw_clip_fraction":
         whole = {"color": "#555555", "marker": "o", "label": "all layers"}
         _draw_curve(ax, 0, runs, whole, methodcaller("get", number), along="step")

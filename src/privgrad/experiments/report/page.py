@@ -36,6 +36,7 @@ from privgrad.experiments.records import (
     simulated_epsilon,
     summarize,
     summary_row,
+    trains_locally,
     tuned_by,
     tuned_names,
     without_raw,
@@ -92,6 +93,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = summarize(records), metadata.get("total_epsilon"), score_of(records)
     names, privacy = tuned_names(records), _privacy(records, rows)
+    of_users = any(trains_locally(record) for record in records)
     page = template("page.html.j2").render(
         metadata=metadata,
         plan=plan,
@@ -117,8 +119,9 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
         tuned_by=_tuned_by(records, score),
         tuned=[TUNED_TITLES[name] for name in names],
-        released=_released(records, of_users=plan.get("privacy_unit") == "user"),
-        diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
+        of_users=of_users,
+        released=_released(records, of_users=of_users),
+        diagnoses=_diagnoses(records, of_users=of_users),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): _optimizer(record) for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
