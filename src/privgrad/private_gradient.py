@@ -539,7 +539,7 @@ class PrivateGradient:
                     chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
                     accumulator.add(chunk, padded)
                     if self._shares_draws and (done > 0 or self._processes.count > 1):
-                        self._require_own_draws(rows)
+                        self._require_own_draws()
                     done += rows
                     del chunk  # before the next one is computed: only one is in memory
         assert accumulator is not None  # there is an attempt
@@ -560,7 +560,7 @@ class PrivateGradient:
             return contribution.chunks(engine, batch.examples, size, step, inverse_scales)
         return self._group_chunks(batch, step, size, inverse_scales)
 
-    def _require_own_draws(self, size: int) -> None:
+    def _require_own_draws(self) -> None:
         """Raise PrivacyError if examples share random numbers, for a batch in several microbatches or processes.
 
         One example more would move others to the next microbatch, and so to other numbers. Where the engine computes
@@ -572,7 +572,9 @@ class PrivateGradient:
                 f"draws for each example by itself, or microbatch_size={self._plan.usual_batch_size()}"
             )
             condition = "to come with one microbatch for a batch, in one process"
-            got = f"microbatches of {size} in {self._processes.count} process(es)"
+            # The rows of the last microbatch would say how many examples were drawn, which is private.
+            count = self._processes.count
+            got = "several microbatches" if count == 1 else f"{count} processes"
             raise expected("PrivateGradient", "random numbers that examples share", condition, got, remedy)
 
     def _group_chunks(

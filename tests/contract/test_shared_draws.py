@@ -96,6 +96,18 @@ def test_shared_draws_are_refused_in_several_microbatches(kind: str):
         step(kind, **options)
 
 
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_the_refusal_of_shared_draws_does_not_say_how_many_examples_were_drawn():
+    messages = set[str]()
+    for count in (9, 11):
+        plan = make_plan(sample_rate=1.0, expected_batch_size=9, num_examples=9)
+        private_grad = pg.PrivateGradient(Model(SHARED[0]), losses, plan, microbatch_size=5)
+        with pytest.raises(pg.PrivacyError) as refused:
+            private_grad(next(iter(plan.batches(TensorDataset(ROWS[:count])))))
+        messages.add(str(refused.value))
+    assert len(messages) == 1
+
+
 @pytest.mark.parametrize("kind", APART)
 def test_other_draws_may_come_in_several_microbatches(kind: str):
     step(kind, microbatch_size=4)
