@@ -72,8 +72,8 @@ class RandomSource:
     def stream(self, name: str) -> "Stream":
         """Return the stream with this name. Equal (root, name) give equal streams; all others are independent.
 
-        PrivateGradient takes "noise", "dropout" and "groups". `sampling` takes "sampling",
-        "augmentation" and "workers".
+        No two uses share a name of one root. These are all names: "noise", "dropout" and "groups" (PrivateGradient);
+        "sampling", "truncation", "bands", "augmentation" and "workers" (`sampling`); "repetitions" (`repetitions`).
         """
         return _derived(self._root, name)
 
