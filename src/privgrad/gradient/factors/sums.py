@@ -12,15 +12,15 @@ from torch import Tensor
 TERMS = 256  # in one part
 _FEW = 32  # in one part of a narrow product
 _NARROW = 32  # outputs or inputs
-_JOINED = 4  # parts of a large product that are joined in float32, which costs less than a sum in float64
+_JOINED = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
 _SMALL = 1 << 15  # entries of a product of which all parts are computed at once
 
 
 def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
-    """Return b^T a, shape (O, I), where no float32 sum has more than 260 terms; in float64 if it has several parts.
+    """Return b^T a, shape (O, I), added in parts of at most 256 terms; in float64 if there are many parts.
 
     A kernel may add one term after the other, and rounds each time to the resolution of the total so far. With k terms
-    in a part, the errors of all terms are at most 2^-24 (k + 3) of their summed norms. One more example moves all later
+    in a part, the errors of all terms are at most 2^-24 (k + 7) of their summed norms. One more example moves all later
     terms to other places of their parts, so all of these errors may change.
 
     Narrow products are vector products to most libraries. These add up a few terms before they add them to the total,
