@@ -233,7 +233,7 @@ def all_places_in_one_sum(patch: Patch) -> None:
 
 
 def all_rows_in_one_part(patch: Patch) -> None:
-    patch.setattr(factors, "TERMS", 10**9)
+    patch.setattr(factors.Factor, "_terms", 10**9)
 
 
 def narrow_products_in_one_part(patch: Patch) -> None:

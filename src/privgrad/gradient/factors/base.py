@@ -43,6 +43,7 @@ class Factor(ABC):
     """
 
     usual_terms: ClassVar[float] = 4.0
+    _terms: ClassVar[int] = TERMS  # in one part of `sum_in_parts`
 
     def __init__(self, examples: int, shape: torch.Size) -> None:
         self.examples, self.shape = examples, shape
@@ -63,12 +64,12 @@ class Factor(ABC):
         """
 
     def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        """Return the weighted sum, in parts of at most 256 terms (or one example) that are added up in float64.
+        """Return the weighted sum, in parts of few terms (at least one example) that are added up in float64.
 
         The size of a part is public: it depends on the shapes of one example. `sums.sum_of_products` says why parts are
         short. Errors of a part with one example do not depend on other examples.
         """
-        most = max(1, TERMS // max(1, self.positions))
+        most = max(1, self._terms // max(1, self.positions))
         if self.examples <= most:
             return self.weighted_sum(weight_B)
         total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
