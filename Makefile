@@ -3,7 +3,10 @@ PYTHON ?= python3
 TORCH ?= newest # that of pyproject.toml's group `torch`; or oldest, its lower bound for users
 VENV := .venv$(if $(filter oldest,$(TORCH)),-oldest)
 BIN := $(VENV)/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# A process for each core: at least two, because some tests wait, and at most 16, because each one holds 2 GB.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(16, max(2, os.cpu_count() or 2)))')
+XDIST = -n $(JOBS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST)
 FUZZ_SECONDS ?= 600 # of each fuzzer
 
 torch_newest := --group torch
@@ -14,7 +17,7 @@ torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject
 
 help:
 	@echo "make demo     install into .venv, train privately on real data, write report/index.html"
-	@echo "make test     install into .venv, run the tests; TORCH=oldest: with the oldest torch, in .venv-oldest"
+	@echo "make test     install into .venv, run the tests; TORCH=oldest: with the oldest torch, in .venv-oldest; JOBS=4: in four processes"
 	@echo "make pages    the commands of all pages, as they stand there"
 	@echo "make lint     format, style, types, layers, prose"
 	@echo "make docs     the documentation as a site -> site/index.html"
@@ -73,7 +76,7 @@ rounding: $(VENV)/installed
 				"ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2"; do \
 			echo "$$setting, $$threads threads"; \
 			env $$setting OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -n 2 --dist worksteal -m rounding \
-				tests/contract/test_rounding.py tests/mutants || exit 1; \
+				tests/clip/test_rounding.py tests/mutants || exit 1; \
 		done; \
 	done
 
@@ -93,12 +96,12 @@ lowest: $(VENV)/installed
 			--output-file .venv-lowest/versions.txt pyproject.toml $$extras && \
 		$(BIN)/uv pip install --no-config --quiet --python .venv-lowest \
 			--requirement .venv-lowest/versions.txt --group test --editable . && \
-		OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n 2 --dist worksteal -W default || exit 1; \
+		OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest $(XDIST) -W default || exit 1; \
 	done
 
 browser: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_site.py tests/test_report_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_site.py tests/lab/test_report_browser.py
 
 fuzz: $(VENV)/installed
 	for reader in budget checkpoint data ledger spec; do \

@@ -25,8 +25,8 @@ import typer
 import privgrad as pg
 from benchmarks.defaults import ROOT, TASKS, Task, of_tables
 from privgrad.diagnostics import RawMoments
-from privgrad.papers.reproduce import prepared
-from privgrad.schedule import Decay
+from privgrad.training.schedule import Decay
+from privgrad_lab.papers.reproduce import prepared
 
 Make = Callable[..., pg.optim.PrivateOptimizer]
 RECORDS = ROOT / "results/bias-map/runs.jsonl"
@@ -51,13 +51,7 @@ class Setting:
 CLASSES = {  # a small copy of heavy-tail/fig2: 31 classes of 128 to 8 examples
     "data": {"name": "heavy-tail", "groups": 5, "log_size": 7},
     "model": {"name": "linear"},
-    "privacy": {
-        "noise_multiplier": 10.0,
-        "delta": 1e-5,
-        "num_examples": 640,
-        "expected_batch_size": 640,
-        "steps": 600,
-    },
+    "privacy": {"noise_multiplier": 10.0, "delta": 1e-5, "num_examples": 640, "expected_batch_size": 640, "steps": 600},
 }
 SETTINGS = {
     "toy": Setting(TASKS["toy"], 0.5, 0.005),

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.experiments import build, measures
-from privgrad.experiments.load_spec import check_spec, load_spec
-from privgrad.experiments.spec import Spec
-from privgrad.papers.reproduce import prepared
-from privgrad.papers.toy_regression import Toy, losses, plan_of, problem, start
 from privgrad.types import LossFunction
+from privgrad_lab import build, metrics
+from privgrad_lab.load_spec import check_spec, load_spec
+from privgrad_lab.papers.reproduce import prepared
+from privgrad_lab.papers.toy_regression import Toy, losses, plan_of, problem, start
+from privgrad_lab.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = 256  # examples of the public batch, at most
@@ -65,10 +65,10 @@ def of_spec(spec: Spec) -> Task:
     return Task(
         data.train,
         tuple(values[:PUBLIC] for values in public.tensors),
-        measures.losses_for(data),
+        metrics.losses_for(data),
         spec.plan,
         model,
-        lambda trained: measures.measure(trained, data.test, data),
+        lambda trained: metrics.measure(trained, data.test, data),
     )
 
 

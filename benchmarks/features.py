@@ -26,10 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def patches_and_hog(public: ft.Public) -> ft.Extractor:
-    return ft.join(
-        (ft.Whitened(ft.Patches(public), public, keep=2048), 1.0),
-        (ft.Whitened(ft.Hog(), public), 0.5),
-    )
+    return ft.join((ft.Whitened(ft.Patches(public), public, keep=2048), 1.0), (ft.Whitened(ft.Hog(), public), 0.5))
 
 
 def with_scattering(public: ft.Public) -> ft.Extractor:

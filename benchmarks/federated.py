@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.data import by_user
-from privgrad.federated import LocalUpdate
+from privgrad.perturb.local_training import LocalUpdate
 
 ROUNDS, WARM_UP = 10, 34  # the engine looks closely at calls 1, 2, 4, 8, 16, 32
 USERS, COHORTS = 300, (20, 100)

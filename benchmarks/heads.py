@@ -19,8 +19,8 @@ import typer
 from torch import Tensor
 
 import privgrad as pg
-from privgrad.defaults import head_noise_step
 from privgrad.features import Bins, OneHot, join
+from privgrad.training.defaults import head_noise_step
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples" / "recipes" / "adult.toml"  # has the public bins and categories

@@ -24,12 +24,12 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from benchmarks.heads import table
-from privgrad import accounting
-from privgrad.accounting import Release
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.accountant import Release
 from privgrad.data import debian_texts
-from privgrad.defaults import head_noise_step
 from privgrad.diagnostics import RawGradientStats
 from privgrad.features import Public, TfIdf
+from privgrad.training.defaults import head_noise_step
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTING = 50.0  # noise multiplier of the histogram: the standard deviation of a count

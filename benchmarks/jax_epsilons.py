@@ -1,4 +1,4 @@
-"""Epsilons of jax_privacy for noise with memory and for truncated batches, as tests/test_jax_epsilons.py compares them.
+"""Epsilons of jax_privacy for noise with memory and for truncated batches, for tests/accounting/test_jax_epsilons.py.
 
 In an environment of its own: `pip install jax-privacy==2.0.0`, then
 `python benchmarks/jax_epsilons.py tests/reference/jax_epsilons.json`.

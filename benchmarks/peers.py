@@ -148,11 +148,7 @@ def jax_privacy(setup: Setup) -> Step:
     few = tuple(leaf[:4] for leaf in setup.batch)
     _require_equal(setup.losses(model, few), jax.vmap(loss, (None, 0, 0))(parameters, x[:4], y[:4]))
     gradient = clipping.clipped_grad(
-        loss,
-        l2_clip_norm=MAX_GRAD_NORM,
-        normalize_by=setup.batch_size,
-        batch_argnums=(1, 2),
-        keep_batch_dim=False,
+        loss, l2_clip_norm=MAX_GRAD_NORM, normalize_by=setup.batch_size, batch_argnums=(1, 2), keep_batch_dim=False
     )
     optimizer = optax.chain(
         noise_addition.gaussian_privatizer(

@@ -18,13 +18,12 @@ import typer
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.experiments.folder import Record, append, read_records
-from privgrad.experiments.load_spec import load_spec
-from privgrad.experiments.one_training import Run, find_record
-from privgrad.experiments.records import own_text
-from privgrad.experiments.tuner import judge
-from privgrad.papers.reproduce import prepared
-from privgrad.papers.toy_regression import Toy, losses, plan_of, problem, start
+from privgrad_lab.load_spec import load_spec
+from privgrad_lab.papers.reproduce import prepared
+from privgrad_lab.papers.toy_regression import Toy, losses, plan_of, problem, start
+from privgrad_lab.records import Record, append, own_text, read_records
+from privgrad_lab.runner import Run, find_record
+from privgrad_lab.tuner import judge
 
 
 def trained(item: Toy, data: tuple[torch.Tensor, torch.Tensor], run: Run) -> Record:

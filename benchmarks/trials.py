@@ -20,10 +20,10 @@ import typer
 
 import privgrad as pg
 from benchmarks.defaults import ROOT, TASKS, Task
-from privgrad import accounting
+from privgrad.accounting import accountant as accounting
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the suggested noise step
-SHARE_OF_TRIALS, SHARE_OF_SCORES = 0.1, 0.05  # as in privgrad.experiments.prices
+SHARE_OF_TRIALS, SHARE_OF_SCORES = 0.1, 0.05  # as in privgrad_lab.prices
 RECORDS = ROOT / "results/private-tuning/runs.jsonl"
 
 

@@ -62,7 +62,7 @@ class StandardizedConv2d(nn.Conv2d):
     """Weight standardization as a layer of its own, unknown to any engine."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        from privgrad.gradient.factors.weight_standardization import WeightStandardization
+        from privgrad.engine.factors.weight_standardization import WeightStandardization
 
         return self._conv_forward(input, WeightStandardization()(self.weight), self.bias)
 

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn, tensor
 
 import privgrad as pg
-from privgrad.data.users import by_user
+from privgrad.data import by_user
 from privgrad.integrations.flower import PrivateStrategy, client_app
 
 USERS, PORT, FOLDER = 4, 18000, Path("runs/flower").absolute()

@@ -30,12 +30,7 @@ def main(steps: int = 400) -> float:
         return (model(rows).argmax(1) == labels).float().mean().item()
 
     plan = pg.PrivacyPlan.for_budget(
-        target_epsilon=1.0,
-        delta=1e-6,
-        max_grad_norm=1.0,
-        num_examples=24_421,
-        expected_batch_size=1024,
-        steps=steps,
+        target_epsilon=1.0, delta=1e-6, max_grad_norm=1.0, num_examples=24_421, expected_batch_size=1024, steps=steps
     )
     private = nn.Linear(rows.shape[1], 2)
     optimizer = pg.optim.AdamBC(private.named_parameters(), noise_step=0.1)

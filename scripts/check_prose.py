@@ -24,7 +24,7 @@ from proselint.registry.checks.types import PreferredForms
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
-SOURCE = ("src/privgrad/**/*.py",)
+SOURCE = ("src/**/*.py",)
 
 MAX_WORDS = 40  # of a sentence in a page; the aim is 25
 MAX_CELL = 200  # characters of a table cell, without link targets

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy.run import ALL, PLAN, SEEDS, read  # noqa: E402
-from privgrad.rounding import rounded_up, two_decimals_up  # noqa: E402
+from privgrad.accounting.accountant import rounded_up, two_decimals_up  # noqa: E402
 
 PAGE, RECORDS = ROOT / "docs/peers.md", ROOT / "results/peers"
 Row = dict[str, Any]

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad import accounting, calibration_cache, composition
-from privgrad.gradient import clipping
-from privgrad.gradient.clipping import RawClipping
-from privgrad.gradient.factors.base import Factor
-from privgrad.mechanisms import Truncated
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting import calibration as calibration_cache
+from privgrad.accounting import composition
+from privgrad.accounting.mechanisms import Mechanism
+from privgrad.clip import clipping
+from privgrad.clip.clipping import RawClipping
+from privgrad.gradient.factor import Factor
 from privgrad.types import ClippedSum
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not here is a reason to skip, not to wait
@@ -74,8 +76,8 @@ def account_by_rdp(patch: pytest.MonkeyPatch) -> None:
     real = composition.epsilon_of.__wrapped__
 
     @functools.cache
-    def fast(mechanisms: tuple[tuple[float, float, int], ...], delta: float, _: accounting.Accountant) -> float:
-        truncated = any(isinstance(mechanism, Truncated) for mechanism in mechanisms)
+    def fast(mechanisms: tuple[Mechanism, ...], delta: float, _: accounting.Accountant) -> float:
+        truncated = any(getattr(mechanism, "scheme", None) == "truncated" for mechanism in mechanisms)
         return real(mechanisms, delta, "coarse rdp" if truncated else "rdp")  # RDP does not cover truncation
 
     patch.setattr(composition, "RDP_ORDERS", (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
@@ -109,7 +111,7 @@ def without_kept_calibrations(monkeypatch: pytest.MonkeyPatch, tmp_path_factory:
 def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are not about a report's plots: they are made, and not rendered, which takes most of its time."""
 
-    from privgrad.experiments.report import figures
+    from privgrad_lab.report import figures
 
     def made(draw: Callable[[], Any]) -> bytes:
         draw()

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import data
-from privgrad.accounting import Release
+from privgrad.accounting.accountant import Release
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("python", "console", "toml", "text", "math")
@@ -317,7 +317,6 @@ def _recipe() -> dict[str, str]:
 def _encoder() -> dict[str, Any]:
     """A small encoder with random weights, in the folder `encoder`."""
     import transformers
-
     from test_data_text import save_letter_tokenizer
 
     save_letter_tokenizer(Path("encoder"))

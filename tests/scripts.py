@@ -16,7 +16,7 @@ import torch
 
 import privgrad as pg
 from conftest import account_by_rdp, seed_of
-from privgrad import accounting
+from privgrad.accounting import accountant as accounting
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ from scipy.stats import binom
 import privgrad as pg
 from benchmarks.claims.__main__ import read, table
 from pages import ROOT, blocks
-from privgrad import composition, models
+from privgrad import models
+from privgrad.accounting import composition
 
 CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md", "features.md"))
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
@@ -438,7 +439,7 @@ def test_what_tuning_says_of_rates_stands_in_the_records():
 def test_what_tuning_says_of_batches_stands_in_the_records():
     last = {
         (run["B"], run["T"]): run["acc"]
-        for run in map(json.loads, (ROOT / "results/fashion_mnist-old/tuning.jsonl").read_text().splitlines())
+        for run in map(json.loads, (ROOT / "results/fashion_mnist-cnn/tuning.jsonl").read_text().splitlines())
         if run["lr"] == 0.001
     }
     text = " ".join(TUNING.read_text().split())

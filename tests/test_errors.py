@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import accounting, errors
+from privgrad import errors
+from privgrad.accounting import accountant as accounting
 from privgrad.data.dataset import DataSet
-from privgrad.experiments.load_spec import _SUCH_AS, load_spec
-from privgrad.experiments.spec import Spec
+from privgrad_lab.load_spec import _SUCH_AS, load_spec
+from privgrad_lab.spec import Spec
 
 HUGE = 10**400  # no float holds it
 UNWRITTEN = 10**5000  # nor does Python write it out

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_data_text import needs_lists, save_letter_tokenizer
 
 import privgrad as pg
-from privgrad.data.sources import SOURCES
-from privgrad.user_cache import cache
+from privgrad.accounting.calibration import cache
+from privgrad_lab.data.fetching import SOURCES
 from scripts import example
-from test_data_text import needs_lists, save_letter_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -35,7 +35,7 @@ def test_an_example_says_what_it_shows_needs_and_prints(path: Path):
 
 
 def test_every_example_is_run_by_a_test():
-    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     for path in SCRIPTS:
         assert re.search(rf'example\("{path.stem}"|"{path.name}"|examples/{path.name}', tests), path.name
 

@@ -14,20 +14,19 @@ from torch.autograd.functional import jacobian
 
 import privgrad as pg
 from pages import ROOT
-from privgrad.correlation import Banded, response, square_root, std_at
-from privgrad.gradient.clipping import Flat
-from privgrad.gradient.factors.base import Dense
-from privgrad.gradient.factors.displacement import Displacement
-from privgrad.gradient.factors.embedding import Rows, TiedTable
-from privgrad.gradient.factors.embedding_bag import Bags
-from privgrad.gradient.factors.mapped import InputMap, with_mapped_inputs
-from privgrad.gradient.factors.outer import Outer
-from privgrad.gradient.factors.row_map import RowMap
-from privgrad.gradient.factors.shifted import shifted
-from privgrad.gradient.factors.weight_standardization import WeightStandardization
-from privgrad.gradient.input_maps import _inverse_power
-from privgrad.noise import Recursion, std_of_noise
-from privgrad.participations import most_participations, rate_in_group
+from privgrad.accounting.mechanisms import most_participations, rate_in_group
+from privgrad.clip.clipping import Flat
+from privgrad.engine.factors.displacement import Displacement
+from privgrad.engine.factors.embedding import Bags, Rows, TiedTable
+from privgrad.engine.factors.mapped import InputMap, with_mapped_inputs
+from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.parametrized import RowMap
+from privgrad.engine.factors.weight_standardization import WeightStandardization
+from privgrad.gradient.factor import Dense
+from privgrad.gradient.transform import shifted
+from privgrad.noise.banded import Banded, Recursion, response, square_root, std_at
+from privgrad.noise.gaussian import std_of_noise
+from privgrad.precondition.input_maps import _inverse_power
 from privgrad.types import NoisyGradient
 
 PAGE = ROOT / "docs/mathematics.md"

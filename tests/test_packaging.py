@@ -1,4 +1,4 @@
-"""The wheel and the source distribution hold the package alone; from the wheel, the pages do what they say."""
+"""The wheel and the source distribution hold the packages alone; from the wheel, the pages do what they say."""
 
 import email
 import os
@@ -19,6 +19,7 @@ from pages import ROOT, blocks, commands
 pytest.importorskip("build")
 pytest.importorskip("hatchling")
 pytest.importorskip("hatch_fancy_pypi_readme")
+pytestmark = pytest.mark.slow  # `make wheel` builds it
 
 LOCK = (ROOT / "requirements-dev.txt").read_text()
 (TORCH,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["torch"]
@@ -48,8 +49,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def package_files() -> set[str]:
-    """What the repository has of the package, but for what Python writes there."""
-    found = (ROOT / "src/privgrad").rglob("*")
+    """What the repository has of both packages, but for what Python writes there."""
+    found = [path for name in ("privgrad", "privgrad_lab") for path in (ROOT / "src" / name).rglob("*")]
     return {str(path.relative_to(ROOT / "src")) for path in found if path.is_file() and "__pycache__" not in path.parts}
 
 
@@ -57,8 +58,8 @@ def test_the_wheel_is_the_package_and_nothing_else(built: tuple[Path, Path]):
     names = set(zipfile.ZipFile(built[0]).namelist())
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert inside == package_files()
-    assert {"privgrad/py.typed", "privgrad/experiments/report/page.html.j2"} <= inside
-    assert any(name.startswith("privgrad/papers/items/") and name.endswith(".toml") for name in inside)
+    assert {"privgrad/py.typed", "privgrad_lab/report/page.html.j2"} <= inside
+    assert any(name.startswith("privgrad_lab/papers/items/") and name.endswith(".toml") for name in inside)
     assert {name.rpartition(".")[2] for name in inside} <= {"py", "typed", "j2", "toml"}, "no data"
 
 
@@ -67,14 +68,7 @@ def test_the_source_distribution_is_what_the_wheel_is_built_from(built: tuple[Pa
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     outside = names - {f"src/{name}" for name in package_files()}
     assert {name for name in names if name.startswith("src/")} == {f"src/{name}" for name in package_files()}
-    assert outside == {
-        ".gitignore",
-        "CHANGELOG.md",
-        "LICENSE",
-        "PKG-INFO",
-        "README.md",
-        "pyproject.toml",
-    }
+    assert outside == {".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
 
 
 def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
@@ -107,7 +101,6 @@ def test_its_long_description_is_the_readme_without_links_into_the_repository(bu
     assert [line for line in lines if line not in shown] == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_in_an_empty_environment_the_wheel_does_what_the_pages_say(built: tuple[Path, Path], tmp_path: Path):
     binaries = tmp_path / "environment" / "bin"

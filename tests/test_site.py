@@ -11,7 +11,9 @@ from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
 
+import privgrad as pg
 from pages import ROOT
+from privgrad import data, diagnostics, features
 
 pytest.importorskip("mkdocs")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -63,6 +65,23 @@ def opened(browser: Any, site: Path) -> Iterator[dict[Path, Opened]]:
         found[path.relative_to(site)] = Opened(page.evaluate(FACTS), list(said), list(requests))
     yield found
     page.close()
+
+
+def test_nothing_is_loaded_from_elsewhere_and_every_page_and_name_is_there(site: Path):
+    html = {path: path.read_text() for path in site.rglob("*.html")}
+    assert len(html) > 50
+    for path, text in html.items():
+        assert not re.search(r"""(?:src|srcset)=["']?(?:https?:)?//|<link[^>]+href=["']?(?:https?:)?//""", text), path
+    home = (site / "index.html").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT / "docs").with_suffix(".html")).replace("README", "index")
+        assert f'href="{name}"' in home, f"{name} is not in the navigation of mkdocs.yml"
+    anchors = set(re.findall(r'id="(privgrad[\w.]*)"', "".join(html.values())))
+    for module in (pg, pg.optim, pg.audit, pg.federated, data, diagnostics, features):
+        public = {name for name in module.__all__ if not name.isupper()}
+        # A function hides a module of the same name, by which the site knows it.
+        told = {name for name in public if {f"{module.__name__}.{name}", f"{module.__name__}.{name}.{name}"} & anchors}
+        assert told == public
 
 
 def test_all_pages_are_there(opened: dict[Path, Opened]):

@@ -15,7 +15,7 @@ from torch import nn
 import privgrad as pg
 from privgrad import data, gradient
 from privgrad.cli import app
-from privgrad.gradient import layers
+from privgrad.engine import layers
 from privgrad.optim.base import widened
 from privgrad.processes import Processes
 
@@ -203,6 +203,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "chunks": "self engine examples size step inverse_scales",
         "gradients": "self engine examples step inverse_scales",
         "released": "self gradient",
+        "require_filter": "self chosen",
         "state_dict": "self",
         "load_state_dict": "self state",
     },

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from benchmarks.accuracy.task import Array, save
 from privgrad.data import MINILM, DataSet, pretrained
-from privgrad.experiments import build, featuring
-from privgrad.experiments.load_spec import load_spec
-from privgrad.experiments.spec import Spec
 from privgrad.features import TfIdf
 from privgrad.features.text import texts_of
+from privgrad_lab import build, featuring
+from privgrad_lab.load_spec import load_spec
+from privgrad_lab.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".peers/data"

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from benchmarks.accuracy.task import Result, Task, main
 from privgrad import features as ft
-from privgrad.defaults import head_noise_step
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, STEPS
+from privgrad.training.defaults import head_noise_step
 
 PACKAGES = ("privgrad", "torch")
 NETWORK = {"expected_batch_size": 2048, "steps": 800}

@@ -10,18 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.claims.shared import (
-    CLASS_STEPS,
-    STEPS,
-    Check,
-    Stop,
-    Values,
-    last,
-    scores,
-    slope,
-    task_of,
-    training,
-)
+from benchmarks.claims.shared import CLASS_STEPS, STEPS, Check, Stop, Values, last, scores, slope, task_of, training
 from benchmarks.defaults import ROOT
 from privgrad.data import MINILM, debian_sections, debian_texts, heavy_tail
 from privgrad.diagnostics import RawGradientStats, RawMoments

@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from benchmarks.claims.shared import Check, Values, rank_correlation, scores, task_of, training
 from privgrad.diagnostics import RawMoments
-from privgrad.federated import ReportedUpdate
-from privgrad.papers.reproduce import prepared
-from privgrad.papers.toy_regression import Toy, losses, problem, start
+from privgrad.perturb.local_training import ReportedUpdate
+from privgrad_lab.papers.reproduce import prepared
+from privgrad_lab.papers.toy_regression import Toy, losses, problem, start
 
 SAMPLE = 2000  # private examples whose gradients are written out in factors
 WORDS = 10_001

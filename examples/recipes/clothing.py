@@ -12,21 +12,12 @@ def main(folder: str = "runs/features/clothing", examples: int = 60_000) -> pg.H
     images, labels = (tensor[:examples] for tensor in clothing.train.tensors)
 
     public = ft.silhouettes(6000)  # random numbers decide all statistics
-    extractor = ft.join(
-        (ft.Whitened(ft.Patches(public), public, keep=2048), 1.0),
-        (ft.Whitened(ft.Hog(), public), 0.5),
-    )
+    extractor = ft.join((ft.Whitened(ft.Patches(public), public, keep=2048), 1.0), (ft.Whitened(ft.Hog(), public), 0.5))
     # The folder is as private as the images.
     features = ft.cache(extractor, images, folder, dtype=torch.float16)
 
     head = pg.fit_head(
-        features,
-        labels,
-        num_classes=10,
-        extractor=extractor,
-        target_epsilon=3.0,
-        delta=1e-5,
-        num_examples=examples,
+        features, labels, num_classes=10, extractor=extractor, target_epsilon=3.0, delta=1e-5, num_examples=examples
     )
     unseen, truth = clothing.test.tensors
     guesses = head.predict(unseen)

@@ -1,11 +1,6 @@
 """The library's errors, and the functions that check arguments and raise them.
 
 Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
-
-The whole library calls this file. The privacy guarantee rests on the functions that check the numbers of a plan:
-`require_positive`, `require_nonnegative`, `require_max_grad_norm`, `require_rate`, `require_delta`, `require_integer`
-and `require_choice`, with their helpers. The other functions find mistakes and word messages; the guarantee does not
-rest on them.
 """
 
 import difflib
@@ -16,10 +11,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
-SUGGESTED = (  # a remedy for a resumed run with other numbers; `checkpoint` and `ledger` add it
+SUGGESTED = (  # a remedy for a resumed run with other numbers
     "numbers of pg.suggest change with the first weights: type them, or call torch.manual_seed before the model is made"
 )
-_SMALLEST_NORM = 1e-10  # of a clipping norm
+_SMALLEST_NORM = 1e-10  # of a clipping norm: float32 must hold the squares of gradients of this size
 _LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 # Names that users give for an option that is spelled differently, by the name without hyphens and underscores.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -54,12 +49,7 @@ class SamplingError(PrivacyError):
 
 
 def expected(
-    function: str,
-    name: str,
-    condition: str,
-    got: object,
-    remedy: str,
-    error: type[PrivacyError] = PrivacyError,
+    function: str, name: str, condition: str, got: object, remedy: str, error: type[PrivacyError] = PrivacyError
 ) -> PrivacyError:
     """Return an error with the library's standard message; the caller raises it.
 
@@ -96,10 +86,7 @@ def described(value: object) -> str:
 
 
 def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
-    """Return the remedy, preceded by "did you mean 'x'?" if a choice is a synonym of the name or is spelled like it.
-
-    Besides `require_choice`, the readers of names in `experiments`, `audit.methods` and `papers.reproduce` call it.
-    """
+    """Return the remedy, preceded by "did you mean 'x'?" if a choice is a synonym of the name or is spelled like it."""
     by_lower = {choice.lower(): choice for choice in choices}
     typed = f"{name}".lower()
     synonyms = _SYNONYMS.get(typed.replace("-", "").replace("_", ""), ())
@@ -108,10 +95,7 @@ def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
 
 
 def file_problem(path: str | os.PathLike[str]) -> str | None:
-    """Return why no content can be read from a path, for example "does not exist"; None if it can be read.
-
-    `ledger_file`, `checkpoint` and `experiments.load_spec` call it.
-    """
+    """Return why no content can be read from a path, for example "does not exist"; None if it can be read."""
     place = Path(path)
     if not os.fspath(path):
         return "is an empty path"
@@ -144,12 +128,13 @@ def require_max_grad_norm(function: str, value: float, noise_multiplier: float) 
         remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
         raise expected(function, "max_grad_norm", f"to be at least {least:g}", value, remedy)
     if value > most:
-        name, condition = "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}"
+        name = "noise_multiplier * max_grad_norm"
+        condition = f"to be at most {_LARGEST_NOISE_STD:g}"
         raise expected(function, name, condition, noise_multiplier * value, "lower one of the two")
 
 
 def limits_of_norm(noise_multiplier: float) -> tuple[float, float]:
-    """Return the smallest and the largest clipping norm with which float32 computes. `adaptive_clip` calls it."""
+    """Return the smallest and the largest clipping norm with which float32 computes."""
     return _SMALLEST_NORM, _LARGEST_NOISE_STD / noise_multiplier if noise_multiplier > 0 else math.inf
 
 
@@ -168,45 +153,27 @@ def _is_finite(value: object) -> bool:
 
 
 def require_rate(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is a probability in (0, 1]. `plan`, `ledger` and `accounting` call it."""
+    """Raise PrivacyError unless value is a probability in (0, 1]."""
     if not (isinstance(value, Real) and 0 < value <= 1):
-        raise expected(
-            function,
-            "sample_rate",
-            "in (0, 1]",
-            described(value),
-            "give expected_batch_size / num_examples; 1.0 is the full batch",
-        )
+        remedy = "give expected_batch_size / num_examples; 1.0 is the full batch"
+        raise expected(function, "sample_rate", "in (0, 1]", described(value), remedy)
 
 
 def require_share(function: str, name: str, value: float, remedy: str, at_most: str) -> None:
-    """Raise PrivacyError unless value is in (0, 1].
-
-    `filters`, `gradient.perturb` and `optim.sparse` call it.
-
-    Args:
-        function: the name for errors.
-        name: of the number.
-        value: the number.
-        remedy: for a number that is not positive.
-        at_most: the remedy for a number above 1.
-    """
+    """Raise PrivacyError unless value is in (0, 1]; `at_most` is the remedy for one above, `remedy` for all others."""
     require_positive(function, name, value, remedy)
     if value > 1:
         raise expected(function, name, "to be at most 1", value, at_most)
 
 
 def require_delta(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is in (0, 1). `plan`, `accounting` and `audit.bounds` call it."""
+    """Raise PrivacyError unless value is in (0, 1)."""
     if not (isinstance(value, Real) and 0 < value < 1):
         raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
 
 
 def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
-    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair.
-
-    The optimizers of `optim`, `gradient.moments` and `diagnostics.moments` call it.
-    """
+    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
     shown: object = value
     is_pair = isinstance(usual, tuple)
     decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
@@ -228,10 +195,7 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
 
 
 def require_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise PrivacyError unless value is one of the choices; the message suggests the nearest one.
-
-    `plan`, `accounting` and PrivateGradient call it.
-    """
+    """Raise PrivacyError unless value is one of the choices; the message suggests the nearest one."""
     if not (isinstance(value, str) and value in choices):
         quoted = [repr(choice) for choice in choices]
         condition = f"to be {', '.join(quoted[:-1])} or {quoted[-1]}" if quoted[1:] else f"to be {quoted[0]}"
@@ -240,16 +204,13 @@ def require_choice(function: str, name: str, value: object, choices: Sequence[st
 
 
 def require_callable(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value is callable. PrivateGradient, `sampling` and `fit` call it."""
+    """Raise PrivacyError unless value is callable."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
 
 
 def require_path(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike.
-
-    `Ledger` and `fit` call it.
-    """
+    """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
     candidate: object = value
     path = os.fspath(cast("str | os.PathLike[str]", candidate)) if isinstance(candidate, str | os.PathLike) else ""
     if not path or "\0" in path:

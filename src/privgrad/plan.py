@@ -1,44 +1,49 @@
 """PrivacyPlan: the public numbers of a training run, fixed before it starts.
 
-Users, `experiments`, audits, `papers.toy_regression` and `integrations.opacus` make one plan per training.
-PrivateGradient, `fit` and the bridges read it. The privacy guarantee rests on this file: noise, draws and charges
-follow the plan. `plan_numbers` checks the numbers.
+One step draws each example with probability q, clips each gradient to norm C, adds noise of standard deviation sigma C
+to the sum, and divides by B. T such steps cost `PrivacyPlan.epsilon`. The sampler, the noise and the ledger all read
+these numbers from one plan, so that what is charged is what was drawn.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from privgrad import accounting
-from privgrad.accounting import Accountant, Release, Selection
-from privgrad.band_choice import Budgeted, calibrated
-from privgrad.correlation import Banded
-from privgrad.errors import expected, require_integer
-from privgrad.plan_base import PlanBase
-from privgrad.plan_numbers import (
-    require_numbers,
-    require_part,
-    require_poisson,
-    require_truncation,
-    require_user_numbers,
-    scaled_numbers,
-    warn_of_cuts,
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
+from privgrad.accounting.mechanisms import Release, Selection, most_participations, rate_in_group
+from privgrad.errors import (
+    described,
+    expected,
+    require_choice,
+    require_delta,
+    require_integer,
+    require_max_grad_norm,
+    require_nonnegative,
+    require_positive,
+    require_rate,
 )
+from privgrad.noise.banded import Banded
+from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
-from privgrad.sampling import BatchSampler, Collate, batches
-from privgrad.types import Batch, PrivacyUnit, SamplingScheme
+from privgrad.sampling.draws import BatchSampler, Collate, batches
+from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
+
+_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
+_CANDIDATES = (2, 4, 8, 16, 32, 64)  # numbers of bands that "auto" tries
+_WORTH = 0.99  # largest relative error for which "auto" takes noise with memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan(PlanBase):
+class PrivacyPlan:
     """All public numbers that decide the privacy of a training run, fixed before it starts.
-
-    PrivateGradient, `fit` and the ledger read their numbers from the plan. The guarantee rests on these numbers and on
-    the checks of `plan_numbers`.
 
     Args:
         sample_rate: q in (0, 1], the probability that an example is in a batch; 1.0 is the full batch.
@@ -78,14 +83,31 @@ class PrivacyPlan(PlanBase):
         unit "user", all examples of one user. The group size does not change this relation.
     """
 
+    sample_rate: float
+    steps: int
+    expected_batch_size: int
+    noise_multiplier: float
+    max_grad_norm: float
+    num_examples: int
+    delta: float | None = None
+    target_epsilon: float | None = None
+    sampling: SamplingScheme = "poisson"
+    max_batch_size: int | None = None
+    seed: int | None = None
+    group_size: int = 1
+    noise_on_grid: bool = False
+    privacy_unit: PrivacyUnit = "example"
+    correlation: Banded | None = None
     simulates: "PrivacyPlan | None" = None
+
+    neighboring_relation: ClassVar[str] = "add or remove one"
 
     def __post_init__(self) -> None:
         """Check all numbers, alone and together, before any of them is used."""
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
-        require_numbers(self)
+        _require_numbers(self)
         if self.correlation is not None:
             object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
 
@@ -110,48 +132,64 @@ class PrivacyPlan(PlanBase):
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
-        Users and `experiments.spec` call it.
+        The arguments are as in PrivacyPlan, except:
 
-        Args:
-            target_epsilon: > 0, the epsilon that all steps together may cost.
-            delta: in (0, 1); above 1 / num_examples, the plan warns.
-            max_grad_norm: as in PrivacyPlan.
-            num_examples: as in PrivacyPlan.
-            expected_batch_size: as in PrivacyPlan; at most num_examples.
-            steps: as in PrivacyPlan.
-            sampling: as in PrivacyPlan.
-            max_batch_size: as in PrivacyPlan.
-            seed: as in PrivacyPlan.
-            group_size: as in PrivacyPlan.
-            noise_on_grid: as in PrivacyPlan.
-            privacy_unit: as in PrivacyPlan.
-            correlation: as in PrivacyPlan; or "auto" for the number of bands with the smallest error of the prefix sums
-                at this epsilon, or None if no number gains 1 %. `plan.correlation` says what it gains.
-            besides: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
-                that was released before.
+        - `target_epsilon`: > 0, the epsilon that all steps together may cost;
+        - `delta`: in (0, 1); above 1 / num_examples, the plan warns;
+        - `expected_batch_size`: at most num_examples;
+        - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
+          or None if no number gains 1 %. `plan.correlation` says what it gains;
+        - `besides`: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
+          that was released before.
+
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
         Privacy:
-            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked. With
-            sampling="fixed" the noise is calibrated as if batches were Poisson samples. The epsilon is then a label,
-            not a guarantee.
+            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked, now or when the
+            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With sampling="fixed"
+            the noise is calibrated as if batches were Poisson samples. The epsilon is then a label, not a guarantee.
         """
-        require_integer("for_budget", "steps", steps, 1)
-        require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
-        require_integer("for_budget", "num_examples", num_examples, 1)
-        require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
-        sample_rate = expected_batch_size / num_examples
+        function = "for_budget"
+        require_integer(function, "steps", steps, 1)
+        require_integer(function, "expected_batch_size", expected_batch_size, 1)
+        require_integer(function, "num_examples", num_examples, 1)
+        _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         if correlation is not None:
-            require_poisson("for_budget", sampling)
-        truncation = None
+            _require_poisson(function, sampling)
+        largest = None
         if sampling == "truncated":
-            require_truncation("for_budget", max_batch_size, expected_batch_size, num_examples)
-            truncation = (int(cast(int, max_batch_size)), num_examples)
-            warn_of_cuts(expected_batch_size, *truncation)
-        budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides), truncation)
-        correlation, noise_multiplier = calibrated(correlation, budget)
+            largest = _require_truncation(function, max_batch_size, expected_batch_size, num_examples)
+            # Truncation at B + 4 sqrt(B) costs 2 % of noise, as measured.
+            if largest < min(num_examples, expected_batch_size + 4 * math.sqrt(expected_batch_size)):
+                warnings.warn(
+                    f"max_batch_size = {largest} cuts many batches of {expected_batch_size} expected examples, and the "
+                    f"noise is the larger for it; {_usual_most(expected_batch_size, num_examples)} costs next to "
+                    "nothing",
+                    stacklevel=2,
+                )
+        sample_rate = expected_batch_size / num_examples
+        others = tuple(besides)
+
+        def sigma_for(bands: int) -> float:
+            """Return sigma for a number of bands: ceil(T / b) draws of each person at the rate b q."""
+            if largest is None:
+                return calibrate_noise_multiplier(
+                    target_epsilon=target_epsilon,
+                    delta=delta,
+                    sample_rate=rate_in_group(sample_rate, bands),
+                    steps=most_participations(steps, bands),
+                    besides=others,
+                )
+            own = Release(0.0, sample_rate, "truncated", steps, largest, num_examples)
+            return calibrate(
+                lambda sigma: [replace(own, noise_multiplier=sigma), *others],
+                target_epsilon=target_epsilon,
+                delta=delta,
+            )
+
+        correlation, noise_multiplier = _calibrated(correlation, sigma_for, sample_rate, steps)
         return cls(
             sample_rate=sample_rate,
             steps=steps,
@@ -189,22 +227,17 @@ class PrivacyPlan(PlanBase):
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
-        Users call it; its plans are for perturb=LocalUpdate(...) and for `integrations.flower`.
+        It is for perturb=LocalUpdate(...) and `integrations.flower`. The arguments are as in PrivacyPlan, except:
 
-        Args:
-            num_users: n >= 1, public.
-            expected_cohort_size: K >= 1, the public divisor. Each user is in a round's cohort with probability
-                sample_rate = K / n, independently of all else.
-            rounds: T >= 1, the number of releases.
-            max_update_norm: C, the bound on one user's whole update.
-            delta: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains.
-            target_epsilon: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both.
-            noise_multiplier: sigma, as in PrivacyPlan.
-            sampling: as in PrivacyPlan.
-            seed: as in PrivacyPlan.
-            noise_on_grid: as in PrivacyPlan.
-            correlation: as in PrivacyPlan.
-            besides: as in for_budget, about the same users; with target_epsilon only.
+        - `num_users`: n >= 1, public;
+        - `expected_cohort_size`: K >= 1, the public divisor. Each user is in a round's cohort with probability
+          sample_rate = K / n, independently of all else;
+        - `rounds`: T >= 1, the number of releases;
+        - `max_update_norm`: C, the bound on one user's whole update;
+        - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
+        - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
+        - `besides`: as in for_budget, about the same users; with target_epsilon only.
+
         Returns:
             A plan with privacy_unit "user".
         Raises:
@@ -213,7 +246,22 @@ class PrivacyPlan(PlanBase):
         Privacy:
             As for_budget, for data sets that differ by all the data of one user.
         """
-        require_user_numbers(num_users, expected_cohort_size, rounds, max_update_norm, target_epsilon, noise_multiplier)
+        # The plan checks these numbers again, under its own names.
+        function = "for_users"
+        if (target_epsilon is None) == (noise_multiplier is None):
+            got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
+            name = "exactly one of target_epsilon and noise_multiplier"
+            raise expected(function, name, "to be given", got, "give one of the two, and leave the other out")
+        require_integer(function, "expected_cohort_size", expected_cohort_size, 1)
+        require_integer(function, "num_users", num_users, 1)
+        require_integer(function, "rounds", rounds, 1)
+        is_without_noise = isinstance(noise_multiplier, int | float) and noise_multiplier == 0
+        if not (is_without_noise and _is_infinite(max_update_norm)):
+            require_positive(function, "max_update_norm", max_update_norm, "give the bound on a user's update")
+        _require_part(function, "expected_cohort_size", expected_cohort_size, "num_users", num_users)
+        if sampling == "truncated":
+            remedy = 'give PrivacyPlan.for_budget(privacy_unit="user", max_batch_size=...) if each row is a person'
+            raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(sampling), remedy)
         numbers: dict[str, Any] = {
             "steps": rounds,
             "expected_batch_size": expected_cohort_size,
@@ -226,13 +274,10 @@ class PrivacyPlan(PlanBase):
             "correlation": correlation,
             "privacy_unit": "user",
         }
-        if sampling == "truncated":
-            remedy = 'give PrivacyPlan.for_budget(privacy_unit="user", max_batch_size=...) if each row is a person'
-            raise expected("for_users", "sampling", "to be 'poisson' or 'fixed'", repr(sampling), remedy)
         if target_epsilon is not None:
             return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
-        sample_rate = expected_cohort_size / num_users
-        return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
+        assert noise_multiplier is not None
+        return cls(sample_rate=expected_cohort_size / num_users, noise_multiplier=noise_multiplier, **numbers)
 
     def scaled(self, factor: float, *, num_examples: int | None = None) -> "PrivacyPlan":
         """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.
@@ -240,7 +285,7 @@ class PrivacyPlan(PlanBase):
         Its expected batch size, sample rate and noise multiplier are those of this plan times `factor`. The mean
         gradient then has the same noise (`noise_std`). A step takes as little as `factor` of the time, if the batch
         decides its time. The mean itself varies more, because it is taken over fewer examples. For tuning on public
-        data, and for research. Users and `experiments.spec` call it.
+        data, and for research.
 
         Args:
             factor: in (0, 1], such as 1 / 16. The scaled batch size must be a whole number that group_size divides.
@@ -257,13 +302,30 @@ class PrivacyPlan(PlanBase):
             Sander, Stock, Sablayrolles 2023 (arXiv 2210.03403), which tune at a constant sigma / B.
         """
         count = self.num_examples if num_examples is None else num_examples
-        numbers = scaled_numbers(self, factor, count)
-        return self if factor == 1 and count == self.num_examples else replace(self, **numbers)
+        function, size, groups = "PrivacyPlan.scaled", self.expected_batch_size, self.group_size
+        if self.simulates is not None:
+            got = f"batches of {size} that simulate batches of {self.simulates.expected_batch_size}"
+            remedy = "scale the simulated plan: plan.simulates.scaled(factor)"
+            raise expected(function, "the plan", "to simulate no plan", got, remedy)
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give the share of the batch size to keep, such as 1 / 16"
+            raise expected(function, "factor", "to be in (0, 1]", described(factor), remedy)
+        share = float(factor)
+        left = round(size * share)
+        name = "expected_batch_size * factor"
+        if left < 1 or left % groups or not math.isclose(left, size * share, rel_tol=1e-9):
+            condition = "to be a whole number >= 1" + (f" that group_size = {groups} divides" if groups > 1 else "")
+            got = f"{size} * {share:.6g} = {size * share:.6g}"
+            raise expected(function, name, condition, got, _working_factors(self.divisor, share))
+        require_integer(function, "num_examples", count, 1)
+        if left > count:
+            remedy = "give a smaller factor, or more examples"
+            raise expected(function, name, "to be at most num_examples", f"{left} of {count}", remedy)
+        is_same = factor == 1 and count == self.num_examples
+        return self if is_same else replace(self, **_numbers_at(self, left, count))
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
         """Compute the epsilon that a number of the plan's steps costs.
-
-        Users and `PrivateGradient.epsilon` call it.
 
         Args:
             delta: in (0, 1). None: the plan's.
@@ -277,10 +339,10 @@ class PrivacyPlan(PlanBase):
             An upper bound for Poisson sampling. With sampling "fixed" the number is computed as if batches were
             Poisson samples: a label, not a guarantee.
         """
-        delta, steps = self.delta if delta is None else delta, self.steps if steps is None else steps
+        delta = self.delta if delta is None else delta
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
-        release = self.release_of(steps)
+        release = self.release_of(self.steps if steps is None else steps)
         if not self.is_covered:
             release = replace(release, scheme="poisson")
         return accounting.epsilon([release], delta=delta, accountant=accountant)
@@ -298,16 +360,9 @@ class PrivacyPlan(PlanBase):
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
-        Users, `fit`, the bridges, `audit.methods` and papers call it.
+        The arguments are as in sampling.BatchSampler, except those of loading (`num_workers`, `prefetch_factor` and
+        `pin_memory`), which are as in sampling.batches. Workers live until the last step.
 
-        Args:
-            dataset: as in sampling.BatchSampler.
-            start: first step, for a resumed run.
-            collate: as in sampling.BatchSampler.
-            processes: as in sampling.BatchSampler.
-            num_workers: as in sampling.batches. The workers live until the last step.
-            prefetch_factor: as in sampling.batches.
-            pin_memory: as in sampling.batches.
         Raises:
             PrivacyError: an option of loading is out of range.
             SamplingError: see sampling.batches and sampling.BatchSampler.
@@ -334,7 +389,7 @@ class PrivacyPlan(PlanBase):
         return BatchSampler(
             dataset,
             scheme=self.sampling,
-            sample_rate=self.group_rate,
+            sample_rate=self.group_rate,  # the rate that `release` charges
             expected_batch_size=self.expected_batch_size,
             num_examples=self.num_examples,
             steps=self.steps,
@@ -346,3 +401,276 @@ class PrivacyPlan(PlanBase):
             bands=self.bands,
             max_batch_size=self.max_batch_size,
         )
+
+    @property
+    def divisor(self) -> int:
+        """The public divisor of a clipped sum: the expected number of contributions, B / k."""
+        return self.expected_batch_size // self.group_size
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in one coordinate of the released mean gradient: sigma C / B.
+
+        With group_size k > 1 it is sigma 2C / (B / k). It equals `noise_std` of the released gradients, except that
+        `noise_on_grid` adds at most 1/500 to these. With a correlation it is that of the last step, and earlier ones
+        have less.
+        """
+        # With groups, one example may reverse the mean gradient of its group: the accumulator states 2C, too.
+        sensitivity = self.max_grad_norm if self.group_size == 1 else 2 * self.max_grad_norm
+        independent = std_of_noise(self.noise_multiplier, sensitivity, self.divisor)
+        return independent if self.correlation is None else independent * self.correlation.std(self.steps - 1)
+
+    @property
+    def noise_gain(self) -> float:
+        """The noise of a long sum over that of independent noise with `noise_std`; 1 without correlation."""
+        return 1.0 if self.correlation is None else self.correlation.sum_std / self.correlation.std(self.steps - 1)
+
+    @property
+    def bands(self) -> int:
+        """The number of groups of people that take turns; 1 without correlation."""
+        return 1 if self.correlation is None else self.correlation.bands
+
+    @property
+    def group_rate(self) -> float:
+        """The probability that a person of the group of a step is in its batch: bands times the sample rate.
+
+        The sampler draws by this number, and the ledger charges it.
+        """
+        return rate_in_group(self.sample_rate, self.bands)
+
+    def usual_batch_size(self, processes: int = 1) -> int:
+        """Return a number of examples that few batches exceed: B plus three standard deviations.
+
+        Batches are split by this number, because the size of the drawn batch is private.
+
+        Args:
+            processes: the number of processes that share each batch; the result is for one of them.
+        """
+        if self.max_batch_size is not None:
+            return self.max_batch_size
+        expected = self.expected_batch_size / processes
+        spread = 3 * math.sqrt(expected * (1 - self.sample_rate)) if self.sampling == "poisson" else 0.0
+        return math.ceil(expected + spread)
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the accountant covers the way batches are drawn."""
+        return self.sampling in COVERED
+
+    @property
+    def epoch_steps(self) -> int:
+        """The number of steps that draw each example once on average. A plan that simulates another has its number."""
+        plan = self if self.simulates is None else self.simulates
+        return max(1, round(1 / plan.sample_rate))
+
+    @property
+    def release(self) -> Release:
+        """The release that one step charges to the ledger; one without noise if the plan simulates another."""
+        charged = self.noise_multiplier if self.simulates is None else 0.0  # then every epsilon is infinite
+        examples = None if self.max_batch_size is None else self.num_examples
+        return Release(charged, self.group_rate, self.sampling, 1, self.max_batch_size, examples)
+
+    def release_of(self, steps: int) -> Release:
+        """Return the releases in which one person may take part in so many steps."""
+        return replace(self.release, count=most_participations(steps, self.bands))
+
+    @property
+    def public_facts(self) -> dict[str, Any]:
+        """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later.
+
+        If the plan simulates another, noise_multiplier is 0, so that every epsilon of the ledger is infinite, and
+        `simulates` has the numbers of the simulated plan.
+        """
+        simulated, memory = self.simulates, None
+        if self.correlation is not None:
+            memory = {"bands": self.correlation.bands, "coefficients": list(self.correlation.chosen)}
+        return {
+            "sampling": self.sampling,
+            "sample_rate": self.group_rate,
+            "expected_batch_size": self.expected_batch_size,
+            "max_batch_size": self.max_batch_size,
+            "noise_multiplier": self.release.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "num_examples": self.num_examples,
+            "delta": self.delta,
+            "group_size": self.group_size,
+            "noise_on_grid": self.noise_on_grid,
+            "neighboring_relation": self.neighboring_relation,
+            "privacy_unit": self.privacy_unit,
+            "noise_memory": memory,
+            "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
+        }
+
+
+def _require_numbers(plan: PrivacyPlan) -> None:
+    """Raise PrivacyError unless every number of a plan is in its range and no two contradict each other.
+
+    Warns of a delta that allows a mechanism to publish a whole record.
+    """
+    function = "PrivacyPlan"
+    require_rate(function, plan.sample_rate)
+    require_integer(function, "steps", plan.steps, 1)
+    require_integer(function, "expected_batch_size", plan.expected_batch_size, 1)
+    require_integer(function, "num_examples", plan.num_examples, 1)
+    require_nonnegative(function, "noise_multiplier", plan.noise_multiplier, "give sigma, or use for_budget")
+    if not (plan.noise_multiplier == 0 and _is_infinite(plan.max_grad_norm)):
+        require_max_grad_norm(function, plan.max_grad_norm, plan.noise_multiplier)
+    # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
+    if abs(plan.sample_rate * plan.num_examples - plan.expected_batch_size) > 1:
+        condition = f"to be sample_rate * num_examples = {plan.sample_rate * plan.num_examples:g}"
+        raise expected(function, "expected_batch_size", condition, plan.expected_batch_size, "correct one of the three")
+    require_integer(function, "group_size", plan.group_size, 1)
+    if plan.expected_batch_size % plan.group_size:
+        condition = f"to divide expected_batch_size = {plan.expected_batch_size}"
+        raise expected(function, "group_size", condition, plan.group_size, "change one of the two")
+    if not isinstance(plan.noise_on_grid, bool) or (plan.noise_on_grid and plan.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        condition = "to be True or False, and to be False if noise_multiplier is 0"
+        remedy = "set noise_on_grid=False: there is nothing to hide without noise"
+        raise expected(function, "noise_on_grid", condition, plan.noise_on_grid, remedy)
+    require_choice(function, "privacy_unit", plan.privacy_unit, get_args(PrivacyUnit))
+    if plan.privacy_unit == "user" and plan.group_size > 1:
+        remedy = "set group_size=1: all examples of a user are clipped as one anyway"
+        raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", plan.group_size, remedy)
+    require_choice(function, "sampling", plan.sampling, get_args(SamplingScheme))
+    if plan.sampling == "truncated":
+        _require_truncation(function, plan.max_batch_size, plan.expected_batch_size, plan.num_examples)
+        if plan.group_size > 1:
+            remedy = "draw Poisson batches for groups of examples"
+            raise expected(function, "group_size", "to be 1 for truncated batches", plan.group_size, remedy)
+    elif plan.max_batch_size is not None:
+        remedy = 'give sampling="truncated"'
+        raise expected(function, "max_batch_size", "to be None without truncation", plan.max_batch_size, remedy)
+    if plan.correlation is not None:
+        if not isinstance(plan.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give privgrad.noise.Banded(bands=8), or None"
+            raise expected(function, "correlation", "to be Banded or None", described(plan.correlation), remedy)
+        _require_poisson(function, plan.sampling)
+        batches_in_data = math.floor(plan.num_examples / plan.expected_batch_size)
+        _require_bands(function, plan.correlation.bands, plan.steps, batches_in_data)
+    if plan.seed is not None:
+        require_integer(function, "seed", plan.seed, -math.inf)
+    if plan.target_epsilon is not None:
+        remedy = "give the epsilon that the noise was calibrated for, or None"
+        require_positive(function, "target_epsilon", plan.target_epsilon, remedy)
+    if plan.delta is not None:
+        require_delta(function, plan.delta)
+        if plan.delta > 1 / plan.num_examples and plan.simulates is None:
+            count, whole = ("num_users", "user") if plan.privacy_unit == "user" else ("num_examples", "record")
+            warnings.warn(
+                f"delta = {rounded_up(plan.delta)} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta "
+                f"allows a mechanism that publishes one whole {whole}; lower delta",
+                stacklevel=4,
+            )
+    if plan.simulates is not None:
+        _require_scaled(plan, plan.simulates)
+
+
+def _require_poisson(function: str, sampling: object) -> None:
+    """Raise PrivacyError unless batches are drawn as noise with memory needs."""
+    if sampling != "poisson":
+        remedy = "draw Poisson batches, or leave correlation out"
+        raise expected(function, "sampling", "to be 'poisson' for noise with memory", repr(sampling), remedy)
+
+
+def _require_bands(function: str, bands: int, steps: int, batches_in_data: int) -> None:
+    """Raise PrivacyError unless so many groups of people can take turns, each large enough to fill a batch."""
+    most = min(steps, batches_in_data)
+    if bands > most:
+        too_large = "leave correlation out: the batches are too large"
+        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else too_large
+        condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
+        raise expected(function, "bands", condition, bands, remedy)
+
+
+def _require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> int:
+    """Return a largest batch size as an integer; raise PrivacyError unless it suits the expected one."""
+    size = 0 if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, Integral) else int(max_batch_size)
+    if not expected_batch_size <= size <= num_examples:
+        condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
+        remedy = f"give max_batch_size={_usual_most(expected_batch_size, num_examples)}, say"
+        raise expected(function, "max_batch_size", condition, described(max_batch_size), remedy)
+    return size
+
+
+def _usual_most(expected_batch_size: int, num_examples: int) -> int:
+    """Return a largest batch size that truncates almost no batch: B plus six standard deviations, at most n."""
+    return min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
+
+
+def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
+    """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
+    if size > count:
+        raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")
+
+
+def _is_infinite(value: object) -> bool:
+    """Return whether value is positive infinity."""
+    return isinstance(value, float) and value == math.inf
+
+
+def _numbers_at(plan: PrivacyPlan, batch_size: int, num_examples: int) -> dict[str, Any]:
+    """Return the fields of the plan with this batch size that simulates `plan` on a number of examples."""
+    share = batch_size / plan.expected_batch_size
+    same = num_examples == plan.num_examples
+    largest = plan.max_batch_size
+    return {
+        "expected_batch_size": batch_size,
+        "num_examples": num_examples,
+        "sample_rate": plan.sample_rate * share if same else batch_size / num_examples,
+        "noise_multiplier": plan.noise_multiplier * share,  # sigma C / B stays
+        "max_batch_size": None if largest is None else min(num_examples, math.ceil(largest * share)),
+        "target_epsilon": None,
+        "simulates": plan,
+    }
+
+
+def _working_factors(contributions: int, factor: float) -> str:
+    """Return a remedy with up to four factors 1 / K near `factor` that divide the expected number of contributions."""
+    if contributions == 1:
+        return "plan with a larger expected_batch_size"
+    whole = [k for k in range(2, min(contributions, 4096) + 1) if contributions % k == 0] or [contributions]
+    near = sorted(sorted(whole, key=lambda k: abs(math.log(k * factor)))[:4])
+    return f"give a factor such as {', '.join(f'1/{k}' for k in near)}"
+
+
+def _require_scaled(plan: PrivacyPlan, simulated: object) -> None:
+    """Raise PrivacyError unless `simulated` is a plan, and `plan` has the numbers that `scaled` gives."""
+    function = "PrivacyPlan"
+    if not isinstance(simulated, type(plan)) or simulated.simulates is not None:
+        remedy = "leave it out: plan.scaled(factor) sets it"
+        raise expected(function, "simulates", "to be a plan that simulates no plan", described(simulated), remedy)
+    batch_size = min(plan.expected_batch_size, simulated.expected_batch_size)
+    follows = vars(simulated) | _numbers_at(simulated, batch_size, plan.num_examples)
+    differing = [name for name, value in follows.items() if vars(plan)[name] != value]
+    if differing:
+        condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"
+        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
+        got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
+        raise expected(function, "the numbers", condition, got, remedy)
+
+
+def _calibrated(
+    correlation: Banded | Literal["auto"] | None, sigma_for: Callable[[int], float], sample_rate: float, steps: int
+) -> tuple[Banded | None, float]:
+    """Return the correlation with its coefficients and its `relative_error`, and sigma; errors as for_budget."""
+    if correlation is not None and correlation != "auto" and not isinstance(correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = 'give privgrad.noise.Banded(bands=8), "auto" or None'
+        raise expected("for_budget", "correlation", "to be a correlation of the noise", described(correlation), remedy)
+    if isinstance(correlation, Banded):
+        _require_bands("for_budget", correlation.bands, steps, math.floor(1 / sample_rate))
+    independent = sigma_for(1)
+    if correlation is None:
+        return None, independent
+    if correlation == "auto":
+        correlations = [Banded(bands) for bands in _CANDIDATES if bands * sample_rate <= 1 and bands <= steps]
+    else:
+        correlations = [correlation]
+    usual = independent * math.sqrt((steps + 1) / 2)
+    best: tuple[Banded | None, float] = None, independent
+    smallest = _WORTH if correlation == "auto" else math.inf
+    for each in correlations:
+        chosen, sigma = each.for_steps(steps), sigma_for(each.bands)
+        error = sigma * chosen.prefix_error(steps) / usual
+        if error < smallest:
+            best, smallest = (replace(chosen, relative_error=error), sigma), error
+    return best

@@ -1,11 +1,12 @@
 """PrivateGradient: the privacy boundary. Its inputs are sensitive; its outputs are safe to use in any way.
 
-The file is long, so that a reviewer reads admission, sum, noise and charge in one piece.
+For fixed coins, step t releases N(S, (sigma C)^2 I) without an example x, and with probability q the same around
+S + f g_x, where |f g_x| <= C. This is the sampled Gaussian of Mironov et al. 2019 (arXiv 1908.10530), section 3, which
+the ledger records as Release(sigma, q). Section 0 of docs/mathematics.md says why the coins may be held fixed: those
+are the words of the sampler, the groups, dropout and augmentation.
 
-Users, `experiments`, audits, papers and the bridges make a PrivateGradient. `training_run` and
-`integrations.external_loop` call it at each step, and so do users in loops of their own. `fit` and the bridges read its
-properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`
-and `_other_plan`.
+The file is long, so that a reviewer reads admission, sum, noise and charge in one piece. With one process, `processes`
+is `ALONE`, whose methods return what they are given.
 """
 
 import hashlib
@@ -24,50 +25,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from privgrad.errors import (
-    SamplingError,
-    described,
-    expected,
-    require_callable,
-    require_choice,
-    require_integer,
-    require_max_grad_norm,
-    require_positive,
-)
-from privgrad.filters import EMA, LinearFilter
-from privgrad.gradient.adaptive_clip import AdaptiveClip
-from privgrad.gradient.clipping import Automatic, Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
-from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.engines.self_check import parameters_kept
-from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.example_groups import group_means, group_of, split_by_group
-from privgrad.gradient.explanation import Explanation, parts_of
-from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.mapped import with_mapped_inputs
-from privgrad.gradient.factors.shifted import shifted
-from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
-from privgrad.gradient.own_examples import OwnExamples
-from privgrad.gradient.perturb import DiSK
-from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
-from privgrad.gradient.probes import few_of, gradients
+from privgrad.clip.adaptive import AdaptiveClip
+from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, sum_dtype
+from privgrad.clip.groups import group_means, group_of, split_by_group
+from privgrad.clip.norm_statistics import NORMS, NormBins
+from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
+from privgrad.gradient.contribution import Contribution, OwnExamples
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.functional import advanced, parameters_kept, seeded, trainable
+from privgrad.gradient.probes import gradients
 from privgrad.gradient.secret_draws import SecretDraws
-from privgrad.gradient.shared_draws import share_draws
-from privgrad.gradient.spectral_norm import advanced
-from privgrad.gradient.validation import check_loss, configuration, require_supported
-from privgrad.ledger import Ledger
-from privgrad.lineage import note_training, warn_if_trained
-from privgrad.noise import Recursion, add_noise, noise_generator
+from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
+from privgrad.ledger.ledger import Ledger
+from privgrad.noise.banded import Recursion
+from privgrad.noise.gaussian import add_noise, noise_generator
+from privgrad.parts import Filter, Parts, Stateful
 from privgrad.plan import PrivacyPlan
-from privgrad.processes import ALONE, Processes, require_all_processes
+from privgrad.processes import ALONE, Processes, keep_freed_memory, require_all_processes
 from privgrad.rng import RandomSource, Stream
-from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
-_Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
-_ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
@@ -75,8 +53,6 @@ _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class RawStep:
     """One step before the noise, for diagnostics. NOT PRIVATE: no epsilon covers it.
-
-    PrivateGradient passes one to each observer; see `register_raw_observer`.
 
     Attributes:
         step: the index of the release, from 0.
@@ -100,17 +76,12 @@ def require_model(function: str, model: object) -> None:
         raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
 
 
-def _require_together(
-    perturb: Contribution | None, clip: Clipping | None, adaptive: AdaptiveClip | None, averages: LinearFilter | None
-) -> None:
-    """Raise PrivacyError for parts that do not suit each other."""
-    if adaptive is not None and isinstance(clip, Automatic):
-        condition = "to depend on C for adaptive_clip (here, C scales signal and noise alike)"
-        remedy = "leave adaptive_clip out, or give clip.Flat()"
-        raise expected("PrivateGradient", "clip", condition, repr(clip), remedy)
-    if isinstance(perturb, DiSK) and perturb.weight < 1 and repr(averages) != repr(EMA(perturb.weight)):
-        condition, remedy = f"to be the other half of {perturb!r}", f"give filter=filters.EMA({perturb.weight:g})"
-        raise expected("PrivateGradient", "filter", condition, repr(averages), remedy)
+def _require_loss(loss_fn: object) -> None:
+    """Raise PrivacyError for what cannot be a loss function, or for a loss of torch.nn, which takes other arguments."""
+    require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
+    if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn"):
+        remedy = "give a function (model, examples) -> losses of shape (B,); call it there, with reduction='none'"
+        raise expected("PrivateGradient", "loss_fn", "to take (model, examples)", described(loss_fn), remedy)
 
 
 class PrivateGradient:
@@ -177,100 +148,47 @@ class PrivateGradient:
         ledger: Ledger | str | os.PathLike[str] | None = None,
         norm_bins: NormBins = None,
         adaptive_clip: AdaptiveClip | None = None,
-        filter: LinearFilter | None = None,  # noqa: A002, the field's name
+        filter: Filter | None = None,  # noqa: A002, the field's name
         processes: Processes | None = None,
         side_information: str | None = None,
     ) -> None:
-        if microbatch_size is not None:
-            require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
-        if memory_mb is not None:
-            require_positive("PrivateGradient", "memory_mb", memory_mb, "None lets the engine choose")
-        require_choice("PrivateGradient", "engine", engine, tuple(_ENGINES))
+        parts = Parts(
+            perturb=perturb,
+            precondition=precondition,
+            clip=clip,
+            engine=engine,
+            microbatch_size=microbatch_size,
+            memory_mb=memory_mb,
+            norm_bins=norm_bins,
+            adaptive_clip=adaptive_clip,
+            filter=filter,
+        )
         require_model("PrivateGradient", model)
-        require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
-        if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn"):
-            remedy = "give a function (model, examples) -> losses of shape (B,); call it there, with reduction='none'"
-            raise expected("PrivateGradient", "loss_fn", "to take (model, examples)", described(loss_fn), remedy)
-        if clip is not None and (isinstance(clip, type) or not callable(getattr(clip, "factors", None))):
-            remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
-            raise expected("PrivateGradient", "clip", "to be a clipping rule", described(clip), remedy)
-        if perturb is not None and not isinstance(perturb, Contribution):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
-            raise expected("PrivateGradient", "perturb", "to be a Contribution", got, remedy)
-        if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed(scales)"
-            raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
-        if filter is not None and not isinstance(filter, LinearFilter):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = described(filter), "give filters.EMA(0.1), say"
-            raise expected("PrivateGradient", "filter", "to be a LinearFilter", got, remedy)
+        _require_loss(loss_fn)
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
             raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
-        _require_together(perturb, clip, adaptive_clip, filter)
         self._processes = processes = ALONE if processes is None else processes
         require_all_processes("PrivateGradient", processes)
         processes.begin(model)
+        self._model, self._plan = model, plan
         self._turn = _TURNS.setdefault(model, threading.RLock())
         with self._turn, processes.unsharded(model):
-            require_supported(model)
-            self._precondition = precondition = None if precondition is None else precondition.begun(model)
-        self._contribution = SampleGradient() if perturb is None else perturb.begun()
-        if self._contribution.privacy_unit != plan.privacy_unit:
-            condition = f"to be of unit {self._contribution.privacy_unit!r}, like the contribution"
-            remedy = "plan by PrivacyPlan.for_users, or with privacy_unit='user'"
-            if plan.privacy_unit == "user":
-                remedy = (
-                    "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "
-                    "privgrad.federated.LocalUpdate(...) for local training (docs/federated.md); a bridge takes it in "
-                    "private_options: private_options={'perturb': ...}"
-                )
-            raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
-        if plan.max_batch_size is not None and not self._contribution.keeps_order:
-            got, remedy = repr(plan.sampling), "plan with Poisson sampling"
-            raise expected("PrivateGradient", "sampling", f"to suit {self._contribution!r}", got, remedy)
-        self._model, loss_fn = model, OwnExamples(self._contribution.losses(loss_fn))
-        self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
-        self._loss_fn = loss_fn
-        self._plan = plan
-        self._clip: Clipping = Flat() if clip is None else clip
-        self._microbatch_size = microbatch_size
-        self._filter = None if filter is None else filter.begun()
-        self._adaptive, self._statistic = None, None
-        if adaptive_clip is None and norm_bins is not None:
-            self._statistic = chosen_slots(norm_bins, plan.max_grad_norm, plan.noise_std)
-        if adaptive_clip is not None:
-            if not isinstance(adaptive_clip, AdaptiveClip):  # pyright: ignore[reportUnnecessaryIsInstance]
-                got, remedy = described(adaptive_clip), "give clip.TargetFraction()"
-                raise expected("PrivateGradient", "adaptive_clip", "to be an AdaptiveClip", got, remedy)
-            self._adaptive = adaptive_clip.begun(
-                max_grad_norm=plan.max_grad_norm,
-                noise_multiplier=plan.noise_std * plan.divisor / plan.max_grad_norm,
-                divisor=plan.divisor,
-                norm_bins=norm_bins,
-                size=sum(parameter.numel() for parameter in trainable(model).values()),
-            )
-            self._statistic = self._adaptive.statistic
-        self._release, facts = plan.release, plan.public_facts
-        facts["research_seed"] = plan.seed is not None
-        sources = (None if precondition is None else precondition.source, side_information)
-        facts["side_information"] = "; ".join(source for source in sources if source) or None
-        facts["perturbation"] = None if perturb is None else self._contribution.described(plan.steps)
-        sums = [
-            torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
-            for parameter in trainable(model).values()
-        ]
-        facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
-        facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)
-        if self._statistic is not None:
-            sums.append(torch.empty(0, dtype=torch.float64, device=sums[0].device))
-        facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
+            Parts.checks.require_supported(model)
+            self._parts = parts = parts.begun(model, plan)
         # Read once, so that a part cannot change from public to private between charges.
-        self._not_private = {name for name, part in self._parts().items() if not part.is_public}
+        self._not_private = {name for name, part in parts.stateful().items() if not part.is_public}
+        self._contribution, self._clip = cast(Contribution, parts.perturb), cast(Clipping, parts.clip)
+        self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
+        self._statistic = parts.statistic(plan)
+        self._loss_fn = OwnExamples(self._contribution.losses(loss_fn))
+        self._engine = Parts.engines[engine](model, self._loss_fn, memory_mb=memory_mb)
+        self._facts = facts = self._public_facts(side_information)
+        self._release = plan.release
         if self._not_private:  # a part that depends on the private batch reveals it, whatever noise is added later
-            self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
+            self._release = replace(plan.release, noise_multiplier=0.0)
         if processes.count > 1:
             self._require_shared(facts)
-        self._facts = facts
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         try:
             with processes.all_succeed():
@@ -279,7 +197,7 @@ class PrivateGradient:
             if not isinstance(ledger, Ledger):  # nobody else could close it
                 self._ledger.close()
             raise
-        note_training(model, self._ledger)
+        Parts.checks.note_training(model, self._ledger)
         self._draws = SecretDraws()
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
@@ -290,6 +208,27 @@ class PrivateGradient:
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()
+
+    def _public_facts(self, side_information: str | None) -> dict[str, Any]:
+        """Return what the ledger records of the plan and the parts. It is public, and a resumed run has the same."""
+        plan, parts = self._plan, self._parts.stateful()
+        sums = [
+            torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
+            for parameter in trainable(self._model).values()
+        ]
+        if self._statistic is not None:
+            sums.append(torch.empty(0, dtype=torch.float64, device=sums[0].device))
+        sources = (None if self._precondition is None else self._precondition.source, side_information)
+        facts = plan.public_facts
+        facts["research_seed"] = plan.seed is not None
+        facts["side_information"] = "; ".join(source for source in sources if source) or None
+        facts["perturbation"] = self._described(parts["perturb"]) if "perturb" in parts else None
+        facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
+        facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)
+        facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
+        if self._not_private:
+            facts["noise_multiplier"] = 0.0
+        return facts
 
     def __repr__(self) -> str:
         numbers = f"noise_multiplier={self._plan.noise_multiplier}, max_grad_norm={self.max_grad_norm}"
@@ -332,9 +271,9 @@ class PrivateGradient:
         `fit` and `integrations.external_loop` store it in their checkpoints.
         """
         found = {"perturb": "None", "precondition": "None", "clip": repr(self._clip)}
-        return found | {name: self._described(part) for name, part in self._parts().items()}
+        return found | {name: self._described(part) for name, part in self._parts.stateful().items()}
 
-    def explain(self) -> Explanation:
+    def explain(self) -> Any:
         """Say how the last step computed the gradient of each parameter; `print` shows it.
 
         `privgrad.explain` says it before a training, from public examples, with the time and the memory of a step.
@@ -349,12 +288,10 @@ class PrivateGradient:
         if not uses:
             remedy = "compute a step first, or call privgrad.explain(model, loss_fn, public_batch)"
             raise expected("PrivateGradient.explain", "the engine", "to have computed examples", 0, remedy)
-        return Explanation(parts_of(self._model, uses))
+        return Parts.explanation.Explanation(Parts.explanation.parts_of(self._model, uses))
 
     def register_raw_observer(self, observer: Callable[[RawStep], None]) -> RemovableHandle:
         """Call `observer` with each step as it was before the noise, once it is charged.
-
-        Users, `experiments.one_training` and `diagnostics.moments.watch_from` call this.
 
         Args:
             observer: see RawStep and privgrad.diagnostics.
@@ -370,8 +307,6 @@ class PrivateGradient:
 
     def record_in(self, record: Ledger | str | os.PathLike[str]) -> None:
         """Record all releases in a ledger file, in place of the memory.
-
-        `fit` calls this if it has an output_dir, and `experiments.paid_runner` with a ledger of its commitment.
 
         Args:
             record: the path of a new ledger, or of one that this run's earlier attempts have written; or such a ledger,
@@ -397,13 +332,11 @@ class PrivateGradient:
         except BaseException:
             ledger.close()
             raise
-        note_training(self._model, ledger)
+        Parts.checks.note_training(self._model, ledger)
         self._ledger = ledger
 
     def epsilon(self, *, steps: int) -> float:
         """Return the epsilon of `steps` steps; infinite if a part declares that it is not public.
-
-        `fit`, `integrations.huggingface`, `experiments.audit_spec` and users call it.
 
         Raises:
             PrivacyError: the plan has no delta.
@@ -415,7 +348,7 @@ class PrivateGradient:
         """The epsilon of all steps of the plan that this training simulates; see PrivacyPlan.scaled.
 
         None if it simulates no plan or the plan has no delta; infinite if a part declares that it is not public. It is
-        not the epsilon of this training, which is infinite. `fit` and `experiments.one_training` show it.
+        not the epsilon of this training, which is infinite.
         """
         simulated = self._plan.simulates
         if simulated is None or simulated.delta is None:
@@ -488,18 +421,18 @@ class PrivateGradient:
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
         if self._adaptive is not None:  # a rule of the user's may choose any C
             require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
-        require_supported(self._model)
+        Parts.checks.require_supported(self._model)
         if self._ledger.releases == 0 and self._plan.seed is None:
-            warn_if_trained(self._model, self._ledger)
-        note_training(self._model, self._ledger)  # a part may have been unfrozen or added
-        found = frozenset(parameters), configuration(self._model)
+            Parts.checks.warn_if_trained(self._model, self._ledger)
+        Parts.checks.note_training(self._model, self._ledger)  # a part may have been unfrozen or added
+        found = frozenset(parameters), Parts.checks.configuration(self._model)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
         if batch.size > 0 and found not in self._checked:
             with parameters_kept(self._model):
-                check_loss(self._model, self._loss_fn, batch.examples)
-                few = few_of(batch.examples, fill=False)
-                self._shares_draws = isinstance(self._engine, Factored) and share_draws(self._model, self._loss_fn, few)
+                self._shares_draws = Parts.checks.try_batch(
+                    self._model, self._loss_fn, batch.examples, together=self._engine.batches_examples
+                )
             self._engine.check_again()
             self._checked.add(found)
 
@@ -518,8 +451,8 @@ class PrivateGradient:
         mixed = bool(transform.shift) or transform.keep < 1
         raw_mean = partial(self._raw_mean, batch, "perturb")
         own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
-        accumulator: ClippingAccumulator | None = None
-        for attempt in self._draws.attempts(own_key):
+
+        while True:
             accumulator = ClippingAccumulator(
                 like=parameters,
                 clip=self._clip,
@@ -530,20 +463,25 @@ class PrivateGradient:
                 statistic=self._statistic,
             )
             done = 0
-            with parameters_kept(self._model), attempt, contribution.at(step, parameters, raw_mean):
+            with (
+                parameters_kept(self._model),
+                self._draws.under(own_key) as attempt,
+                contribution.at(step, parameters, raw_mean),
+            ):
                 for rows, chunk in self._chunks(batch, step, scales):
                     self._require_rows(rows, chunk, parameters)
-                    chunk = with_mapped_inputs(chunk, transform.input_maps)
-                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                    if transform.input_maps:
+                        chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
                     chunk = chunk or _without_gradient(rows, parameters)
                     chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
                     accumulator.add(chunk, padded)
                     if self._shares_draws and (done > 0 or self._processes.count > 1):
                         self._require_own_draws()
                     done += rows
                     del chunk  # before the next one is computed: only one is in memory
-        assert accumulator is not None  # there is an attempt
-        return accumulator.result()
+            if attempt.holds:
+                return accumulator.result()
 
     def _chunks(
         self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor]
@@ -553,7 +491,7 @@ class PrivateGradient:
             return []
         contribution, engine = self._contribution, self._engine
         usual_size = self._plan.usual_batch_size(self._processes.count)
-        size = self._microbatch_size or contribution.microbatch_size(engine, batch.examples, usual_size)
+        size = self._parts.microbatch_size or contribution.microbatch_size(engine, batch.examples, usual_size)
         if self._shares_draws and size >= usual_size:
             size = max(size, batch.size)
         if self._plan.group_size == 1:
@@ -757,21 +695,20 @@ class PrivateGradient:
         """Return the state for a checkpoint: the next step's index, and the state of its parts.
 
         It holds no key, and no value from before the noise (except for a preconditioner that is NOT private).
-        `training_run`, the bridges and `audit.methods` call it.
         """
         state: dict[str, Any] = {"step": self._step, "plan": self._kind_of_plan()}
-        for name, part in self._parts().items():
+        for name, part in self._parts.stateful().items():
             state[name] = {"made_by": self._described(part), **part.state_dict()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats.
 
-        `training_run`, `integrations.external_loop` and `audit.methods` call this. The guarantee rests on two checks. A
-        state of a simulation, or of a run with a research seed, is refused under a plan without. A state with steps
-        that the ledger has not charged is refused, because epsilon would not count them.
+        The guarantee rests on two checks. A state of a simulation, or of a run with a research seed, is refused under a
+        plan without. A state with steps that the ledger has not charged is refused, because epsilon would not count
+        them.
         """
-        function, parts = "PrivateGradient.load_state_dict", self._parts()
+        function, parts = "PrivateGradient.load_state_dict", self._parts.stateful()
         if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give what state_dict() of a PrivateGradient returned"
             raise expected(function, "state", "to be a mapping with a step", described(state), remedy)
@@ -799,17 +736,7 @@ class PrivateGradient:
         """Return what decides whether the releases of this plan are private at all."""
         return {"research_seed": self._plan.seed is not None, "simulates": self._facts["simulates"]}
 
-    def _parts(self) -> dict[str, _Part]:
-        """Return the parts that may have a state by name, as far as they were given."""
-        parts = {
-            "perturb": None if type(self._contribution) is SampleGradient else self._contribution,
-            "precondition": self._precondition,
-            "adaptive_clip": self._adaptive,
-            "filter": self._filter,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def _described(self, part: _Part | None) -> str:
+    def _described(self, part: Stateful | None) -> str:
         """Return a part in words; None gives "None"."""
         return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 
@@ -844,13 +771,28 @@ class PrivateGradient:
             remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
             raise refusal("to be a Batch", type(batch).__name__, remedy)
         plan, drawn = self._plan, batch.sampling
-        planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands, plan.max_batch_size)
-        planned = (*planned, plan.num_examples if plan.sampling == "truncated" else None)
-        facts = (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands)
-        facts = (*facts, drawn.max_batch_size, drawn.num_examples)
-        if facts != planned:
-            condition = f"to be drawn by the plan's scheme and rate ({', '.join(map(str, planned))})"
-            raise refusal(condition, ", ".join(map(str, facts)), "take the batch from the same plan")
+        # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
+        planned = {
+            "sampling": plan.sampling,
+            "sample_rate": plan.group_rate,
+            "expected_batch_size": plan.expected_batch_size,
+            "seed": plan.seed,
+            "bands": plan.bands,
+            "max_batch_size": plan.max_batch_size,
+            "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
+        }
+        facts = {
+            "sampling": drawn.scheme,
+            "sample_rate": drawn.sample_rate,
+            "expected_batch_size": drawn.expected_batch_size,
+            "seed": drawn.seed,
+            "bands": drawn.bands,
+            "max_batch_size": drawn.max_batch_size,
+            "num_examples": drawn.num_examples,
+        }
+        if other := [name for name in planned if facts[name] != planned[name]]:
+            condition = f"to be drawn by the plan's scheme and rate ({_named(planned, other)})"
+            raise refusal(condition, _named(facts, other), "take the batch from the same plan")
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             remedy = "take the batches in their order: the noise with memory follows it"
             raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)
@@ -860,6 +802,11 @@ class PrivateGradient:
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):
             got = "a different number of rows"  # the number itself is private
             raise refusal("to hold one row per example", got, "let plan.batches make it")
+
+
+def _named(values: Mapping[str, object], names: Iterable[str]) -> str:
+    """Return some values with their names, for an error."""
+    return " and ".join(f"{name} {values[name]}" for name in names)
 
 
 def _without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:

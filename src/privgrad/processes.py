@@ -1,30 +1,42 @@
-"""The interface to the processes that train one model together, and its version for a single process.
+"""Processes that train one model together, and threads that share the work of one process.
 
-PrivateGradient, PublicGradient, `sampling` and `fit` call the interface. `integrations.distributed` implements it for
-several processes. The privacy guarantee rests on it, except on `shard_like` and `gather_state`. These two move only
-public or released values.
+With one process all methods of `Processes` are identities. `training.distributed` implements them for several. The
+helpers for threads work on blocks that stay in cache, on as many threads as torch uses or on one thread.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+import ctypes
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import repeat
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from privgrad.errors import described, expected
 from privgrad.types import NoisyGradient
 
 T = TypeVar("T")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_NUMBERS_A_THREAD = 1 << 19
+# Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
+_BLOCK = 1 << 18
+AT_ONCE = 1 << 24  # numbers to compute with at once on other devices than the CPU: more take as long as a part of them
+on_lists: Any = torch  # for its operators on lists of tensors, which the types do not know
+_PROCESSORS = frozenset({"cpu"})  # types of devices; tests take the paths of others by an empty set
 
 
 class Processes:
-    """A single process. The subclass `integrations.distributed.Distributed` implements several processes.
+    """A single process. The subclass `training.distributed.Distributed` implements several processes.
 
-    PrivateGradient, `plan.batches` and `fit` (with TrainingRun) call these methods. PublicGradient calls `unsharded`
-    and `shard_like`. Each example belongs to one process, and only this process computes and clips its gradient. The
-    first process sums the results of all, draws the noise, keeps the ledger and broadcasts the released gradient. The
-    guarantee rests on this: there is one sum, one noise and one ledger.
+    Each example belongs to one process, and only this process computes and clips its gradient. The first process sums
+    the results of all, draws the noise, keeps the ledger and broadcasts the released gradient. So there is one sum, one
+    noise and one ledger.
 
     Attributes:
         rank: index of this process; 0 is the first process.
@@ -90,14 +102,93 @@ ALONE = Processes()
 def require_all_processes(function: str, processes: Processes) -> None:
     """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
 
-    PrivateGradient and `sampling` call it. Otherwise each process would draw its own noise for its own sum. A
-    mean of their gradients would then cost more privacy than any of their ledgers records.
+    Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more
+    privacy than any of their ledgers records.
     """
     if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "leave it out, or give privgrad.integrations.distributed.Distributed()"
+        remedy = "leave it out, or give privgrad.training.distributed.Distributed()"
         raise expected(function, "processes", "to be a Processes object", described(processes), remedy)
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes.count == 1 and is_initialized and (count := torch.distributed.get_world_size()) > 1:
-        remedy = "pass processes=privgrad.integrations.distributed.Distributed()"
+        remedy = "pass processes=privgrad.training.distributed.Distributed()"
         condition = f"to be all {count} processes of torch.distributed"
         raise expected(function, "processes", condition, "1 process", remedy)
+
+
+def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
+    """Process all blocks, with as many threads as torch uses: each thread takes the next block until none is left.
+
+    Returns when all threads have ended, or raises the error of a thread.
+
+    Args:
+        work: called once per thread, with the blocks that this thread takes. It may reuse buffers between blocks. The
+            assignment of blocks to threads is random, so the result must not depend on it.
+        blocks: the blocks; each goes to one thread.
+        numbers: how many numbers all blocks hold together. Threads are not started for few numbers.
+    """
+    queue = deque(blocks)
+    threads = min(torch.get_num_threads(), len(queue), numbers // _NUMBERS_A_THREAD)
+    if threads <= 1:
+        work(queue)
+        return
+    # One pool per call, which takes 0.1 ms to start. A permanent pool would not survive a fork.
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work, _taken(queue)) for _ in range(threads)]:
+            future.result()
+
+
+def _taken(queue: deque[T]) -> Iterator[T]:
+    """Yield blocks from the left end of a queue that the threads share, until it is empty."""
+    with suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 1 GiB of freed memory, so that each step reuses the memory of the last one.
+
+    By default glibc returns freed memory to the system as soon as the end of the heap holds twice the largest block
+    that was freed so far. Each step of a model of a few million parameters then spends 2 to 6 % of its time on page
+    faults. Other C libraries keep their own rules, and so does glibc if the environment sets its thresholds.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc accepts; larger blocks are always returned
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Let torch use only one thread, which is faster for small matrix products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def is_on_processor(x: Tensor) -> bool:
+    """Return whether a tensor is on the CPU.
+
+    Elsewhere each kernel and each look at a result costs a fixed time. Few large ones are faster there, even if they
+    compute more.
+    """
+    return x.device.type in _PROCESSORS
+
+
+def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """Split tensors into aligned blocks for elementwise work; each tuple holds one block per tensor.
+
+    Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
+    tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    first = tensors[0]
+    if first.numel() <= _BLOCK or any(
+        not t.is_contiguous() or t.shape != first.shape or not is_on_processor(t) or is_traceable_wrapper_subclass(t)
+        for t in tensors
+    ):
+        return [values]
+    parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]
+    return zip(*parts, strict=False)

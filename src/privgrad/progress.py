@@ -1,7 +1,4 @@
-"""Progress bars on standard error: steps done, time left, the epsilon spent, and notes above them.
-
-`fit` and `experiments` call it. The privacy guarantee does not rest on this file.
-"""
+"""Progress bars on standard error: steps done, time left, the epsilon spent, and notes above them."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,7 +33,7 @@ def bars(*, shown: bool | Progress) -> Progress:
 
 
 def notes_only() -> Progress:
-    """Return a Progress that shows no bars, and prints notes on standard error. `cli` takes it for `--json`."""
+    """Return a Progress that shows no bars, and prints notes on standard error."""
     return _Notes(console=Console(stderr=True), disable=True)
 
 

@@ -1,35 +1,40 @@
 """Gaussian releases of sums over privacy units: a sum, a mean, a histogram, a second moment.
 
-Users call them before a training, for example to fill in missing values or to scale. The privacy guarantee rests on
-this file: each function bounds one unit's part. `release_record` adds the noise, and records charge and values.
+Each release has one draw, its noise, and one line of a ledger or a budget, which holds the released values. A second
+call under the same name returns these values.
 """
 
+import hashlib
 import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.budget import Budget
-from privgrad.errors import described, expected, require_integer, require_positive
-from privgrad.ledger import Ledger
-from privgrad.public_bounds import is_typed, require_public_bound
-from privgrad.release_record import Planned, Where, release_once
-from privgrad.types import PrivacyUnit
+from privgrad.accounting.mechanisms import Release
+from privgrad.checks.data import is_typed, require_public_bound
+from privgrad.errors import described, expected, require_choice, require_delta, require_integer, require_positive
+from privgrad.ledger.budget import Budget
+from privgrad.ledger.ledger import Ledger
+from privgrad.noise.gaussian import add_noise, grid_of, noise_generator
+from privgrad.rng import RandomSource
+from privgrad.types import ClippedSum, PrivacyUnit
 
-Rows = Tensor | np.ndarray | Sequence[Any]
-
+_DRAW = "release"  # the one draw of a release's ledger
+_MOST_VALUES = 1 << 19  # of a release: a line of a ledger holds as many
+_MOST_EXAMPLES = 1 << 53  # float64 holds all integers up to here
 _CHUNK = 4096  # rows that are added up in one call of torch; few enough that rounding stays far below the noise's grid
 _MOST_ROWS = 1 << 29
-_NOT_FINITE = "not finite and count as zero"
 _OFTEN = 0.05  # share of rows above the bound that may be an error
 _ROUNDED = 1.001  # times the bound: rows of norm 1 may be longer by rounding
 _SEVERAL = 1.5  # rows per unit that may be an error
 _LARGEST = 1e100  # bound, and one over the smallest: squares and quotients stay far inside of float64
+Rows = Tensor | np.ndarray | Sequence[Any]
 
 
 def release_sum(
@@ -74,7 +79,7 @@ def release_sum(
     Reference:
         Dwork, Roth 2014, appendix A; on floating-point noise, Mironov 2012.
     """
-    where = Where(delta, ledger, budget, name, seed)
+    where = _Where(delta, ledger, budget, name, seed)
     return _of_rows("sum", rows, bound, noise_multiplier, num_examples, privacy_unit, where)
 
 
@@ -93,25 +98,15 @@ def release_mean(
 ) -> Tensor:
     """Release the mean of one row per unit: `release_sum` divided by the public number of units.
 
-    Args:
-        rows: as in release_sum. Subtract a public center first, if one is known: then a smaller bound suffices.
-        bound: as in release_sum.
-        noise_multiplier: as in release_sum.
-        num_examples: the public divisor. The true number of rows stays private.
-        privacy_unit: as in release_sum.
-        delta: as in release_sum.
-        ledger: as in release_sum.
-        budget: as in release_sum.
-        name: as in release_sum.
-        seed: as in release_sum.
+    Arguments and errors are as in `release_sum`, except `num_examples`, the public divisor: the true number of rows
+    stays private. Subtract a public center from the rows, if one is known: then a smaller bound suffices.
+
     Returns:
         A float64 tensor of the shape of one row. Its noise has standard deviation sigma bound / num_examples.
-    Raises:
-        BudgetExceededError, PrivacyError: as in release_sum.
     Privacy:
         As release_sum; the division is post-processing.
     """
-    where = Where(delta, ledger, budget, name, seed)
+    where = _Where(delta, ledger, budget, name, seed)
     return _of_rows("mean", rows, bound, noise_multiplier, num_examples, privacy_unit, where) / num_examples
 
 
@@ -131,23 +126,16 @@ def release_histogram(
 ) -> Tensor:
     """Release how many units are in each bin, with Gaussian noise.
 
-    Args:
-        rows: shape (n,), the bin of each unit, an integer from 0 to num_bins - 1; a unit with another value is in no
-            bin. With `bound`: shape (n, num_bins), the counts of each unit.
-        num_bins: public.
-        noise_multiplier: sigma > 0, noise standard deviation over sensitivity.
-        num_examples: as in release_sum.
-        bound: None: each unit is in at most one bin. A number: the largest norm of a unit's counts, as in release_sum.
-        privacy_unit: as in release_sum.
-        delta: as in release_sum.
-        ledger: as in release_sum.
-        budget: as in release_sum.
-        name: as in release_sum.
-        seed: as in release_sum.
+    Arguments and errors are as in `release_sum`, except:
+
+    - `rows`: shape (n,), the bin of each unit, an integer from 0 to num_bins - 1; a unit with another value is in no
+      bin. With `bound`: shape (n, num_bins), the counts of each unit;
+    - `num_bins`: public;
+    - `noise_multiplier`: sigma > 0, noise standard deviation over sensitivity;
+    - `bound`: None: each unit is in at most one bin. A number: the largest norm of a unit's counts.
+
     Returns:
         A float64 tensor of shape (num_bins,). Counts may be negative and are not whole numbers.
-    Raises:
-        BudgetExceededError, PrivacyError: as in release_sum.
     Privacy:
         As release_sum, with sensitivity `bound`, or 1: one unit changes one count by 1. The bins must be public.
     """
@@ -156,9 +144,8 @@ def release_histogram(
     if bound is None:
         values, shape = _rows(function, rows)
         if shape:
-            raise expected(
-                function, "rows", "of shape (n,)", f"(n, {', '.join(map(str, shape))})", "give one bin a unit"
-            )
+            got = f"(n, {', '.join(map(str, shape))})"
+            raise expected(function, "rows", "of shape (n,)", got, "give one bin a unit")
         bins = torch.where((values >= 0) & (values < num_bins) & (values == values.floor()), values, num_bins)
         bins = bins.nan_to_num(num_bins).long().flatten()
 
@@ -180,8 +167,8 @@ def release_histogram(
             return _sum(values, bound)
 
     sensitivity = 1.0 if bound is None else float(bound)
-    planned = Planned("histogram", sensitivity, noise_multiplier, num_examples, privacy_unit, (num_bins,), num_bins)
-    return release_once(planned, count, Where(delta, ledger, budget, name, seed))
+    planned = _Planned("histogram", sensitivity, noise_multiplier, num_examples, privacy_unit, (num_bins,), num_bins)
+    return _release_once(planned, count, _Where(delta, ledger, budget, name, seed))
 
 
 def release_second_moment(
@@ -202,21 +189,11 @@ def release_second_moment(
     Computes: S + N with S = sum_i x_i x_i^T. N is symmetric. On the diagonal its standard deviation is sigma bound^2,
         off the diagonal sigma bound^2 / sqrt(2), and entries on and above the diagonal are independent.
 
-    Args:
-        rows: shape (n, d), ONE row per privacy unit. A row with a value that is not finite counts as zero.
-        bound: as in release_sum.
-        noise_multiplier: sigma > 0, noise standard deviation over bound^2.
-        num_examples: as in release_sum. Divide the result by it for the mean.
-        privacy_unit: as in release_sum.
-        delta: as in release_sum.
-        ledger: as in release_sum.
-        budget: as in release_sum.
-        name: as in release_sum.
-        seed: as in release_sum.
+    Arguments and errors are as in `release_sum`, except `rows`, of shape (n, d), and `noise_multiplier`: sigma > 0,
+    noise standard deviation over bound^2. Divide the result by `num_examples` for the mean.
+
     Returns:
         A symmetric float64 tensor of shape (d, d). It may have negative eigenvalues.
-    Raises:
-        BudgetExceededError, PrivacyError: as in release_sum.
     Privacy:
         As release_sum, with sensitivity bound^2. The release is the vector of the diagonal and of sqrt(2) times the
         entries above it. For x x^T its norm is |x|^2, so one unit moves it by bound^2 at most. To divide by sqrt(2) and
@@ -239,8 +216,8 @@ def release_second_moment(
         total = _sum(values, bound, lambda part: part.T @ part).reshape(d, d)
         return total[tuple(torch.triu_indices(d, d))] * _off_diagonal(d)
 
-    planned = Planned("second moment", float(bound) ** 2, noise_multiplier, num_examples, privacy_unit, (d, d), size)
-    flat = release_once(planned, moment, Where(delta, ledger, budget, name, seed))
+    planned = _Planned("second moment", float(bound) ** 2, noise_multiplier, num_examples, privacy_unit, (d, d), size)
+    flat = _release_once(planned, moment, _Where(delta, ledger, budget, name, seed))
     upper, scale = torch.triu_indices(d, d), _off_diagonal(d)
     result = torch.empty(d, d, dtype=torch.float64)
     result[upper[0], upper[1]] = flat / scale
@@ -255,7 +232,7 @@ def _of_rows(
     noise_multiplier: float,
     num_examples: int,
     privacy_unit: PrivacyUnit,
-    where: Where,
+    where: "_Where",
 ) -> Tensor:
     """Release the sum of one row per unit, as `release_sum` describes it."""
     function = f"release_{kind}"
@@ -267,8 +244,8 @@ def _of_rows(
         _warn_of_rows(function, values, bound, num_examples)
         return _sum(values, bound)
 
-    planned = Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
-    return release_once(planned, total, where).reshape(shape)
+    planned = _Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
+    return _release_once(planned, total, where).reshape(shape)
 
 
 def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
@@ -282,12 +259,11 @@ def _warn_of_rows(function: str, values: Tensor, bound: float, num_examples: int
     parts = cast("tuple[Tensor, ...]", values.split(_CHUNK))
     norms = torch.cat([_norms(part / bound)[:, 0] for part in parts])
     finite = norms.isfinite()
-    _warn_of_lost(function, ~finite, _NOT_FINITE)
+    _warn_of_lost(function, ~finite, "not finite and count as zero")
     long = finite & (norms > _ROUNDED)
     if float(long.sum()) > _OFTEN * len(values):
-        _warn_of_lost(
-            function, long, f"longer than bound = {bound:g} and are scaled down. Check the units of the values"
-        )
+        fate = f"longer than bound = {bound:g} and are scaled down. Check the units of the values"
+        _warn_of_lost(function, long, fate)
     _warn_of_count(function, len(values), num_examples)
 
 
@@ -342,11 +318,9 @@ def _rows(function: str, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _sum(values: Tensor, bound: float, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return the exact sum of the clipped rows, flat: PRIVATE. With `product`, the sum of its results over chunks.
-
-    The chunks are added with compensation, so that the error of rounding does not grow with their number.
-    """
+    """Return the exact sum of the clipped rows, flat: PRIVATE. With `product`, the sum of its results over chunks."""
     total = torch.zeros(values.shape[1] ** (1 if product is None else 2), dtype=torch.float64)
+    # The chunks are added with compensation, so that the error of rounding does not grow with their number.
     lost = torch.zeros_like(total)
     for start in range(0, len(values), _CHUNK):
         rows = _clipped(values[start : start + _CHUNK], bound)
@@ -364,13 +338,165 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _clipped(rows: Tensor, bound: float) -> Tensor:
-    """Return the rows, scaled down to norm `bound` at most; zeros for a row with a value that is not finite.
-
-    Privacy:
-        The sensitivity of every release here rests on this function: each row depends on one unit alone.
-    """
+    """Return the rows, scaled down to norm `bound` at most; zeros for a row with a value that is not finite."""
+    # The sensitivity of every release follows from this: each row depends on one unit alone.
     rows = rows / bound
     norms = _norms(rows)
     scaled = rows * (bound / norms.clamp(min=1.0))
     # A norm that is infinite although all values are finite gives zero, too.
     return torch.where(norms.isfinite(), scaled, 0.0)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The public numbers of a release."""
+
+    kind: str  # "sum", "mean", "histogram" or "second moment"
+    sensitivity: float  # the most by which one unit moves the released vector
+    noise_multiplier: float
+    num_examples: int
+    privacy_unit: str
+    shape: tuple[int, ...]  # of the result
+    size: int  # the number of released values
+
+    @property
+    def function(self) -> str:
+        """The public function that makes this release."""
+        return f"release_{self.kind.replace(' ', '_')}"
+
+    def require_valid(self) -> None:
+        """Raise PrivacyError unless every number is in its range, so that nothing fails after the commitment."""
+        function = self.function
+        sigma = self.noise_multiplier
+        require_positive(function, "noise_multiplier", sigma, "give sigma: without noise nothing is private")
+        require_integer(function, "num_examples", self.num_examples, 1)
+        if self.num_examples > _MOST_EXAMPLES:
+            condition = f"to be at most {_MOST_EXAMPLES}"
+            raise expected(function, "num_examples", condition, self.num_examples, "give the public number of units")
+        require_choice(function, "privacy_unit", self.privacy_unit, ("example", "user"))
+        if self.size > _MOST_VALUES:
+            remedy = "release fewer values at once, each part under a name of its own"
+            raise expected(function, "released values", f"to be at most {_MOST_VALUES}", self.size, remedy)
+        grid_of(ClippedSum({"sum": torch.empty(self.size, device="meta")}, self.sensitivity), sigma)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The public numbers, under the names that a plan's ledger has."""
+        return {
+            "released": self.kind,
+            "shape": list(self.shape),
+            "sampling": "poisson",
+            "sample_rate": 1.0,
+            "expected_batch_size": int(self.num_examples),
+            "noise_multiplier": float(self.noise_multiplier),
+            "max_grad_norm": float(self.sensitivity),
+            "num_examples": int(self.num_examples),
+            "group_size": 1,
+            "noise_on_grid": True,
+            "neighboring_relation": "add or remove one",
+            "privacy_unit": self.privacy_unit,
+            "simulates": None,
+            "side_information": None,
+            "perturbation": None,
+            "noise_generator": noise_generator([torch.empty(0, dtype=torch.float64)], on_grid=True),
+        }
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The places that record a release, and its seed; the arguments of release_sum by these names."""
+
+    delta: float | None
+    ledger: Ledger | str | os.PathLike[str] | None
+    budget: Budget | None
+    name: str | None
+    seed: int | None
+
+    def require_valid(self, planned: _Planned) -> None:
+        """Raise PrivacyError unless a ledger or a budget records the release, and the budget covers its unit."""
+        function, budget = planned.function, self.budget
+        if self.ledger is None and budget is None:
+            remedy = "give ledger='sum.jsonl', or budget and name"
+            raise expected(function, "ledger or budget", "to be given", None, remedy)
+        if budget is not None and not isinstance(budget, Budget):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise expected(function, "budget", "to be a Budget", described(budget), "give Budget('budget.jsonl')")
+        if (budget is None) != (self.name is None):
+            got = f"name {self.name!r} and budget {budget}"
+            remedy = "give name= with budget=, and only there"
+            raise expected(function, "name", "to be given with a budget", got, remedy)
+        if budget is not None:
+            budget.require_covered(function, planned.num_examples, planned.privacy_unit)
+        if self.delta is not None:
+            require_delta(function, self.delta)
+        if self.seed is not None:
+            require_integer(function, "seed", self.seed, -math.inf)
+
+
+def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Where) -> Tensor:
+    """Charge and record a release, or find it recorded, and return its values, flat; `compute` gives the exact ones.
+
+    The commitment comes first, then noise, then the record in the budget, then charge and values in one line of the
+    ledger. The values are returned after all of these. A process that dies before the first record of values has shown
+    nothing, so its successor may draw other noise; afterwards its successor finds the values.
+    """
+    planned.require_valid()
+    where.require_valid(planned)
+    function, budget, name, seed = planned.function, where.budget, where.name, where.seed
+    delta = budget.delta if budget is not None and where.delta is None else where.delta
+    release, facts = Release(float(planned.noise_multiplier), 1.0), planned.facts
+    is_given = isinstance(where.ledger, Ledger)
+    own = where.ledger if isinstance(where.ledger, Ledger) else None if where.ledger is None else Ledger(where.ledger)
+    try:
+        if own is not None:
+            if budget is not None and name is not None:
+                own.limit_to(release, name, budget.path.name)
+            own.bind({**facts, "delta": delta, "research_seed": seed is not None})
+        if budget is not None and name is not None:
+            what = f"{planned.kind} {facts['shape']}, bound {facts['max_grad_norm']!r}"
+            budget.commit_release(name, release, released=what, is_seeded=seed is not None)
+        found = None if own is None else own.values.get(_DRAW)
+        if budget is not None and name is not None:
+            found = budget.released(name) or found
+        is_recorded = found is not None
+        if found is None:
+            found = _noisy(compute(), planned, f"{function} {name}", seed)
+        if budget is not None and name is not None:
+            found = budget.record(name, found)
+        if len(found) != planned.size:
+            remedy = "give each release a ledger and a name of its own"
+            raise expected(function, "the recorded values", f"to be {planned.size} numbers", len(found), remedy)
+        if is_recorded:
+            _say_that_it_is_recorded(function, where, own)
+        if own is not None and _DRAW not in own.values:
+            digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
+            own.charge(release, draw=_DRAW, limit=1, digest=digest, values=found)
+    finally:
+        if own is not None and not is_given:
+            own.close()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _say_that_it_is_recorded(function: str, where: _Where, own: Ledger | None) -> None:
+    """Warn that a release returns a recorded value, which other rows do not change."""
+    record = "the release of this ledger" if own is None or own.path is None else f"{own.path}"
+    other = "ledger"
+    if where.budget is not None:
+        record, other = f"{where.name!r} of {where.budget.path}", "name"
+    warnings.warn(
+        f"{function}: {record} was released before; its recorded value is returned, whatever the rows are now. For a "
+        f"new release, which is charged again, give another {other}",
+        stacklevel=5 if function in ("release_sum", "release_mean") else 4,  # the line of the user's call
+    )
+
+
+def _noisy(total: Tensor, planned: _Planned, name: str, seed: int | None) -> list[float]:
+    """Return a sum with Gaussian noise on the grid. Each call draws from a stream of its own."""
+    noisy = add_noise(
+        ClippedSum({"sum": total}, planned.sensitivity),
+        noise_multiplier=float(planned.noise_multiplier),
+        divisor=1,
+        stream=RandomSource(seed).stream(name),
+        step=0,
+        on_grid=True,
+    )
+    return [float(value) for value in noisy["sum"].numpy()]

@@ -7,24 +7,81 @@ it, so there is no state to save. A root from the operating system's entropy (se
 Two kinds of draws are not cryptographic. Devices other than the CPU draw their noise from `Stream.generator`. This is
 torch's own generator for the device, with a 64-bit seed from the stream's key. Dropout and random augmentation draw
 from the generators of torch, numpy and Python, with a secret state from a key (`mersenne_words`).
-
-PrivateGradient, `noise.add_noise` and `sampling` draw from streams. The privacy guarantee rests on this file:
-the root must stay secret, and no draw may be used for two releases.
 """
 
 import hashlib
 import math
 import os
+import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
 from privgrad.errors import expected
+
+
+def set_states(key: bytes, *, of_all: bool = True) -> None:
+    """Give the global random streams of torch (on the CPU), numpy and Python whole states from a key.
+
+    Args:
+        key: 32 bytes, for one use only.
+        of_all: False for torch's state only. Otherwise numpy must draw from a Mersenne Twister, as it does in
+            `numpy_and_python_kept`.
+    """
+    torch.default_generator.set_state(torch_state(key))
+    if of_all:
+        of_numpy: Any = ("MT19937", mersenne_words(key, "numpy").tolist(), 624)
+        np.random.set_state(of_numpy)
+        random.setstate((random.Random.VERSION, (*mersenne_words(key, "Python").tolist(), 624), None))
+
+
+@contextmanager
+def numpy_and_python_kept() -> Generator[tuple[Any, Any]]:
+    """Restore the states of numpy's and Python's global random streams afterwards.
+
+    Inside, numpy draws from a Mersenne Twister, also if the program has chosen another generator. Neither library keeps
+    a normal for its next call, so that every draw changes `numpy_and_python_states`. The block gets these states as
+    they are at its start: to read numpy's again would take 0.1 ms.
+    """
+    held, of_python = get_bit_generator(), random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=False)
+    if isinstance(held, np.random.MT19937) and not of_numpy["has_gauss"]:
+        before = _without_normal(of_numpy), of_python[1]
+    else:
+        set_bit_generator(np.random.MT19937(0))  # also makes numpy forget a normal that it keeps
+        before = numpy_and_python_states()
+    if of_python[2] is not None:  # the kept normal
+        random.setstate((*of_python[:2], None))
+    try:
+        yield before
+    finally:
+        set_bit_generator(held)
+        if isinstance(held, np.random.MT19937):  # numpy takes a list of words in a quarter of the time of an array
+            of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def numpy_and_python_states() -> tuple[Any, Any]:
+    """Return the states of numpy's and Python's global random streams, which can be compared with `==`.
+
+    A normal that either keeps for its next call is left out.
+    """
+    return _without_normal(get_bit_generator().state), random.getstate()[1]
+
+
+def _without_normal(of_numpy: Any) -> Any:
+    """Return a state of numpy as a value to compare: the words and the position of a Mersenne Twister."""
+    held = of_numpy["state"]
+    return (held["key"].tobytes(), held["pos"]) if of_numpy["bit_generator"] == "MT19937" else of_numpy
+
 
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
@@ -38,16 +95,13 @@ os.register_at_fork(after_in_child=lambda: _forks.append(None))
 def this_process() -> tuple[int, int]:
     """Return an identity that a fork changes: the process id, and the number of forks that led to this process.
 
-    The process id alone is not enough: in a new namespace a child may have the same id as its parent. `Ledger` also
-    calls this, to refuse a charge in a fork.
+    The process id alone is not enough: in a new namespace a child may have the same id as its parent.
     """
     return os.getpid(), len(_forks)
 
 
 class RandomSource:
     """A secret root from which named, independent streams derive. It cannot be copied or pickled.
-
-    PrivateGradient makes one, and `PrivacyPlan.batches` makes one for each call.
 
     Args:
         seed: None for the operating system's entropy. An integer is for research only: anyone who knows it can
@@ -70,11 +124,10 @@ class RandomSource:
             )
 
     def stream(self, name: str) -> "Stream":
-        """Return the stream with this name. Equal (root, name) give equal streams; all others are independent.
-
-        No two uses share a name of one root. These are all names: "noise", "dropout" and "groups" (PrivateGradient);
-        "sampling", "truncation", "bands", "augmentation" and "workers" (`sampling`); "repetitions" (`repetitions`).
-        """
+        """Return the stream with this name. Equal (root, name) give equal streams; all others are independent."""
+        # All names in the library: noise, dropout, groups (private_gradient); sampling, truncation, bands,
+        # augmentation, workers (sampling); repetitions (accounting/selection); function and name of a release
+        # (releases). No two uses share a name of one root.
         return _derived(self._root, name)
 
     def __reduce__(self) -> str:
@@ -101,28 +154,21 @@ class Stream:
 
     @property
     def public_id(self) -> str:
-        """A name for the stream that reveals nothing about its key (a one-way hash).
-
-        `sampling` puts it into the record of each draw, by which the ledger finds a draw that is used twice.
-        """
+        """A name for the stream that reveals nothing about its key (a one-way hash), for the records of draws."""
         return hashlib.blake2b(self._key, person=b"privgrad-id", digest_size=8).hexdigest()
 
     def uint64(self, step: int, count: int) -> np.ndarray:
         """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
 
-        `sampling` draws batches with them, and the keys of random augmentation. PrivateGradient draws the keys of the
-        model's randomness, such as dropout, and the groups of examples. In one step, draw either integers or normals
-        from a stream: both start at the step's first counter. No caller draws both.
-
-        Privacy:
-            The guarantee rests on these draws: nobody may know them, and they must not depend on the data.
+        In one step, draw either integers or normals from a stream: both start at the step's first counter. In the
+        library, normals come from the stream "noise" and from those of `releases` alone, and no integers do.
         """
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
 
     def normal(self, step: int, count: int, dtype: type[np.floating[Any]] = np.float64) -> Tensor:
         """Return `count` independent standard normals of one step, shape (count,): its `normal_blocks` in order.
 
-        It is there to examine the normals. No release uses it, so the guarantee does not rest on it.
+        It is there to examine the normals. No release uses it.
         """
         out = np.empty(count, dtype)
         draw = self.normal_blocks(step, dtype)
@@ -135,8 +181,6 @@ class Stream:
         self, step: int, dtype: Any, *, dense: bool = False, most: int = BLOCK
     ) -> Callable[[int, int], np.ndarray]:
         """Return a function (block, count) -> the first `count` <= BLOCK standard normals of a block of the step.
-
-        `noise.add_noise` draws the noise with it on the CPU.
 
         The function reuses its buffers: each call overwrites the result of the call before it. Each thread must
         therefore make its own function.
@@ -162,10 +206,12 @@ class Stream:
         def draw(block: int, count: int) -> np.ndarray:
             pairs, tail = (count + 1) // 2, None
             zeros = memoryview(_ZEROS)[: (8 + size) * pairs]
+            # A block reads at most (8 + 8) * BLOCK / 2 = len(_ZEROS) bytes from its own start, so blocks touch and do
+            # not overlap. The counter has 64 bits, a unit 16 bytes: no block reaches the next step.
             self._key_stream(step, block * len(_ZEROS) // 16).update_into(zeros, stream.data)
             words = stream[: 8 * pairs].view(np.int64)
             turns = stream[8 * pairs : (8 + size) * pairs].view(f"i{size}")
-            if dense:  # the upper half of the step's counters is reserved for these bits
+            if dense:  # the upper half of the step's counters is reserved for these bits: 4 bytes a pair
                 counter = (1 << 63) + block * len(_ZEROS) // 64
                 self._key_stream(step, counter).update_into(zeros[: 4 * pairs], tails.data)
                 tail = tails[: 4 * pairs].view(np.uint32)
@@ -176,8 +222,6 @@ class Stream:
 
     def generator(self, step: int, device: torch.device) -> torch.Generator:
         """Return a generator of torch on a device, so that noise need not be copied there from the CPU.
-
-        `noise.add_noise` uses it on all devices except the CPU.
 
         Privacy:
             NOT cryptographic: Philox on CUDA, with a 64-bit secret seed derived from the key, the step and the device.
@@ -206,7 +250,7 @@ def mersenne_words(key: bytes, name: str) -> np.ndarray:
     """Return a whole state of a Mersenne Twister from a key of 32 secret bytes: shape (624,), uint32.
 
     torch (on the CPU), numpy and Python draw from this algorithm. torch keeps 32 bits of a seed, few enough to try them
-    all. `global_streams` calls it, for draws of the model and for augmentation.
+    all.
 
     Args:
         key: for one use only.

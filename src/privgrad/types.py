@@ -2,15 +2,11 @@
 
 Each type carries the facts that its receiver needs, such as the sensitivity of a sum or the noise of a gradient. All
 are frozen dataclasses.
-
-The whole library uses them. The privacy guarantee rests on three: ClippedSum states the sensitivity, Batch and Sampling
-state how the examples were drawn. It also rests on `count_examples`, with which PrivateGradient checks that a batch has
-one row per example. The provenance of Scales is a statement of the user. NoisyGradient is post-processing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +25,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses
 class Sampling:
     """A public record of how the examples of one batch were drawn.
 
-    `sampling.BatchSampler` makes it. PrivateGradient compares it with the plan and charges the ledger for its `draw`.
+    PrivateGradient compares it with the plan and charges the ledger for its `draw`.
 
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate), "truncated" (the same, and then at
@@ -63,7 +59,7 @@ class Sampling:
     def draw(self) -> str:
         """The name of this draw: two batches have the same name exactly if their (stream, step) are equal.
 
-        PrivateGradient charges the ledger under this name, so that no draw is released twice.
+        The ledger charges it under this name, so that no draw is released twice.
         """
         return f"{self.stream}:{self.step}"
 
@@ -75,7 +71,7 @@ class Batch:
     Attributes:
         examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension. This is `size`,
             which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and count for
-            nothing.
+            nothing. An empty batch is released as any other: to leave it out would publish that it was empty.
         size: number of examples drawn. PRIVATE under Poisson sampling: never use it as a divisor or report it.
         sampling: the public record of the draw.
     """
@@ -93,7 +89,7 @@ class Batch:
         return f"Batch(one example has shape {tree_map(form, self.examples)}, step={self.sampling.step})"
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch with its tensors on a device. Users call it.
+        """Return the batch with its tensors on a device.
 
         Args:
             device: such as "cuda".
@@ -115,19 +111,14 @@ class Batch:
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
-    """Apply a function to every tensor of a batch's examples and keep their structure.
-
-    `sampling`, `augmentation`, `diagnostics.bias` and many files of `gradient` call it. The guarantee rests on the
-    functions that they apply, not on this.
-    """
+    """Apply a function to every tensor of a batch's examples and keep their structure."""
     return tree_map(cast("Callable[[Any], Any]", function), examples)
 
 
 def part_of(examples: Any, rows: slice) -> Any:
     """Return rows of a batch, in memory of their own.
 
-    The engines, `contribution` and `diagnostics.bias` compute parts of a batch. The guarantee rests on the memory: a
-    model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
+    A model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
     """
 
     def own(leaf: Tensor) -> Tensor:
@@ -140,8 +131,6 @@ def part_of(examples: Any, rows: slice) -> Any:
 
 def count_examples(examples: Any) -> int:
     """Return the number of examples: the leading dimension that all their tensors share.
-
-    PrivateGradient, `sampling`, `augmentation`, `diagnostics.bias` and many files of `gradient` call it.
 
     Raises:
         PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
@@ -162,99 +151,20 @@ def count_examples(examples: Any) -> int:
 class ClippedSum:
     """A sum of clipped per-example gradients. PRIVATE until noise has been added.
 
-    The guarantee rests on `sensitivity`: `noise.add_noise` scales the noise by it.
-
     Attributes:
         values: sum by parameter name, float32 or wider.
         sensitivity: the largest L2 norm by which adding or removing one example (one unit of privacy) moves the
-            values, taken as one vector.
+            values, taken as one vector, if all other examples keep their random numbers (docs/mathematics.md, section
+            0). The noise is scaled by it.
     """
 
     values: Mapping[str, Tensor]
     sensitivity: float
 
 
-Provenance = Literal["public data", "common knowledge", "private-derived"]
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class Scales(Mapping[str, Tensor]):
-    """A mapping from parameter name to scales A, with the provenance of the scales. It cannot be changed.
-
-    Users and `side_information` make them. `precondition.fixed` divides each gradient by A before clipping. It takes no
-    plain dict, such as one that was made from Scales by `{**scales}`.
-
-    Args:
-        values: scales by parameter name; each broadcasts to its parameter.
-    Attributes:
-        provenance: "public data", which includes released values; "common knowledge" (anyone may assume it, for example
-            the word frequencies of a language); or "private-derived": computed from the private data, so that no
-            epsilon covers the scales.
-        source: the exact source, in a few words.
-    Raises:
-        PrivacyError: values is not a mapping, the provenance is unknown, or the source is empty.
-    Privacy:
-        The provenance is a statement of the caller. No code can check it. Values that are computed from Scales and put
-        into new Scales need the provenance of the old ones.
-    """
-
-    provenance: Provenance
-    source: str
-    _tensors: dict[str, Tensor]
-
-    def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
-        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give a dict, such as {'0.weight': torch.ones(4, 5)}"
-            raise expected("Scales", "values", "to be a mapping of scales by parameter name", described(values), remedy)
-        if f"{provenance}" not in get_args(Provenance) or not source:
-            condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
-            got, remedy = f"provenance {provenance!r} and source {source!r}", "say where the scales come from"
-            raise expected("Scales", "provenance", condition, got, remedy)
-        # Copies, here and below: a tensor that is overwritten would change the scales, and not their provenance.
-        tensors: dict[str, Tensor] = {name: torch.as_tensor(value).detach().clone() for name, value in values.items()}
-        vars(self).update(provenance=provenance, source=source, _tensors=tensors)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __repr__(self) -> str:
-        return f"Scales({self._tensors!r}, provenance={self.provenance!r}, source={self.source!r})"
-
-    # The entries of two tensors are compared one by one, which gives no single answer.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-    def __or__(self, other: Any) -> "Scales":
-        """Return the union of both, with the less public provenance of the two and with both sources. For users."""
-        if not isinstance(other, Scales):
-            raise _not_scales("right", other)
-        order = get_args(Provenance)
-        provenance = cast(Provenance, max(self.provenance, other.provenance, key=order.index))
-        source = "; ".join(dict.fromkeys((self.source, other.source)))
-        return Scales({**self, **other}, provenance=provenance, source=source)
-
-    def __ror__(self, other: Any) -> "Scales":
-        """Refuse the union with a left operand that is not Scales."""
-        raise _not_scales("left", other)
-
-
-def _not_scales(side: str, operand: object) -> Exception:
-    """Return the error for the union of Scales with something else."""
-    remedy = "convert it to Scales, so that both sources stay known"
-    return expected("Scales", f"the {side} operand of |", "to be Scales", type(operand).__name__, remedy)
-
-
 @dataclass(frozen=True, eq=False)
 class NormDistribution:
     """A released distribution of the norms of the gradients of one step. It is as private as the released gradient.
-
-    PrivateGradient makes it, from `norm_bins` or for `adaptive_clip`.
 
     Attributes:
         shares: for each edge, the noisy share of gradients that are shorter, shape (K,), float64, on the CPU. It is
@@ -310,8 +220,7 @@ class NoiseMemory:
 class NoisyGradient(Mapping[str, Tensor]):
     """A released gradient: a mapping from parameter name to a tensor of the parameter's shape.
 
-    `noise.add_noise` makes it, and PrivateGradient returns it. Any use of it is post-processing and costs no more
-    privacy.
+    Any use of it is post-processing and costs no more privacy.
 
     Attributes:
         tensors: averaged noisy gradient by parameter name, in the order of the parameters.
@@ -346,11 +255,11 @@ class NoisyGradient(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def noise_std_of(self, name: str) -> float | Tensor:
-        """Return the standard deviation of the noise for one parameter. `optim.debiased` and `diagnostics` call it."""
+        """Return the standard deviation of the noise for one parameter."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
     def noise_variance_of(self, name: str) -> float:
-        """Return the sum of the noise's variances over a parameter's coordinates. `filters` and diagnostics call it."""
+        """Return the sum of the noise's variances over a parameter's coordinates."""
         std = self.noise_std_of(name)
         variance = float(std.double().square().mean()) if isinstance(std, Tensor) else std**2
         return variance * self.tensors[name].numel()
@@ -358,26 +267,20 @@ class NoisyGradient(Mapping[str, Tensor]):
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
 
-        Users call it in loops of their own.
-
         Raises:
             PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.
         Privacy:
             Post-processing. `.grad` does not hold `noise_std`. The optimizers of privgrad need it, so pass them the
             gradient by `step(grad=...)` instead.
         """
+        remedy = "pass the model that PrivateGradient was given"
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "pass the model that PrivateGradient was given"
             raise expected("NoisyGradient.assign", "model", "to be a torch.nn.Module", described(model), remedy)
         parameters = dict(model.named_parameters())
         unknown = [name for name in self if name not in parameters]
         if unknown:
-            raise expected(
-                "NoisyGradient.assign",
-                "model",
-                "to have every parameter of the gradient",
-                f"a {type(model).__name__} without {', '.join(unknown)}",
-                "pass the model that PrivateGradient was given",
-            )
+            got = f"a {type(model).__name__} without {', '.join(unknown)}"
+            condition = "to have every parameter of the gradient"
+            raise expected("NoisyGradient.assign", "model", condition, got, remedy)
         for name, value in self.items():
             parameters[name].grad = value.to(parameters[name].dtype)

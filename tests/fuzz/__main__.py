@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "lab", "models"))
 
 from tests.fuzz.changes import changed
 from tests.fuzz.readers import READERS, ReaderError, Target

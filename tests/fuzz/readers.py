@@ -12,18 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from test_data_images import pack, write_cifar, write_fashion
+from test_data_sparse import write_imdb, write_tweets
+from test_data_text import write_brown, write_lists, write_snli
 from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import data, ledger_file
-from privgrad.checkpoint import write_checkpoint
-from privgrad.experiments.load_spec import load_spec
-from privgrad.mechanisms import Release, Selection, Split
-from privgrad.statement import budget_statement
-from test_data_images import pack, write_cifar, write_fashion
-from test_data_sparse import write_imdb, write_tweets
-from test_data_text import write_brown, write_lists, write_snli
+from privgrad import data
+from privgrad.accounting.mechanisms import Release, Selection, Split
+from privgrad.ledger import file as ledger_file
+from privgrad.statement.text import budget_statement
+from privgrad.training.checkpoint import write_checkpoint
+from privgrad_lab.load_spec import load_spec
 
 _ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,13 @@ from typing import Any
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
 from mutants.records import edited
-from privgrad import accounting, budget_cost, budget_file, ledger_file, privacy_filter, promises
-from privgrad.mechanisms import Release, Split
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting import accountant as privacy_filter
+from privgrad.accounting.mechanisms import Release, Split
+from privgrad.ledger import budget as budget_cost
+from privgrad.ledger import budget as budget_file
+from privgrad.ledger import combining as promises
+from privgrad.ledger import file as ledger_file
 
 
 def cost(planted: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -159,11 +164,7 @@ BUDGET = [
         passes(pg.Budget, "_require_same"),
         "test_budget.test_the_same_commitment_again_costs_nothing",
     ),
-    Mutant(
-        "one name for several folders",
-        any_place,
-        "test_budget.test_the_same_commitment_again_costs_nothing",
-    ),
+    Mutant("one name for several folders", any_place, "test_budget.test_the_same_commitment_again_costs_nothing"),
     Mutant(
         "two processes that commit the same rest",
         files_without_locks,

@@ -10,8 +10,12 @@ import torch
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import loading, noise, reading, rng, sampling
+from privgrad import rng
+from privgrad.noise import gaussian as noise
 from privgrad.rng import RandomSource, Stream
+from privgrad.sampling import draws as sampling
+from privgrad.sampling import loading
+from privgrad.sampling import loading as reading
 from privgrad.types import ClippedSum, NoisyGradient
 
 AddNoise = Callable[..., NoisyGradient]
@@ -295,11 +299,7 @@ NOISE = [
         "test_private_gradient.test_without_a_seed_the_noise_cannot_be_repeated",
     ),
     Mutant("a research seed that does not warn", silent_seed, "test_private_gradient.test_a_seed_warns_once"),
-    Mutant(
-        "one key for sampling and noise",
-        one_key,
-        "test_noise.test_steps_streams_and_sources_are_independent",
-    ),
+    Mutant("one key for sampling and noise", one_key, "test_noise.test_steps_streams_and_sources_are_independent"),
     Mutant(
         "noise repeated by a state that goes back",
         streams_that_stay,
@@ -355,9 +355,7 @@ SAMPLING = [
         "test_class_rates.test_the_draws_are_the_plans_thinned_by_one_coin_each",
     ),
     Mutant(
-        "neighbors drawn together",
-        poisson(in_runs),
-        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+        "neighbors drawn together", poisson(in_runs), "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate"
     ),
     Mutant(
         "the same batch at each step",

@@ -13,32 +13,35 @@ from torch.utils._pytree import tree_leaves
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import global_streams, private_gradient, rng
-from privgrad.gradient import batching, clipping, module_state, probes, randomness, secret_draws
-from privgrad.gradient import example_groups as groups
-from privgrad.gradient import shared_draws as shared
-from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import (
-    capture,
-    check_schedule,
-    climb,
-    function_calls,
-    layer_call,
-    passes,
-    vmap,
-    vmapped_unit,
-)
-from privgrad.gradient.engines import self_check as audit
-from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.factors import base as factors
-from privgrad.gradient.factors import embedding as tables
-from privgrad.gradient.factors import jacobian, norms, outer, row_map
-from privgrad.gradient.factors import weight_standardization as standardization
-from privgrad.gradient.factors.base import Dense
-from privgrad.gradient.factors.embedding import Rows
-from privgrad.gradient.factors.outer import Outer
-from privgrad.gradient.layers import embedding as embedding_rules
+from privgrad import private_gradient, rng
+from privgrad import rng as global_streams
+from privgrad.checks import model_and_loss as checks
+from privgrad.checks import randomness
+from privgrad.checks import randomness as shared
+from privgrad.clip import clipping, groups
+from privgrad.engine import capture, factored, passes
+from privgrad.engine import self_check as audit
+from privgrad.engine import shared_values as function_calls
+from privgrad.engine import units as layer_call
+from privgrad.engine import units as vmapped_unit
+from privgrad.engine.factored import Factored
+from privgrad.engine.factors import embedding as tables
+from privgrad.engine.factors import outer
+from privgrad.engine.factors import parametrized as jacobian
+from privgrad.engine.factors import parametrized as row_map
+from privgrad.engine.factors import weight_standardization as standardization
+from privgrad.engine.factors.embedding import Rows
+from privgrad.engine.factors.outer import Outer
+from privgrad.engine.layers import embedding as embedding_rules
+from privgrad.gradient import factor as factors
+from privgrad.gradient import factor as norms
+from privgrad.gradient import functional as batching
+from privgrad.gradient import functional as module_state
+from privgrad.gradient import probes, secret_draws
+from privgrad.gradient import reference as check_schedule
+from privgrad.gradient import reference as vmap
+from privgrad.gradient.factor import Dense
+from privgrad.gradient.reference import Vmap
 from privgrad.types import ClippedSum, count_examples, map_examples, part_of
 
 
@@ -287,7 +290,7 @@ def factors_checked_as_they_are_not_used(patch: Patch) -> None:
 
 
 def climbs_in_any_step(patch: Patch) -> None:
-    patch.setattr(climb.Climb, "begin_step", lambda self: None)
+    patch.setattr(factored.Fallback, "begin_step", lambda self: None)
 
 
 def the_head_of_the_batch(patch: Patch) -> None:
@@ -386,8 +389,8 @@ def by_rules_of_torch(*operations: Any) -> Callable[[Patch], None]:
     """Under vmap, operations by batching rules of torch's that are wrong."""
 
     def plant(patch: Patch) -> None:
-        kept = {func: mended for func, mended in batching._MENDED.items() if func not in operations}
-        patch.setattr(batching, "_MENDED", kept)
+        kept = {func: mended for func, mended in batching.MENDED.items() if func not in operations}
+        patch.setattr(batching, "MENDED", kept)
 
     return plant
 
@@ -809,25 +812,21 @@ GRADIENTS = [
     ),
     Mutant(
         "numbers of a fixed seed drawn for each row",
-        lambda patch: everywhere(patch, vmap._require_equal_alone, lambda *_: None),
+        lambda patch: everywhere(patch, randomness.require_equal_alone, lambda *_: None),
         "test_secret_draws.test_vmap_refuses_numbers_from_a_fixed_seed_which_it_would_draw_for_each_row",
     ),
     Mutant(
         "raw gradients left on the parameters",
-        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        lambda patch: everywhere(patch, module_state.parameters_kept, lambda _: nullcontext()),
         "test_secret_draws.test_gradients_that_a_loss_leaves_are_undone",
     ),
     Mutant(
         "a frozen parameter written to unnoticed",
-        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        lambda patch: everywhere(patch, module_state.parameters_kept, lambda _: nullcontext()),
         "test_secret_draws.test_a_write_to_a_frozen_parameter_stays_at_no_step",
         {"way": "data", "engine": "factored"},
     ),
-    Mutant(
-        "one dropout mask for all examples",
-        shared_draws,
-        "test_engines.test_dropout_draws_one_mask_per_example",
-    ),
+    Mutant("one dropout mask for all examples", shared_draws, "test_engines.test_dropout_draws_one_mask_per_example"),
     Mutant(
         "other masks in BAM's second pass",
         two_draws,
@@ -997,7 +996,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a buffer written through another object unnoticed",
-        lambda patch: everywhere(patch, audit.parameters_kept, lambda _: nullcontext()),
+        lambda patch: everywhere(patch, module_state.parameters_kept, lambda _: nullcontext()),
         "test_left_behind.test_a_buffer_that_another_object_holds_is_refused",
         {"width": 4, "engine": "factored"},
     ),

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad.gradient.factors import mapped
-from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.mapped import InputMap
-from privgrad.gradient.input_maps import Inputs
+from privgrad.engine.factors import mapped
+from privgrad.engine.factors.mapped import InputMap
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.precondition.input_maps import Inputs
 
 
 def matrices_of_the_private_batch(patch: Patch) -> None:

@@ -8,12 +8,16 @@ import numpy as np
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import correlation, mechanisms, noise, plan_base, sampling
-from privgrad.gradient.clipping import ClippingAccumulator
-from privgrad.loading import Examples
-from privgrad.noise import Recursion
-from privgrad.participations import Participations
+from privgrad import plan as plan_base
+from privgrad.accounting import mechanisms
+from privgrad.accounting.mechanisms import Participations
+from privgrad.clip.clipping import ClippingAccumulator
+from privgrad.noise import banded as correlation
+from privgrad.noise import gaussian as noise
+from privgrad.noise.banded import Recursion
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling import draws as sampling
+from privgrad.sampling.loading import Examples
 
 COVARIANCE = "test_noise_memory.test_the_covariance_is_that_of_the_factor"
 GROUPS = "test_noise_memory.test_a_person_is_drawn_from_one_group_by_poisson"
@@ -78,7 +82,7 @@ def groups_per_step(patch: Patch) -> None:
 
 def rate_of_all(patch: Patch) -> None:
     """The ledger charges the rate at which a person is drawn on average."""
-    patch.setattr(plan_base.PlanBase, "group_rate", property(lambda self: self.sample_rate))
+    patch.setattr(plan_base.PrivacyPlan, "group_rate", property(lambda self: self.sample_rate))
 
 
 def one_count_for_all_streams(patch: Patch) -> None:
@@ -160,13 +164,7 @@ MEMORY = [
     Mutant("new groups in each step", groups_per_step, GROUPS, {"bands": 5}),
     Mutant("the average rate charged", rate_of_all, PRICE),
     Mutant(
-        "old and new groups counted as one group",
-        one_count_for_all_streams,
-        "test_banded.test_new_groups_count_again",
+        "old and new groups counted as one group", one_count_for_all_streams, "test_banded.test_new_groups_count_again"
     ),
-    Mutant(
-        "old noise for new groups",
-        old_noise_with_new_groups,
-        "test_banded.test_new_groups_have_new_noise",
-    ),
+    Mutant("old noise for new groups", old_noise_with_new_groups, "test_banded.test_new_groups_have_new_noise"),
 ]

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import noise
-from privgrad.gradient import module_state, precondition
-from privgrad.gradient.engines import vmap as engines
-from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.moments import Moments
+from privgrad.gradient import functional as module_state
+from privgrad.gradient import reference as engines
+from privgrad.gradient import transform
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.transform import Provenance
+from privgrad.noise import gaussian as noise
 from privgrad.optim import base
 from privgrad.optim.base import PrivateOptimizer
-from privgrad.optim.debias import debias, noise_floor
-from privgrad.optim.debiased import Debiased
-from privgrad.types import NoisyGradient, Provenance
+from privgrad.optim.debiased import Debiased, debias, noise_floor
+from privgrad.precondition.moments import Moments
+from privgrad.types import NoisyGradient
 
 
 def ascent_of_the_batch(patch: Patch) -> None:
@@ -135,7 +136,7 @@ def side_information_not_recorded(patch: Patch) -> None:
 
 
 def unchecked_transforms(patch: Patch) -> None:
-    everywhere(patch, precondition.require_transform, lambda *_: None)
+    everywhere(patch, transform.require_transform, lambda *_: None)
 
 
 def clean_moments_kept(patch: Patch) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient
-from privgrad.gradient import clipping, norm_statistics
-from privgrad.gradient.norm_statistics import Count, NormStatistic, Slots
+from privgrad.clip import clipping, norm_statistics
+from privgrad.clip.norm_statistics import Count, NormStatistic, Slots
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import ClippedSum, NoisyGradient
 

@@ -10,10 +10,10 @@ from torch import Tensor
 import privgrad as pg
 from mutants.draws import scaled
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import sampling
-from privgrad.integrations.distributed import Distributed
 from privgrad.processes import require_all_processes
 from privgrad.rng import RandomSource, Stream
+from privgrad.sampling import draws as sampling
+from privgrad.training.distributed import Distributed
 from privgrad.types import NoisyGradient
 
 

@@ -12,10 +12,17 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, composition, ledger_file, lineage, plan_numbers, shared_rows, training_run
-from privgrad.accounting import Release
-from privgrad.ledger import Ledger
-from privgrad.lineage import Lineage, warn_if_trained
+from privgrad import plan as plan_numbers
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting import composition
+from privgrad.accounting.accountant import Release
+from privgrad.checks import data as shared_rows
+from privgrad.ledger import file as ledger_file
+from privgrad.ledger import lineage
+from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import Lineage, warn_if_trained
+from privgrad.training import checkpoint
+from privgrad.training import run as training_run
 
 
 def edited(module: Any, name: str, **changed: Any) -> Callable[[Patch], None]:
@@ -53,7 +60,12 @@ def mechanisms(planted: Callable[[float, float, int], tuple[float, float, int]])
     def plant(patch: Patch) -> None:
         real = composition._compose
         uncached(patch)
-        everywhere(patch, real, lambda acct, found, delta: real(acct, tuple(planted(*one) for one in found), delta))
+
+        def wrong(accountant: Any, found: tuple[Any, ...], delta: float) -> float:
+            numbers = (planted(one.noise_multiplier, one.sample_rate, one.count) for one in found)
+            return real(accountant, tuple(Release(sigma, q, count=count) for sigma, q, count in numbers), delta)
+
+        everywhere(patch, real, wrong)
 
     return plant
 

@@ -12,10 +12,11 @@ from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, re
 from mutants.gradients import another_sum
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient
-from privgrad.data import units, users
+from privgrad.data import dataset as users
+from privgrad.data import schema as units
 from privgrad.data.schema import is_missing
-from privgrad.federated import LocalUpdate
-from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.perturb.local_training import LocalUpdate
 from privgrad.types import ClippedSum
 
 Updates = Mapping[str, Tensor]

@@ -16,15 +16,7 @@ class AdaDPS:
     """
 
     def __init__(
-        self,
-        gradient: Gradient,
-        x: Tensor,
-        y: Tensor,
-        *,
-        batch_size: int,
-        rule: str,
-        unit: str,
-        noise: float = 0.0,
+        self, gradient: Gradient, x: Tensor, y: Tensor, *, batch_size: int, rule: str, unit: str, noise: float = 0.0
     ) -> None:
         self.gradient, self.x, self.y, self.batch_size = gradient, x, y, batch_size
         self.rule, self.unit, self.noise = rule, unit, noise

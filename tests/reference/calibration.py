@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from privgrad.accounting import Release, epsilon
+from privgrad.accounting.accountant import Release, epsilon
 
 
 def smallest_sigma(target: float, delta: float, rate: float, steps: int, besides: Sequence[Release] = ()) -> float:

@@ -79,13 +79,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         {"alpha": 0.9, "debiased": True},
         {"v": "exp_avg_sq", "phi": "exp_avg_noise_var"},
     ),
-    "AdagradBC": (
-        pg.optim.AdagradBC,
-        {},
-        plain.Adagrad,
-        {"debiased": True},
-        {"v": "sum", "phi": "noise_var_sum"},
-    ),
+    "AdagradBC": (pg.optim.AdagradBC, {}, plain.Adagrad, {"debiased": True}, {"v": "sum", "phi": "noise_var_sum"}),
 }
 
 

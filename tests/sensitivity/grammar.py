@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
 from transformers.pytorch_utils import Conv1D
 
-from privgrad.gradient.factors.weight_standardization import WeightStandardization
+from privgrad.engine.factors.weight_standardization import WeightStandardization
 from privgrad.models import SparseLinear, ws_conv2d
 
 Shape = tuple[int, ...]

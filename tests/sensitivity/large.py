@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.gradient.clipping import ClippingAccumulator, Flat
-from privgrad.gradient.factors.base import Dense
-from privgrad.gradient.module_state import seeded, trainable
+from privgrad.clip.clipping import ClippingAccumulator, Flat
+from privgrad.gradient.factor import Dense
+from privgrad.gradient.functional import seeded, trainable
 from privgrad.private_gradient import RawStep
 from tests.sensitivity.search import quiet
 

@@ -19,14 +19,15 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad import precondition
-from privgrad.gradient.clipping import Automatic, Clipping, Flat, PerLayer
+from privgrad.clip.clipping import Clipping, Flat
+from privgrad.clip.norm_statistics import NORMS
+from privgrad.clip.rules import Automatic, PerLayer
+from privgrad.engine.factored import Factored
+from privgrad.engine.factors.mapped import with_mapped_inputs
 from privgrad.gradient.contribution import Contribution
-from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.factors.mapped import with_mapped_inputs
-from privgrad.gradient.module_state import evaluating, seeded, trainable
-from privgrad.gradient.norm_statistics import NORMS
-from privgrad.gradient.perturb import BAM, SAT
-from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.gradient.functional import evaluating, seeded, trainable
+from privgrad.perturb.points import BAM, SAT
+from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import RawStep
 from tests.reference.norm_slots import poured
 from tests.sensitivity.examples import LOSSES, Examples, doubled, draw_examples, loss_of, tame, without

@@ -153,7 +153,7 @@ def rounding(loop: Case, kind: str) -> float:
 
 def computed_by_example(case: Case) -> tuple[dict[str, int], float]:
     """How many modules of each class the engine computes for each example by itself, and their share of parameters."""
-    from privgrad.gradient.engines.factored import Factored  # versions differ in where it is
+    from privgrad.engine.factored import Factored  # versions differ in where it is
 
     engine = Factored(case.model, case.losses)
     engine(case.examples)

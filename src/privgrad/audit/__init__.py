@@ -1,7 +1,4 @@
-"""Empirical lower bounds on epsilon: attack a mechanism with all that an auditor may know, and count the errors.
-
-No privacy guarantee rests on an audit: it tests one. `privgrad audit` and the tests call this package.
-"""
+"""Empirical lower bounds on epsilon: attack a mechanism with all that an auditor may know, and count the errors."""
 
 from privgrad.audit.bounds import (
     clopper_pearson,

@@ -1,8 +1,4 @@
-"""Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions.
-
-No privacy guarantee rests on these bounds: they test one. `audit.games` calls them; users can call those that
-`privgrad.audit` exports.
-"""
+"""Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions."""
 
 import functools
 import math
@@ -11,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from privgrad import accounting
-from privgrad.accounting import Release
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.accountant import Release
 from privgrad.errors import expected, require_delta, require_integer
 
 _DELTAS = tuple(float(delta) for delta in np.geomspace(0.6, 1e-3, 16))  # where the accountant's curve is evaluated
@@ -140,10 +136,7 @@ def epsilon_of_accountant(false_positive: float, false_negative: float, release:
 
 
 def _excluded(false_positive: float, false_negative: float, release: Release) -> bool:
-    """Return whether the rates violate the curve of `release` at some delta'.
-
-    The excess over the curve is concave in delta', so a ternary search finds its maximum.
-    """
+    """Return whether the rates violate the curve of `release` at some delta'."""
 
     @functools.cache
     def excess(index: int) -> float:
@@ -152,7 +145,7 @@ def _excluded(false_positive: float, false_negative: float, release: Release) ->
         return 1 - delta - larger - math.exp(min(epsilon, 700.0)) * smaller
 
     low, high = 0, len(_DELTAS) - 1
-    while high - low > 2:
+    while high - low > 2:  # the excess is concave in delta', so a ternary search finds its maximum
         left, right = low + (high - low) // 3, high - (high - low) // 3
         if max(excess(left), excess(right)) > 0:
             return True
@@ -166,14 +159,8 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     Computes, with W ~ Binomial(guesses, 1 / (1 + e^-epsilon)): P[W >= correct] + 2 m delta max over i of
     P[correct > W >= correct - i] / i.
 
-    Args:
-        canaries: m >= 1, each included by its own fair coin.
-        guesses: r from 0 to m: the number of canaries with a guess; the auditor may abstain from the others.
-        correct: v, from 0 to r: the number of correct guesses.
-        epsilon: >= 0.
-        delta: in [0, 1].
-    Returns:
-        A number in [0, 1].
+    The counts are those of `epsilon_of_one_run`; epsilon is >= 0, and delta in [0, 1].
+
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), theorem 5.2 and appendix D.
     """
@@ -181,9 +168,8 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
     require_integer("one_run_p_value", "canaries", canaries, 1)
     if not 0 <= correct <= guesses <= canaries:
-        got, remedy = f"{correct}, {guesses} and {canaries}", "check the three counts"
-        condition = "to satisfy 0 <= correct <= guesses <= canaries"
-        raise expected("one_run_p_value", "correct, guesses and canaries", condition, got, remedy)
+        condition, got = "to satisfy 0 <= correct <= guesses <= canaries", f"{correct}, {guesses} and {canaries}"
+        raise expected("one_run_p_value", "correct, guesses and canaries", condition, got, "check the three counts")
     truth = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(correct - 1, guesses, truth))
     if not correct:
@@ -197,9 +183,9 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
     """Return the largest epsilon below which so many correct guesses have a probability under 1 - confidence.
 
     Args:
-        canaries: m, as in `one_run_p_value`.
-        guesses: r, as in `one_run_p_value`.
-        correct: v, as in `one_run_p_value`.
+        canaries: m >= 1, each included by its own fair coin.
+        guesses: r from 0 to m: the number of canaries with a guess; the auditor may abstain from the others.
+        correct: v, from 0 to r: the number of correct guesses.
         delta: in (0, 1).
         confidence: in (0, 1).
     Returns:
@@ -226,6 +212,6 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
 
 
 def require_confidence(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is in (0, 1). `audit.games` and `audit.methods` also call it."""
+    """Raise PrivacyError unless value is in (0, 1)."""
     if not 0 < value < 1:
         raise expected(function, "confidence", "to be in (0, 1)", value, "give 0.95, for instance")

@@ -1,7 +1,4 @@
-"""Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data.
-
-No privacy guarantee rests on games: they test one. Users, `audit.methods`, `cli.audit` and the tests play them.
-"""
+"""Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data."""
 
 import math
 import time
@@ -13,21 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.accounting import Release
-from privgrad.audit.bounds import (
-    clopper_pearson,
-    epsilon_of_accountant,
-    epsilon_of_gaussian,
-    epsilon_of_one_run,
-    epsilon_of_rates,
-    mu_of_rates,
-    require_confidence,
-)
+from privgrad.accounting.accountant import Release
+from privgrad.audit import bounds
 from privgrad.errors import expected, require_integer
-from privgrad.threads import one_thread
+from privgrad.processes import one_thread
 
 Tick = Callable[[], object]
-
 _CHOOSING = 6  # one run in 6 chooses the thresholds; the errors are counted on the others
 _THRESHOLDS = 400
 
@@ -35,8 +23,6 @@ _THRESHOLDS = 400
 @dataclass(frozen=True)
 class Game:
     """A mechanism to audit: any function from a data set to a released vector.
-
-    Users, `audit.methods` and `experiments.audit_spec` make it.
 
     Attributes:
         name: name of the audited mechanism, for reports.
@@ -65,9 +51,7 @@ class Audit:
     """The result of an audit.
 
     Attributes:
-        name: name of the audited mechanism.
-        claim: the claimed epsilon.
-        delta: the delta of the claim.
+        name, claim, delta: as in Game.
         bounds: lower bounds on epsilon, by their assumption: "any" mechanism, a "gaussian" mechanism, the composition
             of the "accountant"; "one run" assumes nothing.
         confidence: all bounds of this audit hold together with at least this probability.
@@ -100,14 +84,12 @@ class Audit:
         return self.bound <= self.claim
 
     def as_record(self) -> dict[str, Any]:
-        """Return all fields, for a line of JSON; `cli.audit` prints and writes it."""
+        """Return all fields, for a line of JSON."""
         return asdict(self) | {"bound": self.bound, "passed": self.passed}
 
 
 def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any], canaries: int) -> Tensor:
     """Return how each canary, alone, moves the output of a mechanism without noise: unit vectors, shape (K, P).
-
-    Users, `audit.methods` and `experiments.audit_spec` call it to make a `Game`.
 
     Args:
         noiseless: data set -> the vector that the mechanism would release without noise.
@@ -116,8 +98,9 @@ def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any]
     Raises:
         PrivacyError: a canary moves nothing.
     """
-    nothing, rows = torch.zeros(canaries, dtype=torch.bool), list[Tensor]()
+    nothing = torch.zeros(canaries, dtype=torch.bool)
     without = noiseless(data(nothing)).double()
+    rows: list[Tensor] = []
     for index in range(canaries):
         alone = nothing.clone()
         alone[index] = True
@@ -156,34 +139,43 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
     Reference:
         Nasr et al. 2021 (arXiv 2101.04535) and 2023 (arXiv 2302.07956).
     """
-    require_confidence("distinguish", confidence)
+    bounds.require_confidence("distinguish", confidence)
     require_integer("distinguish", "trials", trials, 80)
     began, canaries = time.perf_counter(), len(game.directions)
     runs = max(2 * _CHOOSING, math.ceil(trials / canaries))
     included = np.random.default_rng().random((runs, canaries)) < 0.5
     scores = _scores(game, included, tick)
     choosing = runs // _CHOOSING
-    scores = scores - _centers(scores[:choosing], included[:choosing])
+    # Centering halfway between each canary's mean scores in and out removes noise that is the same in every run.
+    sides = (included[:choosing], ~included[:choosing])
+    means = [np.where(side, scores[:choosing], 0).sum(0) / np.maximum(side.sum(0), 1) for side in sides]
+    scores = scores - (means[0] + means[1]) / 2
     chosen_on = _Scores.of(scores[:choosing], included[:choosing])
     counted = _Scores.of(scores[choosing:], included[choosing:])
-    kinds = ["any"] if game.steps is None else ["any", "gaussian" if _is_one_step(game.steps) else "accountant"]
+    kinds = ["any"]
+    if game.steps is not None:
+        kinds.append("gaussian" if game.steps.count == 1 and game.steps.sample_rate == 1 else "accountant")
     each = 1 - (1 - confidence) / len(kinds) / 2
-    bounds: dict[str, float] = {}
+    found: dict[str, float] = {}
     counts: dict[str, list[int]] = {}
     for kind in kinds:
         wrong_out, wrong_in = counted.wrong(chosen_on.threshold(kind, game.delta, each))
         counts[kind] = [int(wrong_out), len(counted.out), int(wrong_in), len(counted.in_)]
-        rates = counted.rates(wrong_out, wrong_in, each)
-        bounds[kind] = _bound(kind, float(rates[0]), float(rates[1]), game)
-    return Audit(
-        game.name, game.claim, game.delta, bounds, confidence, len(counted), counts, time.perf_counter() - began
-    )
+        false_positive, false_negative = map(float, counted.rates(wrong_out, wrong_in, each))
+        if kind == "gaussian":
+            mu = float(bounds.mu_of_rates(false_positive, false_negative))
+            found[kind] = bounds.epsilon_of_gaussian(mu, game.delta)
+        elif kind == "accountant":
+            assert game.steps is not None
+            found[kind] = bounds.epsilon_of_accountant(false_positive, false_negative, game.steps, game.delta)
+        else:
+            found[kind] = float(bounds.epsilon_of_rates(false_positive, false_negative, game.delta))
+    seconds = time.perf_counter() - began
+    return Audit(game.name, game.claim, game.delta, found, confidence, len(counted), counts, seconds)
 
 
 def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Audit:
     """Audit a single run: guess "in" for the canaries with the highest scores, and "out" for those with the lowest.
-
-    Users and `audit.methods` call it.
 
     Args:
         game: with many canaries, hundreds or more.
@@ -206,7 +198,7 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
     half = max(1, round(guessed * canaries / 2))
     guesses = 2 * half
     correct = int(included[0, order[-half:]].sum() + (~included[0, order[:half]]).sum())
-    bound = epsilon_of_one_run(canaries, guesses, correct, game.delta, confidence)
+    bound = bounds.epsilon_of_one_run(canaries, guesses, correct, game.delta, confidence)
     counts = {"one run": [canaries, guesses, correct]}
     seconds = time.perf_counter() - began
     return Audit(game.name, game.claim, game.delta, {"one run": bound}, confidence, guesses, counts, seconds)
@@ -230,29 +222,6 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
-def _centers(scores: np.ndarray, included: np.ndarray) -> np.ndarray:
-    """Return the point halfway between each canary's mean scores out and in.
-
-    Centering removes noise that is the same in every run, because such noise gives no protection.
-    """
-    means = [np.where(side, scores, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (included, ~included)]
-    return (means[0] + means[1]) / 2
-
-
-def _is_one_step(steps: Release) -> bool:
-    return steps.count == 1 and steps.sample_rate == 1
-
-
-def _bound(kind: str, false_positive: float, false_negative: float, game: Game) -> float:
-    """Return the lower bound on epsilon of this kind, from upper bounds on the two error rates."""
-    if kind == "gaussian":
-        return epsilon_of_gaussian(float(mu_of_rates(false_positive, false_negative)), game.delta)
-    if kind == "accountant":
-        assert game.steps is not None
-        return epsilon_of_accountant(false_positive, false_negative, game.steps, game.delta)
-    return float(epsilon_of_rates(false_positive, false_negative, game.delta))
-
-
 @dataclass(frozen=True)
 class _Scores:
     """The scores of the trials without and with their canary, each in ascending order."""
@@ -262,7 +231,6 @@ class _Scores:
 
     @classmethod
     def of(cls, scores: np.ndarray, included: np.ndarray) -> "_Scores":
-        """Sort the scores of all runs by whether their canary was in."""
         return cls(np.sort(scores[~included]), np.sort(scores[included]))
 
     def __len__(self) -> int:
@@ -275,17 +243,13 @@ class _Scores:
 
     def rates(self, wrong_out: Any, wrong_in: Any, confidence: float) -> tuple[Any, Any]:
         """Return upper bounds on both error rates."""
-        pairs = ((wrong_out, len(self.out)), (wrong_in, len(self.in_)))
-        one, other = (clopper_pearson(wrong, count, confidence) for wrong, count in pairs)
-        return one, other
+        of_out = bounds.clopper_pearson(wrong_out, len(self.out), confidence)
+        return of_out, bounds.clopper_pearson(wrong_in, len(self.in_), confidence)
 
     def threshold(self, kind: str, delta: float, confidence: float) -> float:
-        """Return the threshold with the best bound on these trials.
-
-        For "gaussian" it is the middle, where the error rates are estimated most precisely.
-        """
+        """Return the threshold with the best bound on these trials."""
         if kind == "gaussian":
-            return 0.0  # scores are centered
+            return 0.0  # the middle of centered scores, where the error rates are estimated most precisely
         together = np.concatenate([self.out, self.in_])
         levels = 1 / (1 + np.exp(-np.linspace(-9, 9, _THRESHOLDS)))
         candidates = np.quantile(together, levels)
@@ -293,5 +257,5 @@ class _Scores:
         for level in (confidence, 0.9, 0.5):  # few trials may show nothing at the confidence meant for many
             if not value.any():
                 rates = self.rates(*self.wrong(candidates), level)
-                value = epsilon_of_rates(*rates, delta) if kind == "any" else mu_of_rates(*rates)
+                value = bounds.epsilon_of_rates(*rates, delta) if kind == "any" else bounds.mu_of_rates(*rates)
         return float(candidates[int(np.argmax(value))])

@@ -1,7 +1,4 @@
-"""Every method of the library as a game, with a tiny model and worst-case canaries and other examples.
-
-No privacy guarantee rests on these games: they test one. `privgrad audit`, users and the tests play them.
-"""
+"""Every method of the library as a game, with a tiny model and worst-case canaries and other examples."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,24 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad import accounting, optim, precondition
-from privgrad.accounting import Release
+from privgrad import optim, precondition
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.accountant import Release
 from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
-from privgrad.audit.memory import scores_in_groups
-from privgrad.correlation import Banded
+from privgrad.clip import rules
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
-from privgrad.gradient import clipping, perturb
-from privgrad.gradient.local_training import LocalUpdate
-from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.gradient.transform import Scales
+from privgrad.noise.banded import Banded
 from privgrad.optim.base import constructor_arguments
+from privgrad.perturb import points as perturb
+from privgrad.perturb.local_training import LocalUpdate
 from privgrad.plan import PrivacyPlan
+from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling import batches
-from privgrad.types import Scales
+from privgrad.sampling.draws import batches
 
 Mechanism = Literal["step", "training"]
-
 _CANARIES = 256
 _COMPANY = 15  # people besides the canary, with truncated batches
 _RATE, _STEPS = 0.5, 4  # of a "training"
@@ -45,28 +42,19 @@ _LR = 1e-3  # weights stay near 0, so that no gradient changes its sign
 class Method:
     """One method of the library, as it is audited.
 
-    Attributes:
-        optimizer: its name in optim.OPTIMIZERS. With "SGD" the audit observes the released gradients; with any other
-            optimizer it observes the parameters after the steps.
-        private_grad: model -> arguments of PrivateGradient.
-        layers: number of parallel linear layers, which share each example's gradient.
-        group_size: of the plan.
-        noise_on_grid: of the plan.
-        canaries: number of canaries in one run.
-        users: whether a row of the data is a user with two examples.
-        bands: of the noise; 1 is independent noise.
-        is_truncated: whether batches are truncated to their expected size, so that one person pushes others out.
+    With the optimizer "SGD" the audit observes the released gradients; with any other one it observes the parameters
+    after the steps.
     """
 
-    optimizer: str = "SGD"
-    private_grad: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})
-    layers: int = 1
-    group_size: int = 1
-    noise_on_grid: bool = False
-    canaries: int = _CANARIES
-    users: bool = False
-    bands: int = 1
-    is_truncated: bool = False
+    optimizer: str = "SGD"  # its name in optim.OPTIMIZERS
+    private_grad: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})  # arguments by model
+    layers: int = 1  # parallel linear layers, which share each example's gradient
+    group_size: int = 1  # of the plan
+    noise_on_grid: bool = False  # of the plan
+    canaries: int = _CANARIES  # in one run
+    users: bool = False  # whether a row of the data is a user with two examples
+    bands: int = 1  # of the noise; 1 is independent noise
+    is_truncated: bool = False  # batches are truncated to their expected size: one person pushes others out
 
     @property
     def is_shared(self) -> bool:
@@ -95,13 +83,11 @@ def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _public(model: nn.Module) -> PublicGradient:
-    """Return a made-up public gradient, for the methods that need one."""
     inputs = torch.ones(2, cast("nn.Linear", next(iter(model.children()))).in_features)
     return PublicGradient(model, _losses, (inputs, torch.ones(2)), source=_MADE_UP)
 
 
 def _scaled(model: nn.Module) -> dict[str, Any]:
-    """Return arguments for PrivateGradient: fixed scales."""
     scales = {name: torch.linspace(0.5, 2.0, p.numel()).view_as(p) for name, p in model.named_parameters()}
     known = Scales(scales, provenance="common knowledge", source="made up")
     return {"precondition": precondition.fixed(known)}
@@ -121,8 +107,8 @@ METHODS: Mapping[str, Method] = {
     "factored": Method(),
     "vmap": Method(private_grad=_with(engine="vmap")),
     "microbatches of 50": Method(private_grad=_with(microbatch_size=50)),
-    "Automatic": Method(private_grad=_with(clip=clipping.Automatic())),
-    "PerLayer": Method(private_grad=_with(clip=clipping.PerLayer({"0": 1.0, "1": 2.0})), layers=2),
+    "Automatic": Method(private_grad=_with(clip=rules.Automatic())),
+    "PerLayer": Method(private_grad=_with(clip=rules.PerLayer({"0": 1.0, "1": 2.0})), layers=2),
     "BAM sam": Method(private_grad=_with(perturb=perturb.BAM(0.05))),
     "BAM exact": Method(private_grad=_with(perturb=perturb.BAM(0.05, "exact"))),
     "BAM sam, vmap": Method(private_grad=_with(perturb=perturb.BAM(0.05), engine="vmap")),
@@ -141,16 +127,12 @@ METHODS: Mapping[str, Method] = {
         private_grad=lambda model: {
             "precondition": precondition.public_adam(_public(model)),
             "perturb": perturb.BAM(0.05),
-            "clip": clipping.PerLayer({"0": 1.0, "1": 2.0}),
+            "clip": rules.PerLayer({"0": 1.0, "1": 2.0}),
             "microbatch_size": 50,
         },
         layers=2,
     ),
-} | {
-    name: Method(name)  # so a new optimizer is audited without an entry here
-    for name in optim.OPTIMIZERS
-    if name != "SGD"
-}
+} | {name: Method(name) for name in optim.OPTIMIZERS if name != "SGD"}  # also an optimizer that is added later
 
 
 def method_game(
@@ -178,29 +160,22 @@ def method_game(
     Raises:
         PrivacyError: no method has this name, or a number is out of its range.
     """
-    method = _method(name)
+    method = METHODS[_known(name)]
     if not method.is_shared and canaries is not None:
         method = replace(method, canaries=canaries)
     rate, steps = (1.0, 1) if mechanism == "step" else (_RATE, _STEPS)
     claimed = Release(1.0, rate, count=steps)
+    goal: dict[str, Any] = {"target_epsilon": epsilon, "delta": delta}
     if method.is_truncated:
-        size = round(_RATE * (_COMPANY + 1))
-        claimed = Release(1.0, _RATE, "truncated", steps, size, _COMPANY + 1)
-
-        def released(sigma: float) -> list[Release]:
-            return [replace(claimed, noise_multiplier=sigma)]
-
-        sigma = accounting.calibrate(released, target_epsilon=epsilon, delta=delta)
+        claimed = truncated = Release(1.0, _RATE, "truncated", steps, round(_RATE * (_COMPANY + 1)), _COMPANY + 1)
+        sigma = accounting.calibrate(lambda sigma: [replace(truncated, noise_multiplier=sigma)], **goal)
     else:
-        sigma = accounting.calibrate_noise_multiplier(
-            target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps
-        )
+        sigma = accounting.calibrate_noise_multiplier(**goal, sample_rate=rate, steps=steps)
     claimed = replace(claimed, noise_multiplier=sigma)
-    data = _data(method, rate)
     return Game(
         f"{name}, {mechanism}",
         _mechanism(method, claimed),
-        data,
+        _data(method, rate),
         _directions(replace(method, optimizer="SGD", noise_on_grid=False)),
         accounting.epsilon([claimed], delta=delta),
         delta,
@@ -217,8 +192,6 @@ def rows(
     confidence: float = 0.95,
 ) -> tuple[int, Iterator[Audit]]:
     """Audit methods at several epsilons: one step, one training, and for some methods also a training by one run.
-
-    `privgrad audit` calls it.
 
     Args:
         methods: names of METHODS; None is all.
@@ -238,9 +211,7 @@ def rows(
     require_integer("audit.rows", "trials", trials, 1)
     for epsilon in epsilons:
         require_positive("audit.rows", "epsilon", epsilon, "1, 3 and 8 are usual")
-    chosen = list(METHODS) if methods is None else list(methods)
-    for name in chosen:
-        _method(name)
+    chosen = list(METHODS) if methods is None else [_known(name) for name in methods]
     single = [name for name in chosen if name in _ONE_RUN]
     left = (1 - confidence) / 2
     each, each_single = left / (2 * len(chosen) * len(epsilons)), left / max(1, len(single) * len(epsilons))
@@ -262,9 +233,7 @@ def rows(
 
 
 def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
-    """Return a function that releases the first step of a PrivateGradient on a data set, with new noise at every call.
-
-    The function gives one vector, for `Game.release`. Users and `experiments.audit_spec` call `one_step`.
+    """Return a `Game.release`: the first step of a PrivateGradient on a data set, with new noise at every call.
 
     Args:
         private_grad: without a research seed. Its plan has to pay for as many steps as there will be calls, but the
@@ -290,17 +259,17 @@ def flat(values: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().flatten().double() for value in values.values()])
 
 
-def _method(name: str) -> Method:
-    """Return the method of this name, or raise PrivacyError."""
+def _known(name: str) -> str:
+    """Return the name of a method, or raise PrivacyError."""
     if name not in METHODS:
         remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
         raise expected("audit", "method", "to be a name in audit.METHODS", repr(name), remedy)
-    return METHODS[name]
+    return name
 
 
 @functools.cache
 def _directions(method: Method) -> Tensor:
-    """Return `Game.directions` of a method, from its mechanism before the noise; cached."""
+    """Return `Game.directions` of a method, from its mechanism before the noise."""
     if method.is_truncated:
         return torch.ones(1, 1, dtype=torch.float64)  # from -C of the others to C
     if method.bands > 1:
@@ -318,11 +287,11 @@ def _company(method: Method, rate: float) -> int:
 
 def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
     """Return `Game.data` of a method: a function from the canaries that are in to the data set."""
-    coordinates, grouped = torch.eye(method.canaries), method.is_shared
-    others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
-    pull = 1e4 if grouped else 0.25 / method.layers**0.5
+    coordinates = torch.eye(method.canaries)
+    others, pull, push = coordinates, 0.25 / method.layers**0.5, 1e3
+    if method.is_shared:
+        others, pull, push = torch.ones(_company(method, rate), 1), 1e4, 1e8
     pull = 2 * pull if method.users else pull  # local training moves the weight to the target, C / 2
-    push = 1e8 if grouped else 1e3
 
     def data(included: Tensor) -> TensorDataset:
         canaries = coordinates[included]
@@ -337,10 +306,7 @@ def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
 
 
 def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) -> Callable[[TensorDataset], Tensor]:
-    """Return a function from a data set to a released vector, or to what one step releases before the noise.
-
-    It uses one PrivateGradient, which starts again at every call, with new noise.
-    """
+    """Return a function from a data set to a released vector, or to what one step releases before the noise."""
     model, count = _Sum(method.layers, method.canaries), _company(method, claimed.sample_rate)
     bands, steps = method.bands, claimed.count * method.bands
     plan = PrivacyPlan(
@@ -363,6 +329,7 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
         # One step of SAT differs from one of SGD only after an earlier release.
         beginning["perturb"]["direction"] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 
+    kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[method.optimizer]
     raw: list[Tensor] = []
     if before_noise:
         private_grad.register_raw_observer(lambda seen: raw.append(flat(seen.raw_mean)))
@@ -370,7 +337,11 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     def release(data: TensorDataset) -> Tensor:
         model.begin()
         private_grad.load_state_dict(beginning)
-        optimizer, released = _optimizer(method.optimizer, model, steps), list[Tensor]()
+        # The further arguments that the constructor may take. With a density of 1, the weight of each canary moves.
+        further = {"horizon": steps, "public": _public(model), "density": 1.0}
+        taken: dict[str, Any] = {name: further[name] for name in further if name in constructor_arguments(kind)}
+        optimizer = kind(model.named_parameters(), lr=_LR, **taken)
+        released: list[Tensor] = []
         sampler = plan.sampler(data)
         for batch in islice(batches(sampler), steps):
             gradient = private_grad(batch)
@@ -382,7 +353,7 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
             canaries = data.tensors[0][count:].argmax(1)
             groups = torch.randint(bands, (method.canaries,))  # of those that are out
             groups[canaries] = torch.from_numpy(sampler.groups[count:].astype("int64"))
-            return scores_in_groups(torch.stack(released), plan.correlation, groups)
+            return _scores_in_groups(torch.stack(released), plan.correlation, groups)
         if method.optimizer == "SGD":
             return torch.stack(released).sum(0)
         return -flat(dict(model.named_parameters()))
@@ -390,10 +361,14 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     return release
 
 
-def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
-    """Return a new optimizer of this name, with the further arguments that its constructor takes."""
-    kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[name]
-    # A density of 1, so that the weight of each canary moves.
-    given = {"horizon": steps, "public": _public(model), "density": 1.0}
-    extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
-    return kind(model.named_parameters(), lr=_LR, **extra)
+def _scores_in_groups(released: Tensor, correlation: Banded, groups: Tensor) -> Tensor:
+    """Return the score of each coordinate for who knows its group, shape (P,), given releases of shape (T, P)."""
+    steps, bands = len(released), correlation.bands
+    factor = torch.zeros(steps, steps, dtype=torch.float64)
+    for back, coefficient in enumerate(correlation.chosen):
+        factor += coefficient * torch.diag(torch.ones(steps - back, dtype=torch.float64), -back)
+    # y = S + sigma F^-1 z becomes F S + sigma z by F. With S = 1 at the steps g, g + b, ... and 0 at all others, the
+    # sum of F^T F y over these steps is the optimal score.
+    scores = factor.T @ factor @ released
+    by_group = torch.stack([scores[group::bands].sum(0) for group in range(bands)])
+    return by_group.gather(0, groups[None])[0]

@@ -1,27 +1,24 @@
-"""The command line: it parses the arguments, calls the library and prints the results.
-
-The shell calls `main` as `privgrad`, and `__main__` calls it for `python -m privgrad`. typer then calls `privgrad` and
-the function of the command. The privacy guarantee does not rest on this package.
-"""
+"""The command line: it parses the arguments, calls the library and prints the results."""
 
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import audit, budget, data, doctor, privacy, reproduce, statement, train
+from privgrad.cli import budget, doctor, privacy, statement
 from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
 from privgrad.errors import PrivacyError, did_you_mean
+from privgrad.plugins import from_lab
 
 
 class _Commands(TyperGroup):
     """The commands. An unknown one is an error that names the valid ones. Ctrl-C ends each of them in one line."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, ...]:
-        """Return what typer found for the arguments; click calls it. An unknown command ends in a usage error."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             remedy = did_you_mean(args[0], names, f"choose one of {', '.join(names)}")
@@ -29,7 +26,6 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; typer calls it."""
         with stoppable():
             return super().invoke(ctx)
 
@@ -41,24 +37,31 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = (
-    train.train,
-    train.compare,
-    reproduce.reproduce,
-    privacy.epsilon,
-    privacy.calibrate,
-    statement.statement,
-    budget.budget,
-    audit.audit,
-    doctor.doctor,
-)
-app.add_typer(data.data, name="data")
-for _command in _COMMANDS:
+
+
+def _refusing(missing: PrivacyError) -> Callable[[], None]:
+    """Return a command that says what is not installed, in place of one of privgrad_lab's."""
+
+    def refuse() -> None:
+        """Run experiments. Needs the extra 'experiments' of privgrad."""
+        raise missing
+
+    return refuse
+
+
+try:
+    for _command in from_lab("commands"):
+        app.command()(_command)
+    app.add_typer(from_lab("data-commands"), name="data")
+except PrivacyError as error:  # privgrad_lab cannot be imported
+    for _name in ("train", "compare", "reproduce", "audit", "data"):
+        _options = {"ignore_unknown_options": True, "allow_extra_args": True}
+        app.command(_name, context_settings=_options)(_refusing(error))
+for _command in (privacy.epsilon, privacy.calibrate, statement.statement, budget.budget, doctor.doctor):
     app.command()(_command)
 
 
 def _tell_version(wanted: bool) -> None:
-    """Print the version and exit; typer calls it for --version."""
     if wanted:
         STDOUT.print(f"privgrad {metadata.version('privgrad')}", highlight=False)
         raise typer.Exit
@@ -87,5 +90,4 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning as a note; Python calls it for each warning."""
     note_once(str(message))

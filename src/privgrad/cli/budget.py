@@ -1,24 +1,17 @@
-"""The command `privgrad budget`, which shows the commitments of a data set's budget and the rest.
-
-typer calls `budget`. It prints what `privgrad.budget` computes. The privacy guarantee does not rest on this file.
-"""
+"""The command `privgrad budget`, which shows the commitments of a data set's budget and the rest."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from privgrad.accounting import epsilon
-from privgrad.budget import Budget
-from privgrad.cli.console import STDOUT, AsJson, print_json, tell
-from privgrad.rounding import rounded_up
+from privgrad.accounting.accountant import epsilon, rounded_up
+from privgrad.cli.console import STDOUT, AsJson, note, print_json, print_table
+from privgrad.ledger.budget import Budget
 
 
 def budget(
-    path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")],
-    as_json: AsJson = False,
+    path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")], as_json: AsJson = False
 ) -> None:
     """Show the commitments of a data set's budget, the people who made them, and the rest.
 
@@ -26,13 +19,8 @@ def budget(
     """
     found = Budget(path)
     rows: list[dict[str, Any]] = [
-        {
-            "name": one.name,
-            "by": one.by,
-            "date": one.date,
-            "releases": one.count,
-            "epsilon": epsilon(one.releases, delta=found.delta),
-        }
+        {"name": one.name, "by": one.by, "date": one.date, "releases": one.count}
+        | {"epsilon": epsilon(one.releases, delta=found.delta)}
         for one in found.commitments
     ]
     answer: dict[str, Any] = {
@@ -44,26 +32,19 @@ def budget(
         "left_for_one_release": found.left(),
     }
     if any(one.is_seeded for one in found.commitments):
-        tell("note", "yellow", "some commitments have a research seed: predictable noise gives no privacy")
+        note("some commitments have a research seed: predictable noise gives no privacy")
     if as_json:
         print_json({**answer, "commitments": rows})
         return
     total = rounded_up(found.total_epsilon)
-    table = Table(title=f"Budget: epsilon {total} at delta = {rounded_up(found.delta)}")
-    for heading in ("name", "by", "date"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("releases", "epsilon alone"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        texts = (Text(str(row[cell])) for cell in ("name", "by", "date"))
-        table.add_row(*texts, str(row["releases"]), rounded_up(row["epsilon"], 4))
-    STDOUT.print(table)
+    shown = [row | {"epsilon alone": rounded_up(row["epsilon"], 4)} for row in rows]
+    title = f"Budget: epsilon {total} at delta = {rounded_up(found.delta)}"
+    print_table(title, shown, left=("name", "by", "date"), right=("releases", "epsilon alone"))
     STDOUT.print(f"spent: epsilon {rounded_up(answer['spent'], 4)} of {total}", highlight=False)
     if len(rows) > 1:
-        first = rounded_up(rows[0]["epsilon"], 4)
         STDOUT.print(
-            f"The first commitment alone cost {first}. Those after it may depend on its results, so all of them are "
-            "counted by a Renyi filter, which is less tight. "
+            f"The first commitment alone cost {shown[0]['epsilon alone']}. Those after it may depend on its results, "
+            "so all of them are counted by a Renyi filter, which is less tight. "
             f"Quote epsilon {total}, the budget.",
             highlight=False,
         )

@@ -1,16 +1,12 @@
-"""The parts that all commands share: their output, the notes on stderr, and the end of a training by a signal.
-
-The other files of this package call it. The privacy guarantee does not rest on this file.
-"""
+"""The parts that all commands share: their output, the notes on stderr, and the end of a training by a signal."""
 
 import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -18,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from privgrad.experiments.folder import is_begun
-from privgrad.rounding import rounded_up
+from privgrad.accounting.accountant import rounded_up
 
 STDOUT = Console()
 STDERR = Console(stderr=True)
@@ -37,10 +32,31 @@ def tell(kind: str, color: str, message: object) -> None:
     STDERR.print(Text.assemble((f"{kind}: ", color), str(message)), soft_wrap=True)
 
 
-@cache
-def note_once(message: str) -> None:
-    """Print a note once, although every training builds a plan and every plan warns. `cli.main` calls it."""
+def note(message: str) -> None:
+    """Print a note on stderr."""
     tell("note", "yellow", message)
+
+
+note_once = cache(note)  # every training builds a plan, and every plan warns
+
+
+def print_table(
+    title: str,
+    rows: Sequence[Mapping[str, object]],
+    *,
+    left: Sequence[str],
+    right: Sequence[str] = (),
+    caption: str | None = None,
+) -> None:
+    """Print rows as a table. Its columns are the keys `left`, whose long texts fold, and then the keys `right`."""
+    table = Table(title=title, caption=caption)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(Text(f"{row[name]}") for name in (*left, *right)))
+    STDOUT.print(table)
 
 
 def print_answer(answer: dict[str, Any], *, as_json: bool) -> None:
@@ -65,7 +81,6 @@ def to_json(value: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace each number that is not finite by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
@@ -73,22 +88,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def resuming(out: Path) -> str:
-    """Return how to resume the trainings of a folder after an interruption, for `stoppable`."""
-    if not is_begun(out):
-        return "before the first training; nothing was spent. Run the same command again"
-    return "the state is saved; run the same command again, without --restart, to resume"
-
-
 @contextmanager
 def stoppable(remedy: Callable[[], str] = lambda: "run the same command again") -> Generator[None]:
-    """Let SIGINT and SIGTERM end a training in order, and print how to resume.
-
-    `fit` saves its state when it is interrupted. `cli.main` has one for all commands, and trainings have their own.
-
-    Args:
-        remedy: called after the interruption, for the text.
-    """
+    """Let SIGINT and SIGTERM end a training in order, as `fit` then saves its state, and print how to resume."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,25 +1,18 @@
-"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget.
-
-typer calls `epsilon` and `calibrate` for the commands of these names. They print what `accounting` and the ledger
-compute. No training calls this file, so the privacy guarantee does not rest on it.
-"""
+"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from privgrad import accounting
-from privgrad.accounting import Accountant, Release
-from privgrad.budget_file import is_budget
-from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.accountant import Accountant, Release, rounded_up
+from privgrad.cli.console import AsJson, note, print_answer, print_table
 from privgrad.errors import expected
-from privgrad.ledger import Ledger
-from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
-from privgrad.rounding import rounded_up
+from privgrad.ledger.budget import is_budget
+from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
+from privgrad.ledger.ledger import Ledger
 from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
@@ -72,15 +65,19 @@ def epsilon(
         remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
         raise expected("privgrad epsilon", "the arguments", condition, ", ".join(given) or "no arguments", remedy)
     if answer.get("covered_by_accountant") is False:
-        tell(
-            "note",
-            "yellow",
-            "batches of fixed size: epsilon is computed as if they were Poisson, and no accountant covers that",
-        )
-    if "ledgers" in answer and not as_json:
-        STDOUT.print(_ledger_table(answer))
-    else:
+        note("batches of fixed size: epsilon is computed as if they were Poisson, and no accountant covers that")
+    if "ledgers" not in answer or as_json:
         print_answer(answer, as_json=as_json)
+        return
+    together: dict[str, Any] = {"ledger": "together", **answer}
+    costs = [f"epsilon {kind}" for kind in get_args(Accountant)]
+    rows = [
+        {"ledger": one["ledger"], "releases": one["releases"]}
+        | {cost: rounded_up(one[cost.replace(" ", "_")]) for cost in costs}
+        for one in (*answer["ledgers"], together)
+    ]
+    title, caption = f"At delta = {rounded_up(answer['delta'])}", "Together: all releases composed."
+    print_table(title, rows, left=("ledger",), right=("releases", *costs), caption=caption)
 
 
 def calibrate(
@@ -123,26 +120,19 @@ def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
     """Return the facts and the epsilons of one ledger, and print the notes on it."""
     facts = {name: value for name, value in ledger.plan_facts.items() if name != "delta"}  # the answer has the one used
     covered = facts["sampling"] in COVERED
-    for note in _notes(ledger):
-        tell("note", "yellow", place + note)
+    for one in _notes(ledger):
+        note(place + one)
     if delta > 1 / facts["num_examples"]:
         whole = "user" if facts.get("privacy_unit") == "user" else "record"
-        tell(
-            "note",
-            "yellow",
-            f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed",
-        )
+        note(f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed")
     costs = _epsilons(lambda kind: ledger.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
     return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
 
 
 def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
-    """Return the cost of each ledger, and of all their releases composed.
-
-    The composed epsilon is usually below the sum of the single ones.
-    """
+    """Return the cost of each ledger, and of all releases composed, usually below the sum of the single ones."""
     require_one_promise("privgrad epsilon", records.values())
-    tell("note", "yellow", "epsilon holds if all plans were fixed before the first result; otherwise take a budget")
+    note("epsilon holds if all plans were fixed before the first result; otherwise take a budget")
     covered = all(one["covered_by_accountant"] for one in found.values())
     charged = [release for ledger in records.values() for release in ledger.charged]
     return {
@@ -151,18 +141,6 @@ def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], de
         "covered_by_accountant": covered,
         **_epsilons(lambda kind: accounting.epsilon(charged, delta=delta, accountant=kind, assume_poisson=not covered)),
     }
-
-
-def _ledger_table(answer: dict[str, Any]) -> Table:
-    table = Table(title=f"At delta = {rounded_up(answer['delta'])}", caption="Together: all releases composed.")
-    table.add_column("ledger", overflow="fold")
-    costs = [f"epsilon_{kind}" for kind in get_args(Accountant)]
-    for name in ("releases", *costs):
-        table.add_column(name.replace("_", " "), justify="right")
-    together: dict[str, Any] = {"ledger": "together", **answer}
-    for row in (*answer["ledgers"], together):
-        table.add_row(Text(row["ledger"]), str(row["releases"]), *(rounded_up(row[cost]) for cost in costs))
-    return table
 
 
 def _notes(ledger: Ledger) -> Iterator[str]:

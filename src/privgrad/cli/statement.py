@@ -1,19 +1,15 @@
-"""The command `privgrad statement`: a privacy statement on ledgers, as text, HTML or JSON.
-
-typer calls `statement`. It prints what `privgrad.statement` writes. The privacy guarantee does not rest on this file.
-"""
+"""The command `privgrad statement`: a privacy statement on ledgers, as text, HTML or JSON."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from privgrad import statement as statements
-from privgrad.budget import Budget
-from privgrad.budget_file import is_budget
 from privgrad.cli.console import STDOUT, AsJson, print_json
 from privgrad.errors import PrivacyError, expected
-from privgrad.ledger import Ledger
+from privgrad.ledger.budget import Budget, is_budget
+from privgrad.ledger.ledger import Ledger
+from privgrad.statement import text as statements
 
 
 def statement(
@@ -48,11 +44,9 @@ def _not_alone(files: list[Path], delta: float | None) -> PrivacyError:
         return expected("privgrad statement", "the files", "to be one budget", f"{len(files)} budgets", remedy)
     outside = [path for path in files if not is_budget(path) and Ledger(path, read_only=True).commitment is None]
     if outside:
-        remedy = (
-            "give each file alone: each statement holds for the people of its file. For people in both, the epsilons "
-            "add up, and the deltas too"
-        )
-        condition = "to be a ledger of the budget"
-        return expected("privgrad statement", f"{outside[0]}", condition, "a ledger without a budget", remedy)
+        condition, got = "to be a ledger of the budget", "a ledger without a budget"
+        remedy = "give each file alone: each statement holds for the people of its file. For people in both, the "
+        remedy += "epsilons add up, and the deltas too"
+        return expected("privgrad statement", f"{outside[0]}", condition, got, remedy)
     got, remedy = f"{len(files)} files and delta {delta}", "give the budget's file alone: it covers all of its ledgers"
     return expected("privgrad statement", "a budget", "to be given alone", got, remedy)

@@ -1,24 +1,135 @@
 """The DataSet that every loader returns, and functions that make or change it.
 
-The loaders call `split` and `whole`. `experiments.build` calls the other functions, to change a loader's result. The
-privacy guarantee rests on `with_public`: the public examples leave the training set. It also rests on the check in
-`with_other_public`, and on the loaders: `other_public`, `public_inputs` and `public_counts` must not come from private
-examples. It does not rest on the rest of this file.
+The loaders must take care that `other_public`, `public_inputs` and `public_counts` come from no private example.
 """
 
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.data.schema import Schema
-from privgrad.errors import expected
+from privgrad.data.schema import Schema, key_of_user
+from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import Extractor
-from privgrad.types import Provenance
+from privgrad.gradient.transform import Provenance
 
 NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
+_MOST_COLUMNS = 2**24  # up to here float32 holds every integer
+_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def packed(matrix: Any) -> Tensor:
+    """Return a sparse matrix as one row of (column, value) pairs per example, the input of `models.SparseLinear`.
+
+    Args:
+        matrix: shape (n, V), real, finite in float32: a scipy sparse matrix or array (for instance from a vectorizer
+            of scikit-learn), or a torch sparse tensor of any layout.
+    Returns:
+        float32, shape (n, 2, L), where L is the largest number of entries in a row: columns in [:, 0], values in
+        [:, 1]. Rows with fewer entries are padded with value 0 in column 0.
+    Raises:
+        PrivacyError: matrix is not sparse, not of two dimensions, has more than 2**24 columns, or has other values.
+    Privacy:
+        L depends on the private rows: NOT private, and never released.
+    """
+    got: object = None
+    if not isinstance(matrix, Tensor):
+        got = None if hasattr(matrix, "tocoo") else type(matrix).__name__
+    elif matrix.layout not in _LAYOUTS or matrix.dense_dim():
+        got = "a dense tensor" if matrix.layout == torch.strided else "a partly dense tensor"
+    if got is not None:
+        remedy = "give scipy.sparse.csr_array(matrix), or use nn.Linear for dense input"
+        raise expected("packed", "matrix", "to be a scipy sparse matrix or a torch sparse tensor", got, remedy)
+    shape = tuple(matrix.shape)
+    if len(shape) != 2 or shape[1] > _MOST_COLUMNS:
+        condition = f"to have shape (n, V), V at most {_MOST_COLUMNS}"
+        raise expected("packed", "matrix", condition, shape, "give one row per example")
+    if isinstance(matrix, Tensor):
+        coalesced = matrix.detach().to_sparse_coo().coalesce()
+        rows, columns = coalesced.indices().numpy()
+        values = coalesced.values().numpy()
+    else:
+        found = matrix.tocsr().tocoo()  # sorted by rows, for every format
+        rows, columns, values = found.row, found.col, found.data
+    finite = np.abs(values) <= np.finfo(np.float32).max  # False for NaN too
+    if np.iscomplexobj(values) or not finite.all():
+        got = values.dtype if np.iscomplexobj(values) else values[~finite][0]
+        condition = "to have real values that are finite in float32"
+        raise expected("packed", "matrix", condition, got, "scale or drop such values")
+    counts = np.bincount(rows, minlength=shape[0])
+    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)  # of each entry within its row
+    out = torch.zeros(shape[0], 2, max(int(counts.max(initial=0)), 1))
+    array = out.numpy()
+    array[rows, 0, place] = columns
+    array[rows, 1, place] = values
+    return out
+
+
+def by_user(
+    tensors: Sequence[Tensor] | TensorDataset, users: Iterable[Hashable], *, cap: int, minimum: int = 1
+) -> TensorDataset:
+    """Return a data set with one row per user, from a data set with one row per example.
+
+    Args:
+        tensors: the tensors of the examples, for instance (inputs, labels), each with leading dimension n; or a
+            TensorDataset of them.
+        users: the user of each example, n entries: numbers, names or any other hashable values. As in a table, "7 ",
+            "7.0" and 7 are one user. None, NaN, "", "NA", "?" and other marks of a missing name are errors.
+        cap: the largest number of examples kept per user, the first ones; >= 1. Choose what a typical user has, from
+            public knowledge. It does not change epsilon.
+        minimum: users with fewer examples are left out; >= 1.
+    Returns:
+        TensorDataset of each tensor as (U, cap, ...), and the number of examples of each user, (U,). Rows with fewer
+        examples are filled up with the user's first example; `LocalUpdate` does not train on these copies, and a loss
+        of yours must leave them out by the numbers. Users with more examples come first, so that neighbors in a batch
+        have similar sizes.
+    Raises:
+        PrivacyError: a number is out of its range, an argument is not a tensor, lengths differ, or no user is left.
+    Privacy:
+        Each row depends on one user only: its length is `cap`, whatever the largest user has. The number of users has
+        to be public: it is the plan's n.
+    """
+    require_integer("by_user", "cap", cap, 1)
+    require_integer("by_user", "minimum", minimum, 1)
+    tensors = _require_tensors(tensors)
+    rows = dict[Hashable, list[int]]()
+    total = 0
+    for index, named in enumerate(users):
+        user = key_of_user(named)
+        if user is None:
+            got = repr(named.item() if isinstance(named, Tensor) else named)
+            remedy = "leave out examples without a user"
+            raise expected("by_user", f"the user of example {index}", "to be known", got, remedy)
+        rows.setdefault(user, []).append(index)
+        total = index + 1
+    if not tensors or any(len(tensor) != total for tensor in tensors):
+        got = f"{total} users and tensors of lengths {[len(tensor) for tensor in tensors]}"
+        raise expected("by_user", "users", "to have one entry per example", got, "give the user of each example")
+    kept = sorted((own for own in rows.values() if len(own) >= minimum), key=len, reverse=True)
+    if not kept:
+        got = max(map(len, rows.values()), default=0)
+        raise expected("by_user", "the most examples of a user", f"to be at least {minimum}", got, "lower minimum")
+    count_U = torch.tensor([min(cap, len(own)) for own in kept])
+    place_UM = torch.tensor([(own + own[:1] * cap)[:cap] for own in kept])
+    return TensorDataset(*(tensor[place_UM] for tensor in tensors), count_U)
+
+
+def _require_tensors(given: object) -> tuple[Tensor, ...]:
+    """Return the tensors of the examples; raise PrivacyError for anything else."""
+    columns = given.tensors if isinstance(given, TensorDataset) else given
+    condition = "to be a sequence of tensors, or a TensorDataset"
+    if not isinstance(columns, tuple | list):
+        remedy = "give a tuple, for instance (inputs, labels)"
+        raise expected("by_user", "tensors", condition, type(columns).__name__, remedy)
+    for column in cast("Sequence[object]", columns):
+        if not isinstance(column, Tensor):
+            got = f"{type(column).__name__} in a {type(cast(object, columns)).__name__}"
+            raise expected("by_user", "tensors", condition, got, "convert each to a tensor: torch.as_tensor(inputs)")
+    return tuple(cast("Sequence[Tensor]", columns))
 
 
 @dataclass(frozen=True)
@@ -84,7 +195,7 @@ class DataSet:
     def measured_on(self) -> Literal["test", "training"]:
         """The examples on which results are measured.
 
-        It is "training", NOT private, where there is nothing to generalize to. `experiments.runner` records it.
+        It is "training", NOT private, where there is nothing to generalize to.
         """
         is_copy = all(map(torch.equal, self.test.tensors, self.train.tensors))
         return "training" if self.test is self.train or is_copy else "test"
@@ -97,29 +208,12 @@ def split(
     validation: int,
     *,
     num_classes: int | None = None,
-    frequency_edges: tuple[int, ...] | None = None,
-    vocabulary: int | None = None,
-    public_counts: Tensor | None = None,
-    counts_provenance: Provenance | None = None,
-    score: Literal["accuracy", "recall@5"] = "accuracy",
-    pixel_range: tuple[float, float] | None = None,
+    **options: Any,
 ) -> DataSet:
-    """Return a DataSet whose validation part is the end of the training part.
+    """Return a DataSet whose validation part is the end of the training part, of `validation` examples.
 
-    Args:
-        name: as in DataSet.
-        train: inputs (n, ...) and labels (n, ...).
-        test: inputs and labels of the test part.
-        validation: number of training examples to hold out, from 0 to n - 1.
-        num_classes: None is one more than the largest training label.
-        frequency_edges: as in DataSet.
-        vocabulary: as in DataSet.
-        public_counts: as in DataSet.
-        counts_provenance: as in DataSet.
-        score: as in DataSet.
-        pixel_range: as in DataSet.
-    Raises:
-        PrivacyError: validation is out of its range.
+    `train` and `test` are inputs (n, ...) and labels (n, ...). num_classes = None is one more than the largest training
+    label. The options are further attributes of DataSet. A `validation` out of its range raises PrivacyError.
     """
     inputs, labels = train
     kept = len(labels) - validation
@@ -133,20 +227,12 @@ def split(
         test=TensorDataset(*test),
         num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
         input_shape=tuple(inputs.shape[1:]),
-        frequency_edges=frequency_edges,
-        vocabulary=vocabulary,
-        public_counts=public_counts,
-        counts_provenance=counts_provenance,
-        score=score,
-        pixel_range=pixel_range,
+        **options,
     )
 
 
 def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> DataSet:
-    """Return a DataSet of unequal classes whose training set is also its test set.
-
-    It is for data without anything to generalize to.
-    """
+    """Return a DataSet of unequal classes whose training set is also its test set, as none is left to generalize to."""
     examples = TensorDataset(inputs, labels)
     nothing = TensorDataset(inputs[:0], labels[:0])
     return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())
@@ -155,8 +241,7 @@ def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> Dat
 def with_public(data: DataSet, count: int) -> DataSet:
     """Return the data set with the last `count` training examples moved to `public`.
 
-    Raises:
-        PrivacyError: no private example would be left, or the data are by user.
+    It raises PrivacyError if no private example would be left, or the data are by user.
     """
     if count == 0:
         return data
@@ -183,28 +268,20 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
         remedy = "choose a different set, or convert its inputs to that shape"
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
     if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
-        remedy = "choose a set without any of the private examples"
-        # The number is private.
-        condition, got = "to share at most half of its inputs with the training examples", f"copies in {other.name}"
-        raise expected("data", "elsewhere", condition, got, remedy)
+        condition = "to share at most half of its inputs with the training examples"
+        got = f"copies in {other.name}"  # their number is private
+        raise expected("data", "elsewhere", condition, got, "choose a set without any of the private examples")
     return replace(data, other_public=other.train)
 
 
 def have_most_rows_in_common(one: Tensor, other: Tensor) -> bool:
-    """Return whether more than half of the different rows of the smaller tensor are in the other one.
-
-    Some rows may be equal by chance, such as two empty texts. `with_other_public` and `image_folder` call it.
-    """
+    """Return whether more than half of the different rows of the smaller tensor are in the other one."""
     ones, others = ({hash(row.tobytes()) for row in rows.numpy()} for rows in (one, other))
-    return len(ones & others) > min(len(ones), len(others)) // 2
+    return len(ones & others) > min(len(ones), len(others)) // 2  # fewer may be equal by chance, such as empty texts
 
 
 def to_reconstruct(data: DataSet) -> DataSet:
-    """Return the data set with every input as its own label.
-
-    Raises:
-        PrivacyError: the data are by user.
-    """
+    """Return the data set with every input as its own label; raise PrivacyError for data by user."""
     if len(data.train.tensors) > 2 or data.by_person:
         raise expected("data", "reconstruct", "to be false for data by user", True, "leave it out")
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}

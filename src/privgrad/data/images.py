@@ -1,324 +1,247 @@
-"""Images: scikit-learn's digits, the MNIST family, CIFAR-10, barcodes.
+"""A data set from a folder of your own images: one sub-folder per class."""
 
-`experiments.build` calls the loaders by name, through `data.LOADERS`; users call them directly. The privacy
-guarantee does not rest on this file.
-"""
-
-import gzip
-import math
-import pickle
-import pickletools
-import struct
-import tarfile
-import zlib
-from io import BytesIO
+import importlib
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from privgrad.data.dataset import DataSet, split, whole
-from privgrad.data.fetching import located
-from privgrad.data.sources import PathLike, Positive
-from privgrad.errors import PrivacyError, expected, require_integer
-from privgrad.user_cache import cache
+from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
+from privgrad.data.read_rows import is_datasets_folder, read_columns
+from privgrad.data.schema import ROW, PathLike, Positive, Where, is_nobody, person_of, require_unit
+from privgrad.data.table import Share, part_of, require_split
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
 
-_CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
-
-_LARGEST_IDX = 1 << 30  # values in a file
-_LARGEST_BATCH = 1 << 26  # bytes, twice a batch of CIFAR-10
-_CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-_CIFAR_CLASSES = 10
-
-_BITS = 10  # of a barcode
-_BARCODES = 2**_BITS - 1  # of each digit
-_BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and examples of each
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
 
 
-def digits(*, size: Positive = 8, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Load scikit-learn's handwritten digits: 1,437 training (less `validation`) and 360 test images, 1x8x8.
+class Image(NamedTuple):
+    """The file of an image, and its class number."""
 
-    Args:
-        size: >= 8: width and height to which the images are enlarged, by interpolation.
-        standardize: subtract the mean 0.3 and divide by the deviation 0.37; otherwise pixels are in [0, 1].
-        validation: number of training examples to hold out.
-    Raises:
-        PrivacyError: scikit-learn is not installed, or more examples are held out than there are.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        remedy = "pip install 'privgrad[experiments]'"
-        raise expected("digits", "scikit-learn", "to be installed", error, remedy) from error
-    pixels, targets = cast("tuple[np.ndarray, np.ndarray]", load_digits(return_X_y=True))
-    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
-    if size != 8:
-        require_integer("digits", "size", size, 8)
-        images = F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
-    labels = torch.from_numpy(targets).long()
-    # The file is ordered by writer; a fixed permutation makes the parts similar.
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    mean, std = _moments(0.3, 0.37, standardize=standardize)
-    images, labels = (images[order] - mean) / std, labels[order]
-    train, test = (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
-    return split("digits (scikit-learn)", train, test, validation, pixel_range=(-mean / std, (1 - mean) / std))
+    file: Path
+    label: int
 
 
-def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Load Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28.
+def image_folder(
+    path: PathLike,
+    *,
+    classes: Sequence[str],
+    size: Positive,
+    channels: Literal[1, 3],
+    standardize: bool = True,
+    unit: str | None = None,
+    max_rows: Positive | None = None,
+    test: PathLike | None = None,
+    test_share: Share = 0.0,
+    validation_share: Share = 0.0,
+    split_key: str = "",
+) -> DataSet:
+    """Load images of your own from a folder with one sub-folder per class; docs/own-data.md lists its rules.
+
+    Inputs, float (n, channels, size, size): each image is resized to a square, as `read_image` describes. With a person
+    as unit, each input holds all images of one person: (n, max_rows, channels, size, size), with zeros and labels
+    NO_LABEL for images that the person does not have. A training needs privacy unit "user" for them.
 
     Args:
-        path: folder with the four idx .gz files. None looks for Debian's package `dataset-fashion-mnist`, then for a
-            downloaded copy in the cache, then downloads the public source and verifies its checksums.
-        standardize: to mean 0 and deviation 1 over the training pixels; otherwise pixels are in [0, 1].
-        validation: number of training examples, from the end, to hold out.
+        path: the folder. The name of a sub-folder is the class of its images, which may be in deeper folders. Files
+            that are no .png, .jpg, .bmp, .gif, .tif or .webp are not read.
+        classes: the allowed names of sub-folders, in the order of the class numbers.
+        size: height and width of all inputs in pixels.
+        channels: 1 for gray, 3 for color. Images are converted.
+        standardize: whether pixels are in [-1, 1]; otherwise they are in [0, 1], as `privgrad.features` needs them.
+        unit: required. "row" protects each image by itself; a person with several images is then protected less. The
+            name of a column of metadata.csv that identifies a person protects all images of a person together. This
+            file lies in the folder, and its column file_name has each image's path from the folder.
+        max_rows: for persons: the most images per person, a public number. The first ones in metadata.csv are kept.
+        test: a second folder of the same form, whose images are the test part.
+        test_share: the share of units in the test part, in [0, 1); 0 with `test`.
+        validation_share: the share of units in the validation part, in [0, 1).
+        split_key: a text that changes which units are in which part; at most 64 bytes.
+    Returns:
+        A data set with split "unit": a unit's part depends on a hash of its file or of the person, and of `split_key`,
+        only.
     Raises:
-        PrivacyError: no source has the files, a file is damaged, or too many examples are held out.
-    """
-    folder, origin = _fashion_folder(path)
-    return _standardized(
-        f"Fashion-MNIST ({origin})", folder, _moments(0.2860, 0.3530, standardize=standardize), validation
-    )
-
-
-def mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Load MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28.
-
-    Args:
-        path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
-        standardize: as in fashion_mnist.
-        validation: number of training examples, from the end, to hold out.
-    Raises:
-        PrivacyError: files are absent or damaged, or too many examples are held out.
-    """
-    return _standardized(
-        "MNIST", located("mnist", path, "mnist"), _moments(0.1307, 0.3081, standardize=standardize), validation
-    )
-
-
-def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0, validation: int = 0) -> DataSet:
-    """Make Barcode MNIST: a few large classes of plain digits, many small classes of a digit with a barcode; 1x28x28.
-
-    Computes: 10 classes of 1,127 plain digits; and 20 of 500, 200 of 10, 100 of 5 images, each class a digit and one
-        of the 1,023 strings of ten bits that are not all zero, all classes different. Bit k is the pixel in row 0,
-        column k: 255 where it is 1, else 0. n = 23,770, 330 classes. The images of a class are different training
-        images of its digit; an image may be in several classes. Each pixel then is standardized over all n images.
-
-    Args:
-        path: folder with MNIST's four idx .gz files. None uses Fashion-MNIST as a stand-in: its ten kinds of clothing
-            take the place of the digits.
-        scale: >= 1; divides the number of classes in each group and the number of examples in each class, but keeps at
-            least one: the set is about scale**2 times smaller.
-        seed: for drawing the barcodes and the images.
-        validation: 0: as in heavy_tail, the training set is the test set.
-    Raises:
-        PrivacyError: no source has the files, a digit has too few images, or a number is out of its range.
+        PrivacyError: the folder has another form, an image is damaged, or an argument is wrong.
     Privacy:
-        Pixel means and deviations are computed from the private images: NOT private.
-    Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449), whose classes all have 5 examples, in the form that Tang, Zhiyanov,
-        Lecuyer use. Deviation: their table of classes is not published; this one has the same totals.
+        Classes, size and max_rows must be public. An input depends on one unit only.
     """
-    require_integer("barcode", "scale", scale, 1)
-    if validation != 0:
-        condition = "to be 0, because the training set is the test set"
-        raise expected("barcode", "validation", condition, validation, "leave it out")
-    if path is None:
-        folder, origin = _fashion_folder(None)
-        name = f"barcode Fashion-MNIST ({origin})"
-    else:
-        folder, name = located("barcode", path, "mnist"), "barcode MNIST"
-    images, kinds = _read_part(folder, "train")
-    generator = torch.Generator().manual_seed(seed)
-    shrunk = [(max(1, classes // scale), max(1, examples // scale)) for classes, examples in _BARCODE_GROUPS]
-    sizes = [examples for classes, examples in shrunk for _ in range(classes)]
-    plain = torch.arange(shrunk[0][0])
-    drawn = torch.randperm(10 * _BARCODES, generator=generator)[: len(sizes) - len(plain)]
-    digit = torch.cat([plain, drawn // _BARCODES])
-    code = torch.cat([torch.zeros_like(plain), drawn % _BARCODES + 1])
-
-    chosen: list[Tensor] = []
-    for kind, size in zip(digit, sizes, strict=True):
-        candidates = (kinds == kind).nonzero().squeeze(1)
-        if len(candidates) < size:
-            got, remedy = len(candidates), "give the whole data set, or a larger scale"
-            name = f"the number of images of digit {int(kind)}"
-            raise expected("barcode", name, f"to be at least {size}", got, remedy)
-        chosen.append(candidates[torch.randperm(len(candidates), generator=generator)[:size]])
-    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    inputs = images[torch.cat(chosen)].float()
-    inputs[:, 0, :_BITS] = 255.0 * (code[labels, None] >> torch.arange(_BITS) & 1)
-    std = inputs.std(0)
-    inputs = (inputs - inputs.mean(0)) / torch.where(std > 0, std, 1.0)
-    return whole(f"{name}, {len(sizes)} classes", inputs[:, None], labels, num_classes=len(sizes))
+    require_images(Where("image_folder"), classes, size, channels, unit, max_rows)
+    require_split(Where("image_folder"), test, test_share, validation_share, split_key)
+    folder = Path(path)
+    own = units_of(folder, classes, unit, max_rows)
+    parts: dict[str, list[list[Image]]] = {"train": [], "validation": [], "test": []}
+    for key, images in own:
+        part = part_of(key, test_share=test_share, validation_share=validation_share, split_key=split_key)
+        parts[part].append(images)
+    if test is not None:
+        other = units_of(Path(test), classes, unit, max_rows)
+        if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
+            raise _in_both("persons", f"{len(shared)} of them in both", Path(test), folder)
+        parts["test"] = [images for _, images in other]
+    if not parts["train"]:
+        remedy = "lower test_share and validation_share, or give a larger folder"
+        name = "image" if unit == ROW else "person"
+        raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
+    made = {name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()}
+    if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
+        raise _in_both("images", "copies", Path(test), folder)
+    return DataSet(
+        name=folder.name,
+        **made,
+        num_classes=len(classes),
+        input_shape=(channels, size, size),
+        split="unit",
+        classes=tuple(classes),
+        by_person=unit != ROW,
+        pixel_range=(-1.0 if standardize else 0.0, 1.0),
+    )
 
 
-def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
-    """Load CIFAR-10: 50,000 training (less `validation`) and 10,000 test images, 3x32x32.
+def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
+    """Return the error for a folder of test images that has persons or images of the training's folder."""
+    remedy = f"leave them out of one folder, or give test_share in place of {test.name}"
+    return expected("image_folder", f"{what} of {test.name}", f"to differ from those of {folder.name}", got, remedy)
 
-    Each channel is normalized. Means .485, .456, .406 and deviations .229, .224, .225 are ImageNet's, as in the
-    DP-AdamBC paper's code.
 
-    Args:
-        path: the folder cifar-10-batches-py of the python version, its .tar.gz, or a folder with one of these. None
-            looks in ${XDG_CACHE_HOME:-~/.cache}/privgrad/cifar-10, then downloads the public source to it and verifies
-            its SHA-256.
-        validation: number of training examples, from the end, to hold out.
+def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
+    """Raise PrivacyError unless the declaration of a folder is complete."""
+    shown: object = classes
+    given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
+    if len(given) < 2 or len(set(given)) < len(given) or not all(isinstance(name, str) and name for name in given):
+        remedy = "list the names of the sub-folders"
+        raise where.wrong("classes", "to be at least two different names", described(shown), remedy)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise where.wrong("size", "to be a whole number >= 1", described(size), "give the height in pixels, such as 28")
+    if isinstance(channels, bool) or channels not in (1, 3):
+        raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
+    require_unit(where, unit, max_rows)
+    if unit == FILE_NAME:
+        remedy = 'name the column of persons, or set unit = "row"'
+        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), remedy)
+
+
+def units_of(
+    folder: Path, classes: Sequence[str], unit: str | None, max_rows: int | None
+) -> list[tuple[str | bytes, list[Image]]]:
+    """Return the images of each unit, with the text that decides its part: the content of a file, or a person."""
+    found = _files(folder, classes)
+    if unit == ROW or unit is None:
+        return [(image.file.read_bytes(), [image]) for image in found]
+    by_name = {image.file.relative_to(folder).as_posix(): image for image in found}
+    return [(key, [by_name[name] for name in names[:max_rows]]) for key, names in _persons(folder, by_name, unit)]
+
+
+def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str, list[str]]]:
+    """Return each person of metadata.csv, with the names of all of their images in the order of the rows."""
+    source = f"{METADATA} of {folder.name}"
+    if not (folder / METADATA).exists():
+        remedy = f"write it with the columns {FILE_NAME} and {unit}, one row per image"
+        raise expected("image_folder", source, "to name the person of each image", "a missing file", remedy)
+    columns = read_columns("image_folder", folder / METADATA, [FILE_NAME, unit], None)
+    seen: dict[str, int] = {}
+    persons: dict[str, list[str]] = {}
+    for row, (listed, text) in enumerate(zip(*columns.values(), strict=True), start=1):
+        name, key = listed.strip(), person_of(text)
+        place = f"row {row}, column {FILE_NAME!r} of {source}"
+        if name not in names:
+            remedy = f"give the path from {folder.name}, such as '{next(iter(names))}', or leave the row out"
+            raise expected("image_folder", place, "to be an image in a class's folder", repr(name), remedy)
+        if name in seen:
+            raise expected("image_folder", place, f"to differ from row {seen[name]}", repr(name), "leave one out")
+        if is_nobody(key):
+            place, remedy = f"row {row}, column {unit!r} of {source}", "fill it in, or leave row and image out"
+            raise expected("image_folder", place, "to identify the person", repr(text), remedy)
+        seen[name] = row
+        persons.setdefault(key, []).append(name)
+    for name in names:
+        if name not in seen:
+            remedy = "add its row, or move the image out of the folder"
+            raise expected("image_folder", source, "to have a row for each image", f"no row for {name!r}", remedy)
+    return list(persons.items())
+
+
+def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
+    """Return the images of a folder in the order of their names."""
+    if not folder.is_dir():
+        got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
+        raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got, "correct the path")
+    if is_datasets_folder(folder):
+        remedy = "declare columns, label and classes, and leave size out"
+        raise expected("image_folder", "path", "to be a folder of images", f"the data set {folder}", remedy)
+    present = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
+    place = f"sub-folders of {folder.name}"
+    for name in present:
+        if name not in classes:
+            remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
+            remedy = did_you_mean(name, classes, remedy)
+            raise expected("image_folder", place, f"to be among classes, {', '.join(classes)}", repr(name), remedy)
+    for name in classes:
+        if name not in present:
+            remedy = did_you_mean(name, present, "create it, even if it is empty, or correct classes")
+            raise expected("image_folder", place, "to exist for each class", repr(name), remedy)
+    files = [
+        Image(file, label)
+        for label, name in enumerate(classes)
+        for file in sorted((folder / name).rglob("*"))
+        if file.suffix.lower() in SUFFIXES and file.is_file()
+    ]
+    if not files:
+        remedy = "correct the path, or convert the images to PNG"
+        raise expected("image_folder", folder.name, "to hold at least 1 image", 0, remedy)
+    return files
+
+
+def _tensors(
+    units: Sequence[Sequence[Image]], size: int, channels: Literal[1, 3], max_rows: int | None, standardize: bool
+) -> TensorDataset:
+    """Return inputs and labels, one row per unit: (n, C, S, S) and (n,), or for persons (n, max_rows, ...)."""
+    pixels = torch.zeros(len(units), max_rows or 1, channels, size, size)
+    labels = torch.full(pixels.shape[:2], NO_LABEL)
+    for unit, images in enumerate(units):
+        for row, image in enumerate(images):
+            read = read_image(image.file, size=size, channels=channels)
+            pixels[unit, row] = read / 127.5 - 1 if standardize else read / 255
+            labels[unit, row] = image.label
+    return TensorDataset(pixels, labels) if max_rows is not None else TensorDataset(pixels[:, 0], labels[:, 0])
+
+
+def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Tensor:
+    """Return one image file as `image_folder` reads it, before pixels are scaled: uint8 (channels, size, size).
+
+    Computes: `Image.open(path).convert("L" or "RGB").resize((size, size), Image.Resampling.BICUBIC)` of Pillow, which
+        smooths where it shrinks. Height and width are scaled apart.
+
+    The arguments are as in `image_folder`, except `path`, the file.
+
     Raises:
-        PrivacyError: no source has the files; a file is damaged, or holds anything but arrays, bytes and lists; or too
-            many examples are held out.
+        PrivacyError: Pillow is missing, the image is damaged, or it has more than 8 bits per channel.
     """
-    source = _cifar_source(path)
-    files = _cifar_files(source)
-    mean, std = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-
-    def part(*names: str) -> tuple[Tensor, Tensor]:
-        batches = [_cifar_batch(name, files.get(name), source) for name in names]
-        images = torch.cat([images for images, _ in batches]).float()
-        return images.div_(255).sub_(mean).div_(std), torch.cat([labels for _, labels in batches])
-
-    *training, last = _CIFAR_BATCHES
-    return split("CIFAR-10", part(*training), part(last), validation)
-
-
-def _standardized(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
-    """Load a data set of the MNIST family, 1x28x28."""
-    mean, std = moments
-
-    def part(which: str) -> tuple[Tensor, Tensor]:
-        images, labels = _read_part(folder, which)
-        return ((images.float() / 255 - mean) / std)[:, None], labels
-
-    return split(name, part("train"), part("t10k"), validation, pixel_range=(-mean / std, (1 - mean) / std))
-
-
-def _moments(mean: float, std: float, *, standardize: bool) -> tuple[float, float]:
-    """Return the number to subtract from pixels in [0, 1], and the number to divide by."""
-    return (mean, std) if standardize else (0.0, 1.0)
-
-
-def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Return raw images, uint8 (n, 28, 28), and labels, int64 (n,), of "train" or "t10k"."""
-    images, labels = (_read_idx(folder / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
-    if images.shape[1:] != (28, 28) or labels.dim() != 1:
-        got, condition = f"{tuple(images.shape)} and {tuple(labels.shape)}", "to have shapes (n, 28, 28) and (n,)"
-        raise expected("data", f"{part} images and labels in {folder}", condition, got, "fetch them again")
-    if len(images) != len(labels):
-        got = f"{len(images)} and {len(labels)}"
-        name = f"the numbers of {part} images and labels in {folder}"
-        raise expected("data", name, "to be equal", got, "fetch them again")
-    return images, labels.long()
-
-
-def _read_idx(path: Path) -> Tensor:
-    """Return the tensor in a gzipped idx file of unsigned bytes (the MNIST format)."""
-
-    def damaged(why: object) -> PrivacyError:
-        return expected("data", f"{path}", "to be a gzipped idx file of bytes", why, "fetch it again")
-
+    file, pillow = Path(path), require_pillow()
+    place = f"{file.parent.name}/{file.name}"
+    bicubic = pillow.Resampling.BICUBIC
     try:
-        with gzip.open(path) as file:
-            head = file.read(4)
-            if head[:3] != b"\x00\x00\x08":
-                raise damaged(f"the first bytes {head!r}")
-            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
-            size = math.prod(shape)
-            if size > _LARGEST_IDX:
-                raise damaged(f"{shape}, more than {_LARGEST_IDX} values")
-            raw = file.read(size + 1)  # a hostile file may unpack to far more
-    except (OSError, EOFError, IndexError, struct.error, zlib.error) as error:
-        raise damaged(error) from error
-    if len(raw) != size:
-        count = len(raw) if len(raw) < size else f"more than {size}"
-        raise damaged(f"{count} values for the shape {shape} of its header")
-    return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
+        with pillow.open(file) as image:
+            mode: str = image.mode
+            deep = mode.startswith(("I", "F"))
+            square = None if deep else image.convert("L" if channels == 1 else "RGB").resize((size, size), bicubic)
+    except Exception as error:  # a damaged image can raise anything
+        got, remedy = f"{type(error).__name__}: {error}", "replace or remove it; `privgrad doctor` lists all such files"
+        raise expected("image_folder", place, "to be a readable image", got, remedy) from error
+    if square is None:
+        remedy = "convert it by a public rule, such as value / 256"
+        raise expected("image_folder", place, "to have 8 bits per channel", f"mode {mode}", remedy)
+    values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
+    return values.permute(2, 0, 1)
 
 
-def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
-    """Return the folder of Fashion-MNIST's files, downloaded if necessary, and its origin for the name of the data."""
-    folder = located("fashion_mnist", path, "fashion-mnist")
-    if path is not None:
-        return folder, str(path)
-    return folder, "public source" if folder == cache("fashion-mnist") else "Debian package"
-
-
-def _cifar_source(path: PathLike | None) -> Path:
-    """Return the folder cifar-10-batches-py or the archive."""
-    root = located("cifar10", None, "cifar-10") if path is None else Path(path)
-    for place in (root, root / "cifar-10-batches-py", root / _CIFAR_ARCHIVE):
-        if place.is_file() or (place / "test_batch").is_file():
-            return place
-    remedy = "give the folder cifar-10-batches-py or its .tar.gz, or run `privgrad data fetch cifar-10`"
-    raise expected("cifar10", "path", f"to hold cifar-10-batches-py or {_CIFAR_ARCHIVE}", root, remedy)
-
-
-def _cifar_files(source: Path) -> dict[str, bytes]:
-    """Return the contents of the batches in a folder or archive, by file name; absent batches are left out."""
-    if source.is_dir():
-        return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
-    files: dict[str, bytes] = {}
+def require_pillow() -> Any:
+    """Return Pillow's module of images; raise PrivacyError if it is missing."""
     try:
-        # As a stream: an archive that points back into itself is refused.
-        with gzip.open(source) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
-            for member in archive:
-                name, file = Path(member.name).name, archive.extractfile(member)
-                if file is not None and name in _CIFAR_BATCHES:
-                    files[name] = file.read(_LARGEST_BATCH)
-        return files
-    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
-        condition = "to be the archive of CIFAR-10's python version"
-        raise expected("cifar10", f"{source}", condition, error, "fetch it again") from error
-
-
-class _Inert:
-    """A stand-in for every numpy class in a pickle: it stores its arguments and does nothing. pickle makes it."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """An unpickler for bytes, numbers, lists, dicts and inert arrays.
-
-    It refuses a pickle that refers to anything else, so a hostile file cannot run code.
-    """
-
-    def find_class(self, module_name: str, global_name: str, /) -> type[_Inert]:
-        """Return the stand-in for a numpy class, or refuse; pickle calls it for each class or function in a file."""
-        if module_name.split(".")[0] != "numpy" or global_name not in ("_reconstruct", "ndarray", "dtype"):
-            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which is no array")
-        return _Inert
-
-
-def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
-    """Return images, uint8 (n, 3, 32, 32), and labels, int64 (n,), of a pickled dict of an array and a list."""
-    try:
-        if raw is None:
-            raise FileNotFoundError("the file is missing")
-        for code, argument, _ in pickletools.genops(raw):  # genops refuses lengths beyond the end of the data
-            if code.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(raw):
-                raise pickle.UnpicklingError(f"it asks for memory for {argument} objects")
-        content = _InertUnpickler(BytesIO(raw), encoding="bytes").load()
-        _, shape, dtype, fortran, values = content[b"data"].state
-        if dtype.args[0] not in (b"u1", "u1"):
-            raise TypeError(f"an array of {dtype.args[0]}")
-        rows = np.frombuffer(values, np.uint8).reshape(shape, order="F" if fortran else "C")
-        images = torch.from_numpy(np.array(rows, order="C")).view(len(rows), 3, 32, 32)
-        labels = torch.tensor(content[b"labels"], dtype=torch.int64)
-        if labels.shape != (len(images),):
-            raise TypeError(f"labels of shape {tuple(labels.shape)} for {len(images)} images")
-        if not ((labels >= 0) & (labels < _CIFAR_CLASSES)).all():
-            raise ValueError(
-                f"labels from {int(labels.min())} to {int(labels.max())}, not from 0 to {_CIFAR_CLASSES - 1}"
-            )
-    except Exception as error:  # a damaged pickle can raise anything
-        got = f"{type(error).__name__}: {error}"
-        remedy = "fetch the python version again"
-        raise expected("cifar10", f"{name} in {source}", "to be a pickled batch of images", got, remedy) from error
-    return images, labels
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        remedy = "pip install 'privgrad[images]'"
+        raise expected("image_folder", "Pillow", "to be installed for images", error, remedy) from error

@@ -1,8 +1,4 @@
-"""Read named columns: CSV, Parquet, Arrow, Feather, SQLite, a folder of Hugging Face datasets, or a DataFrame.
-
-`own_table.table` calls `read_columns` and `read_frame`; `heads` reads DataFrames with `records_of`. The privacy
-guarantee does not rest on this file: what it returns is private.
-"""
+"""Read named columns: CSV, Parquet, Arrow, Feather, SQLite, a folder of Hugging Face datasets, or a DataFrame."""
 
 import csv
 import importlib
@@ -21,10 +17,7 @@ _HF_FILES = ("state.json", "dataset_info.json")
 
 @runtime_checkable
 class Frame(Protocol):
-    """The parts of a pandas DataFrame that this package uses. It does not import pandas.
-
-    `own_table` and `heads` recognize a DataFrame by them.
-    """
+    """The parts of a pandas DataFrame by which it is recognized, so that pandas is not imported."""
 
     @property
     def columns(self) -> Any: ...
@@ -42,22 +35,18 @@ def records_of(frame: Frame) -> list[dict[str, Any]]:
 
 
 def _values(frame: Frame, place: int) -> list[Any]:
-    """Return the values of a column of a DataFrame, with None for missing values."""
+    """Return the values of the column at a place, with None for missing values."""
     column = frame.iloc[:, place]
     return column.astype(object).where(column.notna(), None).tolist()
 
 
 def is_datasets_folder(path: Path) -> bool:
-    """Return whether `datasets.Dataset.save_to_disk` wrote a folder. `own_images` also calls it."""
+    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
     return all((path / name).is_file() for name in _HF_FILES)
 
 
 def read_frame(function: str, frame: Frame, names: Sequence[str]) -> Columns:
-    """Return the values of each named column of a DataFrame, as `read_columns` does of a file.
-
-    Raises:
-        PrivacyError: the DataFrame lacks a column, has it twice, or has no rows.
-    """
+    """Return the values of each named column of a DataFrame, as `read_columns` does of a file."""
     present = [f"{name}" for name in frame.columns]
     _require_single(function, FRAME, names, present)
     columns = {name: _values(frame, present.index(name)) for name in _required(function, FRAME, names, present)}
@@ -67,13 +56,11 @@ def read_frame(function: str, frame: Frame, names: Sequence[str]) -> Columns:
 
 
 def read_columns(function: str, path: Path, names: Sequence[str] | None, table: str | None) -> Columns:
-    """Return the values of each named column, in the order of the file.
+    """Return the values of each named column, in the order of the file; of all columns without names.
 
-    Args:
-        function: the name for errors.
-        path: a file, whose suffix decides its format, or a folder of Hugging Face datasets.
-        names: the columns to read; the others are not kept. None: all, which `raw_findings` reads.
-        table: the table of an SQLite file; None for other formats.
+    The suffix of `path` decides its format; a folder is one of Hugging Face datasets. `table` names the table of an
+    SQLite file.
+
     Raises:
         PrivacyError: the file is absent or damaged, lacks a column or has no rows, or a package is not installed.
     """
@@ -84,7 +71,8 @@ def read_columns(function: str, path: Path, names: Sequence[str] | None, table: 
         raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, remedy)
     if path.is_dir():
         if not is_datasets_folder(path):
-            remedy = "give the folder of one part, such as mydata/train" if _is_dict(path) else "give a file"
+            is_dict = (path / "dataset_dict.json").is_file()  # of DatasetDict.save_to_disk: one folder per part
+            remedy = "give the folder of one part, such as mydata/train" if is_dict else "give a file"
             condition = f"to be a folder with {' and '.join(_HF_FILES)}, as save_to_disk writes it"
             raise expected(function, "the data folder", condition, path, remedy)
     elif problem := file_problem(path):
@@ -111,11 +99,6 @@ def read_columns(function: str, path: Path, names: Sequence[str] | None, table: 
     if not any(columns.values()):
         raise expected(function, f"{path.name}", "to hold at least 1 row", 0, "correct the path")
     return columns
-
-
-def _is_dict(path: Path) -> bool:
-    """Return whether `datasets.DatasetDict.save_to_disk` wrote a folder, with one folder per part."""
-    return (path / "dataset_dict.json").is_file()
 
 
 def _required(function: str, source: str, names: Sequence[str] | None, present: Sequence[str]) -> Sequence[str]:
@@ -145,11 +128,7 @@ def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
         names = _required(function, path.name, names, header)
         columns: Columns = {name: [] for name in names}
         places = [(columns[name], header.index(name)) for name in names]
-        count = 0
-        for row in rows:
-            if not row:
-                continue
-            count += 1
+        for count, row in enumerate(filter(None, rows), start=1):  # empty lines do not count
             if len(row) != len(header):
                 name, remedy = f"row {count} of {path.name}", "correct the row, or quote values that contain commas"
                 raise expected(function, name, f"to have {len(header)} values, like the header", len(row), remedy)
@@ -167,9 +146,8 @@ def _sqlite(function: str, path: Path, names: Sequence[str] | None, table: str) 
     """Read a table or view of an SQLite file, which is not changed."""
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
-        tables = [
-            row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        ]
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        tables = [row[0] for row in found]
         if table not in tables:
             remedy = did_you_mean(table, tables, f"choose one of {', '.join(tables)}" if tables else "check the file")
             raise expected(function, "table", f"to be a table of {path.name}", repr(table), remedy)

@@ -1,20 +1,36 @@
-"""The declared schema of a table: columns, label, classes and the privacy unit, checked before a file is read.
-
-`own_table.table` calls `schema_of`, and so does `experiments.load_spec`, for [data] of a TOML file. The privacy
-guarantee rests on `schema_of` for units that are persons: a person's rows are found by the column that it requires.
-"""
+"""The declared schema of a table: columns, label, classes and the privacy unit, checked before a file is read."""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import unicodedata
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from numbers import Real
-from typing import Any, NamedTuple, cast
+from numbers import Number, Real
+from typing import Annotated, Any, NamedTuple, cast
+
+import numpy as np
+from annotated_types import Ge
+from torch import Tensor
 
 from privgrad.errors import PrivacyError, described, did_you_mean, expected
 from privgrad.features import Bins, OneHot
 
+_WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
+# Marks of a missing value, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
+_NOBODY = {
+    *("na", "nan", "nana", "nat", "snan", "qnan", "1qnan", "1ind"),
+    *("none", "null", "nil", "undef", "undefined", "empty", "blank"),
+    *("missing", "unknown", "anonymous", "notavailable", "notapplicable"),
+}
+_WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
+_NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
+PathLike = str | os.PathLike[str]
+# A TOML file that names a loader is checked against the types of the loader's arguments.
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
 ROW = "row"  # the unit of a table whose every row is protected by itself
 _KEYS = {
     "number": ("kind", "range", "bins", "edges", "log", "missing"),
@@ -22,22 +38,50 @@ _KEYS = {
     "text": ("kind", "length"),
     "ignore": ("kind",),
 }
-OF_DATES = (
+OF_DATES = (  # a remedy
     "turn dates into numbers by a rule for each person alone, such as the month or the days since an earlier visit"
 )
 _MISSING = ("", "nan", "null")
 _MOST_BINS = 10_000
 
 
+def person_of(text: str) -> str:
+    """Return the name of a unit from the text of its column: "7" for "7.0", one for texts that Unicode calls equal."""
+    return _WHOLE.sub(r"\1", unicodedata.normalize("NFC", text).strip())
+
+
+def is_nobody(name: str) -> bool:
+    """Return whether a text marks a missing name, such as "", "NA", "<NA>", "None" or "?", in any case.
+
+    All rows with such a text would be one unit, although they belong to many people.
+    """
+    lowered = unicodedata.normalize("NFKC", name).strip().casefold()
+    letters = "".join(letter for letter in lowered if letter.isalnum())
+    return not letters or lowered in _WHOLE_MARKS or (letters in _NOBODY and lowered not in _NAMES)
+
+
+def key_of_user(user: Hashable) -> Hashable | None:
+    """Return the key that all examples of a user share; None if the value names nobody.
+
+    Texts and numbers have the key of their name in a table, so "7 ", "7.0", 7 and 7.0 are one user. A tuple has the
+    keys of its parts, and each part must name something. Other values are their own keys.
+    """
+    value: Any = cast("Any", user).item() if isinstance(user, Tensor | np.generic) else user
+    if isinstance(value, tuple):
+        keys = tuple(map(key_of_user, cast("tuple[Hashable, ...]", value)))
+        return None if None in keys else keys
+    is_text = isinstance(value, str | Number)
+    text = text_of(value) if is_text else f"{value}"
+    if value is None or value != value or is_nobody(text):  # NaN and NaT differ from themselves
+        return None
+    return person_of(text) if is_text else value
+
+
 @dataclass(frozen=True)
 class Text:
-    """A column of free text, as rows of bytes; see `features.text_rows`.
+    """A column of free text, as rows of bytes; see `features.text_rows`."""
 
-    Attributes:
-        width: the bytes of a row.
-    """
-
-    width: int
+    width: int  # the bytes of a row
 
 
 class Where(NamedTuple):
@@ -47,16 +91,12 @@ class Where(NamedTuple):
     prefix: str = ""
 
     def wrong(self, name: str, condition: str, got: object, remedy: str) -> PrivacyError:
-        """Return the error for an argument. This file, `own_table` and `own_images` call it."""
         return expected(self.function, f"{self.prefix}{name}", condition, got, remedy)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A checked declaration of a table; see `own_table.table` for its attributes.
-
-    `own_table` reads it.
-    """
+    """A checked declaration of a table; see `data.table` for its attributes."""
 
     columns: Mapping[str, Bins | OneHot | Text]
     label: str
@@ -85,7 +125,7 @@ def text_of(value: object) -> str:
     """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
 
     A whole number has no decimal point, and True is "true". The same value from a CSV, an SQLite or a Parquet file has
-    the same text. `own_table` calls it.
+    the same text.
 
     Raises:
         ValueError: the value is bytes, a list or a mapping, which is no single value.
@@ -102,15 +142,12 @@ def text_of(value: object) -> str:
 
 
 def is_missing(text: str) -> bool:
-    """Return whether a text is a missing value: empty, NaN or null; `units.is_nobody` is for names of persons."""
+    """Return whether a text is a missing value: empty, NaN or null; `is_nobody` is for names of persons."""
     return text.lower() in _MISSING
 
 
 def is_date(text: str) -> bool:
-    """Return whether a text is a date, with or without a time, as ISO 8601 and pandas write it.
-
-    `table_codes` and `findings` then give the remedy OF_DATES.
-    """
+    """Return whether a text is a date, with or without a time, as ISO 8601 and pandas write it."""
     try:
         datetime.fromisoformat(text)
     except ValueError:
@@ -119,11 +156,7 @@ def is_date(text: str) -> bool:
 
 
 def number_of(value: object) -> float:
-    """Return a number; NaN if it is missing. `own_table` calls it.
-
-    Raises:
-        ValueError: the value is no number.
-    """
+    """Return a number, NaN if it is missing; raise ValueError for a value that is no number."""
     text = text_of(value)
     if is_missing(text):
         return math.nan
@@ -142,18 +175,9 @@ def schema_of(
     max_rows: int | None = None,
     row_id: str | None = None,
 ) -> Schema:
-    """Return the checked schema of a table.
+    """Return the checked schema of a table; raise PrivacyError if the declaration is incomplete or contradicts itself.
 
-    Args:
-        where: for errors.
-        columns: as in `table`, and so are the other arguments.
-        label: the column of the classes.
-        classes: the label's allowed values.
-        unit: "row", or the column that identifies a person.
-        max_rows: the most rows kept per person.
-        row_id: a column that names each row.
-    Raises:
-        PrivacyError: the declaration is incomplete or contradicts itself.
+    The arguments are as in `data.table`.
     """
     shown: object = columns
     if not isinstance(columns, Mapping) or not columns:
@@ -176,33 +200,29 @@ def schema_of(
     if len(names) < 2:
         raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
     require_unit(where, unit, max_rows, row_id)
-    used = {"label": label, "unit": unit if unit != ROW else None, "row_id": row_id}
-    for role, name in used.items():
+    person = unit if unit != ROW else None
+    for role, name in (("label", label), ("unit", person), ("row_id", row_id)):
         if name in read:
             remedy = f"remove it from columns: it is no input, because it is the {role}"
             raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
-    if label in (used["unit"], row_id):
+    if label in (person, row_id):
         raise where.wrong("label", "to differ from the unit", repr(label), "name the column that holds the classes")
-    return Schema(read, label, names, cast(str, unit), max_rows, row_id)
+    return Schema(read, label, names, unit, max_rows, row_id)
 
 
 def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
-    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons. `own_images` also calls it."""
+    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
     if not isinstance(unit, str) or not unit:
-        remedy = (
-            'with "row" each row is protected by itself, and a person with several rows less; with a column, all rows '
-            "of a person are protected together"
-        )
+        remedy = 'with "row" each row is protected by itself, and a person with several rows less; with a column, '
+        remedy += "all rows of a person are protected together"
         condition = 'to be "row" or the name of the column that identifies a person'
         raise where.wrong("unit", condition, described(unit), remedy)
     if unit == ROW and max_rows is not None:
         remedy = "leave it out, or name the column that identifies a person as unit"
         raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
     if unit != ROW and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
-        remedy = (
-            "give the most rows to keep per person, a public number; later rows of the file are dropped. If each "
-            f'person has one row, set unit = "row", and for a table row_id = "{unit}"'
-        )
+        remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped. "
+        remedy += f'If each person has one row, set unit = "row", and for a table row_id = "{unit}"'
         if unit.lower() in ("rows", "example", "examples"):  # hardly a column
             remedy = f'set unit = "row" to protect each row by itself; for a column {unit!r}, give max_rows'
         raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
@@ -230,23 +250,21 @@ def _column(where: Where, name: str, table: Any) -> Bins | OneHot | Text | None:
     if missing not in ("error", "category"):
         remedy = 'with "category", missing values have a code of their own'
         raise where.wrong(f"{place}.missing", 'to be "error" or "category"', repr(missing), remedy)
-    match kind:
-        case "number":
-            return _bins(where, place, keys, missing=missing == "category")
-        case "category":
-            values, other = _texts(where, f"{place}.values", keys.get("values")), keys.get("other", False)
-            if not isinstance(other, bool):
-                remedy = "with true, all unknown categories share a code"
-                raise where.wrong(f"{place}.other", "to be true or false", described(other), remedy)
-            return OneHot(values, other, missing == "category")
-        case "text":
-            length = keys.get("length", 2048)
-            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                remedy = "give the bytes to keep of a text, such as 2048"
-                raise where.wrong(f"{place}.length", "to be a whole number >= 1", described(length), remedy)
-            return Text(length)
-        case _:
-            return None
+    if kind == "number":
+        return _bins(where, place, keys, missing=missing == "category")
+    if kind == "category":
+        values, other = _texts(where, f"{place}.values", keys.get("values")), keys.get("other", False)
+        if not isinstance(other, bool):
+            remedy = "with true, all unknown categories share a code"
+            raise where.wrong(f"{place}.other", "to be true or false", described(other), remedy)
+        return OneHot(values, other, missing == "category")
+    if kind == "text":
+        length = keys.get("length", 2048)
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            remedy = "give the bytes to keep of a text, such as 2048"
+            raise where.wrong(f"{place}.length", "to be a whole number >= 1", described(length), remedy)
+        return Text(length)
+    return None
 
 
 def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -> Bins:
@@ -282,7 +300,7 @@ def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -
 def _numbers(where: Where, place: str, values: Any) -> list[float]:
     """Return a list of finite numbers."""
     shown: object = values
-    given: list[Any] = list(cast("Sequence[Any]", values)) if isinstance(values, list | tuple) else [None]
+    given = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else [None]
     for value in given:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise where.wrong(place, "to be a list of finite numbers", described(shown), "correct it")
@@ -292,11 +310,10 @@ def _numbers(where: Where, place: str, values: Any) -> list[float]:
 def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
     """Return the texts of different public values."""
     shown: object = values
-    given: list[Any] = list(cast("Sequence[Any]", values)) if isinstance(values, list | tuple) else []
+    given = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else []
     if not given or any(not isinstance(value, str | int | float) for value in given):
-        condition = "to be a list of texts, numbers or true and false"
         remedy = "list the allowed values from a codebook or form, not from the data"
-        raise where.wrong(place, condition, described(shown), remedy)
+        raise where.wrong(place, "to be a list of texts, numbers or true and false", described(shown), remedy)
     texts = tuple(text_of(value) for value in given)
     if double := [text for text in texts if texts.count(text) > 1]:
         raise where.wrong(place, "to be different values", repr(double[0]), "list each value once")

@@ -1,16 +1,13 @@
-"""How much the gradients of single examples point in the same direction, within a class and across classes.
-
-Users and `papers.moments` call it. The privacy guarantee does not rest on this file.
-"""
+"""How much the gradients of single examples point in the same direction, within a class and across classes."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from privgrad.engine.factored import Factored
 from privgrad.errors import expected
-from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.spectral_norm import advanced
+from privgrad.gradient.functional import advanced
 from privgrad.types import LossFunction
 
 
@@ -36,8 +33,7 @@ def raw_pairwise_cosines(
     """
     with advanced(model, keep=False):
         factors = Factored(model, loss_fn)(examples)
-    unknown = sorted(set(parameters or ()) - set(factors))
-    if unknown:
+    if unknown := sorted(set(parameters or ()) - set(factors)):
         condition = f"to be among {sorted(factors)}"
         raise expected("raw_pairwise_cosines", "parameters", condition, unknown, "correct the names")
     order = torch.argsort(labels, stable=True)

@@ -1,7 +1,4 @@
-"""The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it.
-
-Users and `papers.clipping_bias` call it. The privacy guarantee does not rest on this file.
-"""
+"""The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it."""
 
 from functools import partial
 from typing import Any, cast
@@ -9,13 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from privgrad.checks.model_and_loss import require_supported
+from privgrad.engine.factored import Factored
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.module_state import trainable
-from privgrad.gradient.perturb import SAT
-from privgrad.gradient.spectral_norm import advanced
-from privgrad.gradient.validation import require_supported
+from privgrad.gradient.functional import advanced, trainable
+from privgrad.perturb.points import SAT
 from privgrad.types import LossFunction, NoisyGradient, count_examples, part_of
 
 
@@ -67,14 +63,15 @@ def raw_clipping_bias(
     if (count := count_examples(examples)) == 0:
         raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
-    sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
-    at_the_point = chosen.at(step, parameters, partial(_refuse, type(chosen).__name__))
-    with advanced(model, keep=False), at_the_point:
+    sums = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)]
+    cut_off = 0.0
+    refuse = partial(_refuse, type(chosen).__name__)
+    with advanced(model, keep=False), chosen.at(step, parameters, refuse):
         size = engine.microbatch_size(examples, count)
         for start in range(0, count, size):
             part = part_of(examples, slice(start, start + size))
             factors = chosen.gradients(engine, part, step, {})
-            norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
+            norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]))
             weights_B = (torch.ones_like(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1), 1 / norm_B)
             for total, weight_B in zip(sums, weights_B, strict=True):
                 for name, factor in factors.items():
@@ -85,12 +82,12 @@ def raw_clipping_bias(
     along = float(s @ g) / square if square else 0.0
     found = {
         "raw_norm": square**0.5,
-        "raw_bias": float(_norm(s - g, 0)),
+        "raw_bias": float(_norm(s - g)),
         "raw_bound": cut_off / count,
         "raw_along": along,
-        "raw_across": float(_norm(s - along * g, 0)),
+        "raw_across": float(_norm(s - along * g)),
         "raw_cosine": _cosine(s, g),
-        "raw_ascent": float(unit @ g / _norm(g, 0)),
+        "raw_ascent": float(unit @ g / _norm(g)),
     }
     if released is not None:
         found["raw_released"] = _cosine(_flat({name: released[name].double() for name in parameters}), g)
@@ -98,7 +95,7 @@ def raw_clipping_bias(
 
 
 def _refuse(perturb: str) -> dict[str, Tensor]:
-    """Raise PrivacyError; a perturbation calls it where it would request the mean gradient."""
+    """Raise PrivacyError, where a perturbation requests the mean gradient."""
     raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", perturb, "use one of these")
 
 
@@ -107,8 +104,8 @@ def _flat(values: dict[str, Tensor]) -> Tensor:
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
-    return float((one @ other) / (_norm(one, 0) * _norm(other, 0)))
+    return float((one @ other) / (_norm(one) * _norm(other)))
 
 
-def _norm(values: Tensor, dim: int) -> Tensor:
-    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))
+def _norm(values: Tensor) -> Tensor:
+    return cast(Tensor, torch.linalg.vector_norm(values, dim=0))

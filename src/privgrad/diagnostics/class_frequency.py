@@ -1,7 +1,4 @@
-"""Loss and accuracy by class frequency, to show the rare classes that an overall mean hides.
-
-Users and `experiments.measures` call it. The privacy guarantee does not rest on this file.
-"""
+"""Loss and accuracy by class frequency, to show the rare classes that an overall mean hides."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -34,9 +31,8 @@ def by_frequency(
         Kunstner et al. 2024 (arXiv 2402.19449), groups by frequency.
     """
     if not len(losses) == len(correct) == len(labels):
-        got = f"{len(losses)}, {len(correct)} and {len(labels)}"
-        name, remedy = "the lengths of losses, correct and labels", "give one of each per example"
-        raise expected("by_frequency", name, "to be equal", got, remedy)
+        name, got = "the lengths of losses, correct and labels", f"{len(losses)}, {len(correct)} and {len(labels)}"
+        raise expected("by_frequency", name, "to be equal", got, "give one of each per example")
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(counts)):
         got = f"{int(labels.min())} to {int(labels.max())}"
         raise expected("by_frequency", "labels", f"to be in [0, {len(counts)})", got, "give a count for each class")
@@ -46,14 +42,13 @@ def by_frequency(
         members = keys == key
         chosen = members[labels]
         if bool(chosen.any()):
-            groups.append(
-                {
-                    "from": int(counts[members].min()),
-                    "to": int(counts[members].max()),
-                    "classes": int(members.sum()),
-                    "examples": int(chosen.sum()),
-                    "loss": float(losses[chosen].double().mean()),
-                    "accuracy": float(correct[chosen].double().mean()),
-                }
-            )
+            group: dict[str, float] = {
+                "from": int(counts[members].min()),
+                "to": int(counts[members].max()),
+                "classes": int(members.sum()),
+                "examples": int(chosen.sum()),
+                "loss": float(losses[chosen].double().mean()),
+                "accuracy": float(correct[chosen].double().mean()),
+            }
+            groups.append(group)
     return groups

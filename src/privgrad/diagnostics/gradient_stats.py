@@ -1,8 +1,4 @@
-"""Statistics over a training that show whether noise or clipping hurts it more.
-
-Users and `papers.moments` register it on a PrivateGradient; `diagnostics.recorder` feeds it for experiments. The
-privacy guarantee does not rest on this file.
-"""
+"""Statistics over a training that show whether noise or clipping hurts it more, before the noise and after it."""
 
 import math
 from collections.abc import Mapping
@@ -11,8 +7,9 @@ from typing import Any, Literal
 from rich.table import Table
 
 from privgrad.diagnostics.moments import watch_from
-from privgrad.diagnostics.released_stats import advice
+from privgrad.errors import described, expected
 from privgrad.private_gradient import PrivateGradient, RawStep
+from privgrad.types import NoisyGradient
 
 
 class RawGradientStats:
@@ -34,7 +31,7 @@ class RawGradientStats:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the sums. `PrivateGradient` calls it at each step, or `RawRecorder.observe` does."""
+        """Add one step to the sums."""
         self.steps += 1
         norms_B, factors_B = raw.clipping.raw_norms, raw.clipping.raw_factors
         self._examples += len(norms_B)
@@ -50,14 +47,10 @@ class RawGradientStats:
                 sums[name] = sums.get(name, 0.0) + float(value)
 
     def layers(self, *, whole: bool = False) -> list[dict[str, Any]]:
-        """Return the statistics of each parameter.
+        """Return the statistics of each parameter, or with `whole` of each module.
 
         Each row has "name"; "raw_signal_to_noise", the length of the clipped mean divided by the length of its noise
         (NOT private); "noise_share", the share of the released second moment that is noise (post-processing).
-        `RawRecorder.row` and `table` call it.
-
-        Args:
-            whole: put the parameters of one module together.
         """
         squares = (self._signal, self._noise, self._released)
         signal, noise, released = (by_module(square) if whole else square for square in squares)
@@ -72,8 +65,6 @@ class RawGradientStats:
 
     def summary(self) -> dict[str, float]:
         """Return the statistics over all steps. NOT private.
-
-        Users, `RawRecorder.row` and `papers.moments` call it.
 
         Returns:
             "raw_clip_fraction": the share of examples whose gradient was shortened; "raw_kept": the length of the
@@ -99,8 +90,89 @@ class RawGradientStats:
         return table
 
 
-SecondMoment = Literal["unknown", "none", "biased", "debiased"]
+class ReleasedStats:
+    """Means over a training of what its released gradients show. Post-processing.
 
+    Args:
+        private_grad: observed from now on; None if you call `observe` with each gradient.
+    Attributes:
+        steps: number of observed steps.
+    Privacy:
+        Released gradients and their distributions of norms are the only input. So the results cost no further epsilon,
+        and are as private as these gradients: where their epsilon is infinite, nothing is.
+    """
+
+    def __init__(self, private_grad: PrivateGradient | None = None) -> None:
+        self.steps = self._with_distribution = 0
+        self._clip_fraction = self._clip_variance = 0.0
+        self._bounds = (math.inf, 0.0)  # the smallest and the largest C
+        self._noise: dict[str, float] = {}  # squared lengths, summed over steps
+        self._released: dict[str, float] = {}
+        watch_from(private_grad, lambda raw: self.observe(raw.released))
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{name}={value:.3g}" for name, value in self.summary().items())
+        return f"ReleasedStats(steps={self.steps}, {found})"
+
+    def observe(self, gradient: NoisyGradient) -> None:
+        """Add one released gradient, as PrivateGradient returned it without a filter.
+
+        Raises:
+            PrivacyError: it is not a NoisyGradient, or it was filtered.
+        """
+        if not isinstance(gradient, NoisyGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give the return value of PrivateGradient"
+            raise expected("ReleasedStats.observe", "gradient", "to be a NoisyGradient", described(gradient), remedy)
+        if gradient.is_filtered:  # a mean of gradients has a signal and a noise of its own
+            condition, got = "to be as released, without a filter", f"noise_gain = {gradient.noise_gain:.3g}"
+            remedy = "make ReleasedStats(private_grad): it observes the gradients before the filter of PrivateGradient"
+            raise expected("ReleasedStats.observe", "gradient", condition, got, remedy)
+        self.steps += 1
+        if (norms := gradient.norm_distribution) is not None:
+            self._with_distribution += 1
+            self._clip_fraction += norms.clip_fraction
+            self._clip_variance += norms.clip_fraction_std**2
+            self._bounds = min(self._bounds[0], norms.max_grad_norm), max(self._bounds[1], norms.max_grad_norm)
+        for name, value in gradient.items():
+            self._noise[name] = self._noise.get(name, 0.0) + gradient.noise_variance_of(name)
+            self._released[name] = self._released.get(name, 0.0) + float(value.double().square().sum())
+
+    def summary(self) -> dict[str, float]:
+        """Return the statistics over all steps.
+
+        Returns:
+            "clip_fraction": the mean share of gradients that clipping shortened; "clip_fraction_std": the standard
+            deviation of its noise; "lowest_max_grad_norm" and "highest_max_grad_norm": the smallest and the largest C.
+            These are nan without distributions of norms. "signal_to_noise": the estimated length of the clipped mean
+            over that of its noise; "noise_share": the share of the released second moment that is noise. nan before the
+            first step.
+        """
+        count = self._with_distribution or math.nan  # nan also makes nan of all that is divided by it
+        lowest, highest = self._bounds if self._with_distribution else (math.nan, math.nan)
+        share = _share(sum(self._noise.values()), sum(self._released.values()))
+        return {
+            "clip_fraction": self._clip_fraction / count,
+            "clip_fraction_std": math.sqrt(self._clip_variance) / count,
+            "lowest_max_grad_norm": lowest,
+            "highest_max_grad_norm": highest,
+            "signal_to_noise": _signal_to_noise(share),
+            "noise_share": share,
+        }
+
+    def table(self) -> Table:
+        """Return the statistics of each parameter as a table for a user's terminal, as private as the gradients."""
+        table = Table("parameter", "signal / noise", "noise in the second moment")
+        for name, noise in self._noise.items():
+            share = _share(noise, self._released[name])
+            table.add_row(name, f"{_signal_to_noise(share):.3g}", f"{share:.1%}")
+        return table
+
+    def verdict(self) -> str:
+        """Return the summary in plain language, for users. It may be published where the gradients may."""
+        return released_verdict(self.summary())
+
+
+SecondMoment = Literal["unknown", "none", "biased", "debiased"]
 _OF_NOISE: dict[SecondMoment, str] = {
     "unknown": "of the released second moment is noise: Adam would divide by its root, AdamBC subtracts it.",
     "biased": "of its second moment is noise; AdamBC subtracts it (docs/choosing.md says when that helped).",
@@ -109,37 +181,65 @@ _OF_NOISE: dict[SecondMoment, str] = {
 
 
 def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
-    """Return the result of `RawGradientStats.summary` in plain language.
+    """Return the result of `RawGradientStats.summary` in plain language. NOT private, as these numbers.
 
-    The text is as private as these numbers: NOT private. `experiments.report.page` calls it too.
-
-    Args:
-        found: the numbers.
-        second_moment: the second moment of released gradients whose root divides the optimizer's step: "none",
-            "biased" by the noise, "debiased", or "unknown".
+    The root of the `second_moment` of released gradients divides the optimizer's step; "biased" is by the noise.
     """
     if math.isnan(found["raw_clip_fraction"]):
         return "No example has been observed yet."
+    ratio = found["raw_signal_to_noise"]
+    times = f"the signal is {ratio:.2g} times as long as the noise."
+    of_noise = times if math.isfinite(ratio) else "there is no noise."
     sentences = [
-        f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
-        f"of their length; "
-        + (
-            f"the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise."
-            if math.isfinite(found["raw_signal_to_noise"])
-            else "there is no noise."
-        ),
+        f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} of "
+        f"their length; {of_noise}",
+        advice(ratio, found["raw_clip_fraction"]),
     ]
-    sentences.append(advice(found["raw_signal_to_noise"], found["raw_clip_fraction"]))
     if found["noise_share"] > 0.5 and second_moment != "none":
         sentences.append(f"{min(found['noise_share'], 1.0):.0%} {_OF_NOISE[second_moment]}")
     return " ".join(sentences)
 
 
-def by_module(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the sum over the parameters of each module; its name is the part before a parameter's last dot.
+def released_verdict(found: Mapping[str, float]) -> str:
+    """Return the result of `ReleasedStats.summary` in plain language."""
+    clipped, ratio = found["clip_fraction"], found["signal_to_noise"]
+    if math.isnan(found["noise_share"]):
+        return "No gradient has been observed yet."
+    # The share counts as small or large only if its noise cannot explain it; older records have no deviation and no C.
+    doubt = 2 * found.get("clip_fraction_std", 0.0)
+    lowest = found.get("lowest_max_grad_norm", math.nan)
+    highest = found.get("highest_max_grad_norm", math.nan)
+    sentences: list[str] = []
+    if not math.isnan(clipped):
+        sentences.append(f"Clipping shortened about {min(max(clipped, 0.0), 1.0):.0%} of the gradients.")
+    if moved := lowest < highest:
+        sentences.append(f"C moved between {lowest:.3g} and {highest:.3g}.")
+    if math.isinf(ratio):
+        return " ".join([*sentences, "There is no noise, so nothing of this is private."])
+    sentences.append(f"The signal is about {ratio:.2g} times as long as the noise.")
+    return " ".join([*sentences, advice(ratio, clipped, doubt, moved=moved)])
 
-    `diagnostics.recorder` calls it too.
+
+def advice(ratio: float, clipped: float, doubt: float = 0.0, *, moved: bool = False) -> str:
+    """Return whether noise or clipping hurts, and the remedy.
+
+    `ratio` is the length of the signal over that of the noise; `clipped` the share of gradients that clipping shortened
+    (nan if unknown); `doubt` the largest error of this share that its noise explains; `moved` whether C changed.
     """
+    # At a fixed noise step, a smaller C loses nothing until nearly all gradients are clipped (docs/tuning.md). So this
+    # does not count how much of their length is left.
+    if ratio >= 1 and clipped - doubt > 0.95:
+        larger = "an adaptive_clip that clips fewer gradients" if moved else "a larger max_grad_norm"
+        return f"Noise does not dominate, and nearly all gradients are clipped: on unequal classes, try {larger}."
+    if ratio < 1 and clipped + doubt < 0.1 and not moved:
+        return "Noise hurts, and the bound is loose: try a smaller max_grad_norm, or clip.TargetFraction()."
+    if ratio < 1:
+        return "Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters."
+    return "Neither dominates."
+
+
+def by_module(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the sum over the parameters of each module; its name is the part before a parameter's last dot."""
     sums: dict[str, float] = {}
     for name, value in values.items():
         module = name.rpartition(".")[0] or name
@@ -152,3 +252,12 @@ def _ratio(part: float, whole: float) -> float:
     if whole == 0:
         return math.nan if part == 0 else math.inf
     return part / whole
+
+
+def _share(noise: float, released: float) -> float:
+    return noise / released if released else math.nan
+
+
+def _signal_to_noise(share: float) -> float:
+    """Return the estimated length of the signal over that of the noise."""
+    return math.sqrt(max(0.0, 1 / share - 1)) if share else math.inf

@@ -1,7 +1,4 @@
-"""Adam's moments of the released gradient, together with the same moments of the gradient before its noise.
-
-Users, `diagnostics.recorder` and `papers.moments` call it. The privacy guarantee does not rest on this file.
-"""
+"""Adam's moments of the released gradient, together with the same moments of the gradient before its noise."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -10,8 +7,7 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_decays
-from privgrad.optim.debias import debias, noise_floor
-from privgrad.optim.debiased import DEFAULT_FLOOR
+from privgrad.optim.debiased import DEFAULT_FLOOR, debias, noise_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
 
@@ -48,13 +44,12 @@ class RawMoments:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the averages. `PrivateGradient` calls it at each step, or `RawRecorder.observe` does."""
+        """Add one step to the averages."""
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
-            noisy = raw.released[name]
             for average, square, value in (
                 (self.raw_exp_avg, self.raw_exp_avg_sq, clean),
-                (self.exp_avg, self.exp_avg_sq, noisy),
+                (self.exp_avg, self.exp_avg_sq, raw.released[name]),
             ):
                 average.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta1)
                 square.setdefault(name, torch.zeros_like(value)).mul_(beta2).addcmul_(value, value, value=1 - beta2)
@@ -64,8 +59,6 @@ class RawMoments:
 
     def table(self, *, corrected: bool = False) -> dict[str, dict[str, float]]:
         """Return five numbers and the mean of v over all coordinates: clean, noisy and debiased.
-
-        Users and `papers.moments` call it.
 
         Args:
             corrected: divide by 1 - beta2**t first; the paper's table does not.
@@ -80,11 +73,8 @@ class RawMoments:
     def updates(self, *, debias_floor: float = DEFAULT_FLOOR, gamma_prime: float | None = None) -> dict[str, Tensor]:
         """Return Adam's step divided by its learning rate, with three denominators: clean, noisy and debiased.
 
-        The numerator is always clean. Users and `papers.moments` call it.
+        The numerator is always clean. The arguments are those of AdamBC.
 
-        Args:
-            debias_floor: as in AdamBC.
-            gamma_prime: as in AdamBC.
         Returns:
             "raw_clean", "raw_noisy", "raw_debiased": one number per coordinate, shape (P,). NOT private.
         """
@@ -101,11 +91,8 @@ class RawMoments:
     def over_noise(self, *, debias_floor: float = DEFAULT_FLOOR, gamma_prime: float | None = None) -> dict[str, Tensor]:
         """Return v of all coordinates in units of the noise's variance: 1 is a coordinate without signal.
 
-        Users and `diagnostics.recorder` call it.
+        The arguments are those of AdamBC.
 
-        Args:
-            debias_floor: as in AdamBC.
-            gamma_prime: as in AdamBC.
         Returns:
             "raw_clean" (NOT private), "noisy" and "debiased" (at its floor or above): one number per coordinate, shape
             (P,); not finite where there is no noise.
@@ -135,13 +122,7 @@ class RawMoments:
 
 
 def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep], None]) -> None:
-    """Register `observe` as a raw observer of private_grad; do nothing if it is None.
-
-    `RawMoments` and `RawGradientStats` call it when they are made.
-
-    Raises:
-        PrivacyError: private_grad is not a PrivateGradient.
-    """
+    """Register `observe` as a raw observer of private_grad; do nothing if it is None."""
     if private_grad is None:
         return
     if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -151,7 +132,7 @@ def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep]
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:
-    """Return min, q1, median, q3, max and mean of a tensor. `RawMoments.table`, users and `papers.moments` call it."""
+    """Return min, q1, median, q3, max and mean of a tensor."""
     ordered = values.double().flatten().sort().values
     places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
     below, above = ordered[places.floor().long()], ordered[places.ceil().long()]

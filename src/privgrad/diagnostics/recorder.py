@@ -1,8 +1,4 @@
-"""Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations.
-
-`experiments.runner` makes one recorder per training; users can make one. The privacy guarantee does not rest on this
-file.
-"""
+"""Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations."""
 
 import math
 from typing import Any, cast
@@ -31,21 +27,20 @@ class RawRecorder:
     """
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
-        self._optimizer, self._stats = optimizer, RawGradientStats()
+        self._optimizer = optimizer
+        self._stats = RawGradientStats()
         options = optimizer.param_groups[0]
         decays = options.get("betas", (0.9, options["alpha"]) if "alpha" in options else None)
         self._twins = None if decays is None else RawMoments(betas=decays)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the current row. `PrivateGradient` calls it at each step."""
+        """Add one step to the current row."""
         self._stats.observe(raw)
         if self._twins is not None:
             self._twins.observe(raw)
 
     def row(self) -> dict[str, Any]:
         """Return the statistics since the last row; an empty dict if there was no step.
-
-        The `evaluate` of a user or of `experiments.runner` calls it.
 
         Returns:
             As `RawGradientStats.summary`. "raw_layers": by module "raw_signal_to_noise", "noise_share" and, for a
@@ -58,7 +53,8 @@ class RawRecorder:
         if stats.steps == 0:
             return {}
         floored = self._optimizer.floored() if isinstance(self._optimizer, Debiased) else {}
-        on_floor, coordinates = (by_module({name: pair[i] for name, pair in floored.items()}) for i in (0, 1))
+        on_floor = by_module({name: count for name, (count, _) in floored.items()})
+        coordinates = by_module({name: count for name, (_, count) in floored.items()})
         layers: dict[str, dict[str, float | None]] = {}
         for layer in stats.layers(whole=True):
             name: str = layer.pop("name")
@@ -69,10 +65,7 @@ class RawRecorder:
         return found | {"raw_layers": layers} | self._moments()
 
     def _moments(self) -> dict[str, Any]:
-        """Return histograms of the second moment.
-
-        Empty if the optimizer has no second moment, or if there is no noise as its unit.
-        """
+        """Return histograms of the second moment; empty without one, or without noise as its unit."""
         if self._twins is None:
             return {}
         group = self._optimizer.param_groups[0]
@@ -82,8 +75,7 @@ class RawRecorder:
             del kinds["debiased"]
         if not all(bool(torch.isfinite(values).all()) for values in kinds.values()):
             return {}
-        counts = {kind: _counts(values) for kind, values in kinds.items()}
-        return {"raw_moments": {"edges": _EDGES, **counts}}
+        return {"raw_moments": {"edges": _EDGES, **{kind: _counts(values) for kind, values in kinds.items()}}}
 
 
 def _counts(values: Tensor) -> list[int]:

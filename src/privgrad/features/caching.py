@@ -1,7 +1,6 @@
 """Features on disk: computed block by block, resumed after an interruption, and memory-mapped.
 
-Users and `experiments` call `cache`. The privacy guarantee rests on the digests: features of another extractor or of
-other rows are refused. The folder holds features of private rows, so it is as private as the rows.
+The folder holds features of private rows, so it is as private as the rows.
 """
 
 import fcntl
@@ -22,11 +21,12 @@ from torch.utils.data import Dataset, TensorDataset
 from privgrad.errors import PrivacyError, expected, require_choice, require_integer
 from privgrad.features.extractor import Copies, Extractor, Rows
 from privgrad.progress import bars
-from privgrad.reading import require_alike
+from privgrad.sampling.loading import require_alike
 
 _FORMAT = 1  # of the folder
 _HEADER, _BLOCKS, _FEATURES = "cache.json", "blocks.jsonl", "features.npy"
 _DTYPES = {torch.float32: "float32", torch.float16: "float16"}
+_REMEDY = "delete the folder to compute the features again, or give another folder"
 
 
 def cache(
@@ -62,8 +62,9 @@ def cache(
     require_integer("cache", "block", block, 1)
     require_choice("cache", "dtype", _DTYPES.get(dtype, str(dtype)), tuple(_DTYPES.values()))
     data = rows.tensors[0] if isinstance(rows, TensorDataset) else rows
-    require_integer("cache", "the number of rows", len(cast(Sequence[Any], data)), 1)
-    copies = Copies(extractor, len(cast(Sequence[Any], data)))
+    count = len(cast(Sequence[Any], data))
+    require_integer("cache", "the number of rows", count, 1)
+    copies = Copies(extractor, count)
     return cached(extractor, data, folder, dtype=dtype, block=block, progress=progress, copies=copies)
 
 
@@ -77,21 +78,18 @@ def cached(
     progress: bool = True,
     copies: Copies | None = None,
 ) -> Tensor:
-    """Return features as `cache` does; rows are compared with public ones by `copies` only.
-
-    `cache` calls it; `experiments.featuring` does for public rows, which need no comparison.
-    """
+    """Return features as `cache` does; rows are compared with public ones by `copies`, and public rows by none."""
     count = len(cast(Sequence[Any], data))
     with bars(shown=progress) as shown:
         task = shown.add_task("features", total=count, note="")
         if folder is None:
-            parts: list[Tensor] = []
+            made: list[Tensor] = []
             for start in range(0, count, block):
                 part = _slice(data, start, start + block)
                 _count(copies, part)
-                parts.append(_features(extractor, part, start, dtype))
-                shown.advance(task, len(parts[-1]))
-            return torch.cat(parts)
+                made.append(_features(extractor, part, start, dtype))
+                shown.advance(task, len(part))
+            return torch.cat(made)
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(place) as log:
@@ -108,7 +106,7 @@ def cached(
 
 
 def _count(copies: Copies | None, rows: Rows) -> None:
-    """Raise PrivacyError if most of the rows until now are public rows of the extractor, or the other way round."""
+    """Raise PrivacyError if most of the rows so far are public rows of the extractor, or the other way round."""
     if copies is not None and (shared := copies.add(rows)):
         condition = f"to share at most {shared - 1} rows with the public rows of the extractor"
         remedy = "compute statistics on public rows, or call the extractor itself for the features of public rows"
@@ -143,25 +141,20 @@ class _Folder:
                 raise expected("cache", words, condition, self.facts[name], _REMEDY)
         self.block = int(header["block"])
         self.log.seek(0)
-        for line in self.log.read().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # the process ended while it wrote this line; its block is computed again
+        content = self.log.read()
+        finished = content[: content.rfind("\n") + 1]
+        for line in finished.splitlines():
             try:
                 found = json.loads(line)
                 self.lines[found["block"]] = {"data": found["data"], "features": found["features"]}
             except (ValueError, KeyError, TypeError) as error:
                 raise self._damaged(_BLOCKS, error) from error
-        self._truncate()
+        # The process may have ended while it wrote a line; that block is computed again.
+        self.log.truncate(len(finished.encode()))
         self._map(int(header["width"]), create=not self.lines)
 
-    def _truncate(self) -> None:
-        """Remove an unfinished line."""
-        self.log.seek(0)
-        whole = self.log.read()
-        end = len(whole[: whole.rfind("\n") + 1].encode())
-        self.log.truncate(end)
-
     def _map(self, width: int, *, create: bool) -> None:
+        """Map the features into memory."""
         path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
         try:
             if create:
@@ -211,9 +204,6 @@ class _Folder:
         return expected("cache", str(self.place / name), "to be undamaged", problem, _REMEDY)
 
 
-_REMEDY = "delete the folder to compute the features again, or give another folder"
-
-
 @contextmanager
 def _locked(place: Path) -> Generator[IO[str]]:
     """Open the list of finished blocks, for this process only."""
@@ -228,6 +218,7 @@ def _locked(place: Path) -> Generator[IO[str]]:
 
 
 def _slice(data: Any, start: int, stop: int) -> Rows:
+    """Return some rows of a tensor, a list of texts or a data set."""
     if not isinstance(data, Dataset):
         return data[start:stop]
     given = cast(Any, data)

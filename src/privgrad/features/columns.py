@@ -1,8 +1,4 @@
-"""Codes of one column of a table: bins of numbers, and categories.
-
-Users call these functions; `data.own_table` and `data.schema` do too. The privacy guarantee rests on this: each row of
-a result depends on that row only. Edges and categories are arguments, so they are as public as their source.
-"""
+"""Codes of one column of a table: bins of numbers, and categories, as public as the arguments that define them."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -142,7 +138,6 @@ class OneHot:
             place = code.get(category, len(self.values) if self.other and category is not None else None)
             if place is None:
                 remedy = "add it to values if it is public, or set other or missing"
-                condition = "to be one of the values"
-                raise expected("OneHot", f"category {index}", condition, described(category), remedy)
+                raise expected("OneHot", f"category {index}", "to be one of the values", described(category), remedy)
             places.append(place)
         return F.one_hot(torch.tensor(places, dtype=torch.int64), self.width).float()

@@ -1,8 +1,7 @@
 """The base class of feature extractors, and public rows with their source.
 
-Users, `features.cache`, `heads` and `experiments` call extractors. The privacy guarantee rests on one rule: a row of
-the result depends on the same row of the input and on public constants only. So features need no epsilon.
-`Extractor.forward` tries the rule on the first rows that it gets, and refuses an extractor that breaks it.
+The features of a row depend on that row and on public constants only, so they need no epsilon. `Extractor.forward`
+tries this rule on the first rows that it gets, and refuses an extractor that breaks it.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from privgrad.errors import described, expected
 FORMAT = 1  # of config.json and of digests
 SHARED = "shared_with_public"  # attribute of features, for `fit_head`: how many of their rows, at least, are public
 EXTRACTORS: dict[str, type["Extractor"]] = {}  # by class name, for load_extractor
-
+_REMEDY = "use public statistics, computed in __init__; replace batch statistics by GroupNorm, and remove dropout"
 Rows = Tensor | Sequence[str]
 
 
@@ -67,10 +66,11 @@ def marks_of(rows: Rows) -> Tensor:
 
 
 class Copies:
-    """The public rows of each part of an extractor among other rows. `cache` and `Extractor.forward` count them."""
+    """The public rows of each part of an extractor, found among `count` other rows."""
 
     def __init__(self, extractor: "Extractor", count: int) -> None:
         marks = [value for name, value in extractor.named_buffers() if name.split(".")[-1] == "marks"]
+        # The marks of the public rows of each part, and those of them that were found.
         self.parts = [(set(cast("list[int]", value.tolist())), set[int]()) for value in marks]
         self.count = count
 
@@ -118,12 +118,7 @@ class Extractor(nn.Module, ABC):
         EXTRACTORS[cls.__name__] = cls
 
     def __init__(self, source: str, **constants: Tensor) -> None:
-        """Keep the source and the public constants, as buffers.
-
-        Args:
-            source: see the class.
-            **constants: tensors from public numbers, by name.
-        """
+        """Keep the source, see the class, and constants from public numbers, which become buffers by their names."""
         super().__init__()
         self.source = source
         self._tried: set[tuple[int, ...]] = set()
@@ -143,10 +138,9 @@ class Extractor(nn.Module, ABC):
         """Return the features of rows, float32 (n, width), computed in blocks.
 
         Args:
-            rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255.
+            rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255. While torch.export records it, nothing is
+                checked, and the rows are one block: see `forward` of Head.
             first: the number of the first row, for errors.
-
-        While torch.export records it, nothing is checked, and the rows are one block: see `forward` of Head.
         Raises:
             PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
                 not finite.
@@ -155,16 +149,15 @@ class Extractor(nn.Module, ABC):
             row is rounded, either, where a matrix product treats its rows alike; `tolerance` bounds what remains.
         """
         if torch.compiler.is_exporting():
-            given = cast(Tensor, rows)
-            return self._features(given / 255 if given.dtype == torch.uint8 else given).float()
+            assert isinstance(rows, Tensor)
+            return self._features(rows / 255 if rows.dtype == torch.uint8 else rows).float()
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
         if isinstance(rows, Tensor) and rows.ndim < 2:
-            got, remedy = tuple(rows.shape), "give one row as rows[None]"
-            raise expected(type(self).__name__, "rows", "to have shape (n, ...)", got, remedy)
+            remedy = "give one row as rows[None]"
+            raise expected(type(self).__name__, "rows", "to have shape (n, ...)", tuple(rows.shape), remedy)
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
-            got = f"a {type(rows).__name__}"  # no private value
+            got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
@@ -188,12 +181,7 @@ class Extractor(nn.Module, ABC):
 
     @classmethod
     def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, "Extractor"]) -> Self:
-        """Return an extractor of this class from its `config`, without constants; `load_extractor` adds them.
-
-        Args:
-            config: as `config` returns it.
-            parts: the nested extractors, by name.
-        """
+        """Return an extractor of this class from its `config` and its nested extractors, without constants."""
         made = cls.__new__(cls)
         Extractor.__init__(made, config["source"])
         for name in cls.options:
@@ -231,17 +219,11 @@ class Extractor(nn.Module, ABC):
         return digest.hexdigest()
 
     def _block(self, rows: Rows, start: int | None = None) -> Tensor:
-        """Return the features of at most `block` rows, float32, on the device of the rows.
-
-        Args:
-            rows: as in `features`.
-            start: the number of the first row; None for rows of `_try`, which come from the first and the last row.
-        Privacy:
-            Tensors are filled up to exactly one block with copies of the first. Matrix products of different sizes
-            are rounded differently: without this, the number of rows would show in the last bits of each feature.
-        """
+        """Return the features of at most `block` rows, float32, on their device; `start` numbers the first of them."""
         self.eval()  # the owner of a nested module may have changed it
         if isinstance(rows, Tensor):
+            # Fill the block with copies of the first row. Matrix products of different sizes are rounded differently:
+            # without this, the number of rows would show in the last bits of each feature.
             constant = next(chain(self.buffers(), self.parameters()), rows)
             filled = torch.cat([rows, rows[:1].expand(self._size - len(rows), *rows.shape[1:])]).to(constant.device)
             made = self._features(filled / 255 if filled.dtype == torch.uint8 else filled)[: len(rows)].to(rows.device)
@@ -302,19 +284,8 @@ class Extractor(nn.Module, ABC):
             raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
 
 
-_REMEDY = "use public statistics, computed in __init__; replace batch statistics by GroupNorm, and remove dropout"
-
-
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
-    """Return public rows with their source.
-
-    Args:
-        where: the class or function that the user called.
-        public: rows with a source, or bare rows.
-        source: of bare rows; None for rows that have one.
-    Raises:
-        PrivacyError: no source is given, or two.
-    """
+    """Return public rows with their source; raise PrivacyError if there is no source, or a second one."""
     if isinstance(public, Public):
         if source is not None:
             raise expected(where, "source", "to be given once", source, "leave source out: the public rows have one")
@@ -326,7 +297,7 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
 
 
 def first_infinite(rows: Tensor) -> int | None:
-    """Return the first row that holds inf or NaN; None if all are finite. `heads` calls it too."""
+    """Return the first row that holds inf or NaN; None if all are finite."""
     finite = rows.isfinite()
     return None if bool(finite.all()) else int((~finite).flatten(1).any(1).nonzero()[0])
 

@@ -1,24 +1,82 @@
-"""Extractors on disk: config.json and constants.safetensors, without pickle.
-
-Users, `features.cache` and `heads` call these functions. Loading runs no code from the files. The privacy guarantee
-rests on the digest: a loaded extractor computes the same features as the saved one, or is refused.
-"""
+"""Extractors on disk: config.json and constants.safetensors, without pickle: loading runs no code from the files."""
 
 import importlib
 import json
 import os
-from collections.abc import Mapping
+import stat
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, file_problem, require_path
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
-from privgrad.saved_folder import usual_mode
 
 CONFIG, CONSTANTS = "config.json", "constants.safetensors"
+
+
+def require_place(
+    function: str, folder: str | os.PathLike[str], *, overwrite: bool, is_own: Callable[[Path], bool]
+) -> Path:
+    """Return the path of a folder that may be written; raise PrivacyError for one whose files would be lost.
+
+    With `overwrite`, a folder of which `is_own` says that it holds what the function wrote may be replaced.
+    """
+    require_path(function, "folder", folder, "give the path of a new folder")
+    if not isinstance(overwrite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise expected(function, "overwrite", "to be True or False", described(overwrite), "leave it out for a new one")
+    place = Path(folder)
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return place
+    if place.is_dir() and is_own(place):
+        if overwrite:
+            return place.resolve()  # a link to the folder stays a link
+        remedy = "choose another one, or give overwrite=True to replace what is saved there"
+        raise expected(function, "folder", "to be new or empty", f"{place}, which exists", remedy)
+    if overwrite:
+        got = f"{place}, which holds something else"
+        raise expected(function, "folder", f"to be new, empty, or as {function} wrote it", got, "choose another one")
+    raise expected(function, "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+
+
+@contextmanager
+def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
+    """Yield a new folder for the block to fill, which becomes `place` at the end of the block.
+
+    If the block raises, `place` stays as it was. A reader finds the former folder, none for an instant, or the new one,
+    and never a mix. The former folder of a process that is killed in that instant is next to it, under a hidden name.
+    Without `overwrite`, a folder with files is an error of the system.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
+        made, former = Path(scratch) / "made", Path(scratch) / "former"
+        made.mkdir()
+        yield made
+        if overwrite and place.exists():
+            place.rename(former)
+        try:
+            made.replace(place)
+        except BaseException:
+            if former.exists():
+                former.rename(place)
+            raise
+
+
+@contextmanager
+def usual_mode(path: Path) -> Generator[None]:
+    """Give the file that the block writes the mode that the umask gives to new files.
+
+    safetensors writes to a temporary file, which only its owner may read, and renames it.
+    """
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
 
 
 def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None:
@@ -49,10 +107,9 @@ def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / CONFIG).unlink(missing_ok=True)  # written last: without it, the folder holds no extractor
+    whole = {name: value.contiguous().clone() for name, value in constants.items()}
     with usual_mode(place / CONSTANTS):
-        _safetensors().save_file(
-            {name: value.contiguous().clone() for name, value in constants.items()}, place / CONSTANTS
-        )
+        safetensors().save_file(whole, place / CONSTANTS)
     (place / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -75,7 +132,7 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
     try:
         content: dict[str, Any] = json.loads((place / CONFIG).read_text(encoding="utf-8"))
         version, digest, config = content["format"], str(content["digest"]), content["extractor"]
-        constants = cast("dict[str, Tensor]", _safetensors().load_file(place / CONSTANTS))
+        constants: dict[str, Tensor] = safetensors().load_file(place / CONSTANTS)
     except Exception as error:  # safetensors raises errors of its own
         raise expected("load_extractor", str(place), "to hold an undamaged extractor", error, remedy) from error
     if version != FORMAT:
@@ -98,7 +155,8 @@ def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Ext
     if config["class"] not in EXTRACTORS:
         remedy = did_you_mean(config["class"], sorted(EXTRACTORS), "import the module that defines it")
         raise expected("load_extractor", "the class", "to be defined", config["class"], remedy)
-    kind, parts = EXTRACTORS[config["class"]], {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
+    kind = EXTRACTORS[config["class"]]
+    parts = {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
     return kind.rebuilt(config, modules if issubclass(kind, Frozen) else parts)  # a Frozen is among modules, or refused
 
 
@@ -106,10 +164,10 @@ def _filled(extractor: Extractor, constants: Mapping[str, Tensor]) -> Extractor:
     """Register the constants, named by their paths, as buffers; return the extractor."""
     for path, value in constants.items():
         owner, _, name = path.rpartition(".")
-        part = extractor.get_submodule(owner)
-        part.register_buffer(name, value.clone())
+        extractor.get_submodule(owner).register_buffer(name, value.clone())
     return extractor
 
 
-def _safetensors() -> Any:
+def safetensors() -> Any:
+    """Return the module `safetensors.torch`."""
     return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast

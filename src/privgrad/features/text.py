@@ -1,9 +1,4 @@
-"""Features of texts: TF-IDF with a public vocabulary, and texts as rows of bytes.
-
-Users call these functions; `data` calls `text_rows`, and `frozen_text` calls `texts_of`. The privacy guarantee rests on
-two facts. Vocabulary and document frequencies come from public texts only. A text's features, and its bytes, depend on
-that text only.
-"""
+"""Features of texts: TF-IDF whose vocabulary and frequencies come from public texts, and texts as rows of bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -17,6 +12,30 @@ from privgrad.features.extractor import Extractor, Public, Rows, marks_of, publi
 from privgrad.features.whitened import unit_rows
 
 Analyzer = Literal["word", "char", "char_wb"]
+
+
+def word_sequences(counts: Tensor, n: int, length: int, *, seed: int = 0) -> Public:
+    """Return sequences of word ids, each drawn by its public frequency and independent of the others.
+
+    Args:
+        counts: how often each id occurs in public text, shape (vocabulary,), >= 0, not all 0.
+        n: number of sequences, >= 1.
+        length: ids per sequence, >= 1.
+        seed: of the random numbers. They are public, so a fixed seed is safe here.
+    Returns:
+        Public rows, int64 (n, length).
+    Raises:
+        PrivacyError: the counts have another shape or sign, or a number is out of its range.
+    """
+    require_integer("word_sequences", "n", n, 1)
+    require_integer("word_sequences", "length", length, 1)
+    require_integer("word_sequences", "seed", seed, 0)
+    shaped = isinstance(counts, Tensor) and counts.dim() == 1  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not shaped or not counts.numel() or bool((counts < 0).any()) or not bool((counts > 0).any()):
+        remedy = "count each id in public text"
+        raise expected("word_sequences", "counts", "to be of shape (vocabulary,), >= 0", described(counts), remedy)
+    drawn = torch.multinomial(counts.double(), n * length, True, generator=torch.Generator().manual_seed(seed))
+    return Public(drawn.view(n, length), f"{n:,} sequences of words drawn by public frequencies (seed {seed})")
 
 
 def text_rows(texts: Sequence[str], length: int) -> Tensor:
@@ -41,13 +60,7 @@ def text_rows(texts: Sequence[str], length: int) -> Tensor:
 
 
 def texts_of(rows: Rows) -> Sequence[str]:
-    """Return the texts of rows of bytes; texts are returned as they are.
-
-    Args:
-        rows: int8 (n, length), from `text_rows`, or n texts.
-    Raises:
-        PrivacyError: the rows are a tensor of another kind.
-    """
+    """Return the texts of rows of bytes, int8 (n, length) from `text_rows`; texts are returned as they are."""
     if not isinstance(rows, Tensor):
         return rows
     if rows.dtype != torch.int8 or rows.ndim != 2:
@@ -107,7 +120,6 @@ class TfIdf(Extractor):
 
     @classmethod
     def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
-        """Return the extractor of a config; see Extractor."""
         made = super().rebuilt(config, parts)
         made._set(config["options"])
         return made
@@ -129,6 +141,5 @@ def _counter(options: Mapping[str, Any], **more: Any) -> Any:
     try:
         from sklearn.feature_extraction.text import CountVectorizer
     except ImportError as error:
-        remedy = "pip install scikit-learn"
-        raise expected("TfIdf", "scikit-learn", "to be installed", error, remedy) from error
+        raise expected("TfIdf", "scikit-learn", "to be installed", error, "pip install scikit-learn") from error
     return CountVectorizer(ngram_range=tuple(options["ngrams"]), analyzer=options["analyzer"], **more)

@@ -1,8 +1,4 @@
-"""Features with statistics taken out, and several blocks of features side by side, in rows of norm 1.
-
-Users and `experiments` call `Whitened` and `join`; `data.own_table` calls `join`. The privacy guarantee rests on this:
-means and directions come from public rows, or from a release that its own ledger charges.
-"""
+"""Features with statistics taken out, and several blocks of features side by side, in rows of norm 1."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self, cast, overload
@@ -14,7 +10,46 @@ from privgrad.errors import described, expected, require_integer, require_positi
 from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of, public_rows
 from privgrad.types import PRIVATE_MOMENT
 
-Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
+_DECLARED = "bounds as declared by the user"  # a source: nothing can check it
+
+
+class Scaled(Extractor):
+    """Columns moved from their public bounds to [-1, 1], next to a constant 1, in rows of norm 1.
+
+    A number outside of its bounds counts as the nearest bound. The constant takes the place of a bias.
+
+    Attributes:
+        low, high: the bounds of each column, shape (width,), or () for all columns; buffers.
+        source: where the bounds come from. The ledger and statements show it.
+    Raises:
+        PrivacyError: the bounds are not finite, or a low is not below its high.
+    Privacy:
+        Bounds must not come from the private rows: the smallest and largest number identify two of them.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    block = 4096
+
+    def __init__(
+        self, low: float | Sequence[float] | Tensor, high: float | Sequence[float] | Tensor, *, source: str = _DECLARED
+    ) -> None:
+        start, end = torch.as_tensor(low).float(), torch.as_tensor(high).float()
+        start, end = start + torch.zeros_like(end), end + torch.zeros_like(start)  # of one shape
+        if start.ndim > 1 or not bool((start.isfinite() & end.isfinite() & (start < end)).all()):
+            got = f"{start.tolist()} and {end.tolist()}"
+            raise expected("Scaled", "low and high", "to be finite, and low < high", got, "give public bounds")
+        super().__init__(source, low=start, high=end)
+
+    def features(self, rows: Any) -> Tensor:
+        low, high = self.get_buffer("low"), self.get_buffer("high")
+        if not isinstance(rows, Tensor):
+            remedy = "give them as a tensor or a numpy array"
+            raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", remedy)
+        if low.ndim and rows.shape[1:] != low.shape:
+            remedy = "give one column for each bound"
+            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", tuple(rows.shape), remedy)
+        moved = (2 * rows.float() - low - high) / (high - low)
+        return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))
 
 
 class Whitened(Extractor):
@@ -25,11 +60,16 @@ class Whitened(Extractor):
 
     Whitening gives directions equal shares of the noise that DP-SGD adds. On Fashion-MNIST it gained one point.
 
-    Attributes:
+    Args:
         extractor: the extractor whose features are whitened.
-        power: 0 for none, 1/2 for whitening in full.
-        ridge: in mean eigenvalues.
-        keep: number of directions.
+        public: public rows, with their source. A few thousand rows; more than `keep`.
+        power: in [0, 1/2]: 0 for none, 1/2 for whitening in full.
+        ridge: > 0, in mean eigenvalues: it bounds how much rare directions grow.
+        keep: number of directions, at most the width of the features and the number of public rows less one.
+            None: as many as possible.
+        source: where bare public rows come from.
+    Raises:
+        PrivacyError: a number is out of its range, or bare rows have no source.
     Privacy:
         A private second moment may take the place of public rows: see `from_second_moment`.
     """
@@ -50,19 +90,6 @@ class Whitened(Extractor):
         keep: int | None = None,
         source: str | None = None,
     ) -> None:
-        """Compute mean and directions from the features of public rows.
-
-        Args:
-            extractor: an extractor.
-            public: public rows, with their source. A few thousand rows; more than `keep`.
-            power: in [0, 1/2].
-            ridge: > 0, in mean eigenvalues: it bounds how much rare directions grow.
-            keep: number of directions, at most the width of the features and the number of public rows less one.
-                None: as many as possible.
-            source: where bare public rows come from.
-        Raises:
-            PrivacyError: a number is out of its range, or bare rows have no source.
-        """
         given = public_rows("Whitened", public, source)
         rows = unit_rows(extractor(given.rows))
         mean, most = rows.mean(0), min(len(rows) - 1, rows.shape[1])
@@ -72,23 +99,13 @@ class Whitened(Extractor):
 
     @classmethod
     def from_second_moment(
-        cls,
-        extractor: Extractor,
-        moment: Tensor,
-        *,
-        power: float = 0.375,
-        ridge: float = 0.3,
-        keep: int | None = None,
+        cls, extractor: Extractor, moment: Tensor, *, power: float = 0.375, ridge: float = 0.3, keep: int | None = None
     ) -> Self:
         """Return an extractor that is whitened by a private second moment, where there are no public rows.
 
-        Args:
-            extractor: an extractor.
-            moment: (width, width), from `release_second_moment(unit_rows(features), bound=1.0, ...)`. Its scale does
-                not matter.
-            power: as in Whitened.
-            ridge: as in Whitened.
-            keep: as in Whitened.
+        The arguments are as in Whitened, except `moment` in place of public rows: (width, width), from
+        `release_second_moment(unit_rows(features), bound=1.0, ...)`. Its scale does not matter.
+
         Raises:
             PrivacyError: the moment is not a square symmetric matrix, or a number is out of its range.
         Privacy:
@@ -115,14 +132,14 @@ class Whitened(Extractor):
         ridge: float,
         keep: int | None,
     ) -> None:
+        """Scale the directions by (l + ridge * mean l) ** -power, and keep at most `most` of them."""
         if not 0 <= power <= 0.5:
             raise expected("Whitened", "power", "to be in [0, 0.5]", power, "give 0.375")
         require_positive("Whitened", "ridge", ridge, "give 0.3")
         chosen = most if keep is None else keep
         require_integer("Whitened", "keep", chosen, 1)
         if chosen > most:
-            remedy = "lower keep, or give more public rows"
-            raise expected("Whitened", "keep", f"to be at most {most}", chosen, remedy)
+            raise expected("Whitened", "keep", f"to be at most {most}", chosen, "lower keep, or give more public rows")
         values, vectors = directions
         scales = (values + ridge * values.sum() / most) ** -power
         super().__init__(source, mean=mean, directions=(vectors * scales)[:, :chosen].contiguous())
@@ -134,7 +151,7 @@ class Whitened(Extractor):
 
 
 class Joined(Extractor):
-    """Several extractors side by side, in rows of norm 1. `join` makes it.
+    """Several extractors side by side, in rows of norm 1.
 
     Attributes:
         weights: the norm of each extractor's part before the whole row is scaled to norm 1; None leaves it as it is.
@@ -215,5 +232,6 @@ def _directions(centered: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], weights: Sequence[float | None]) -> Tensor:
+    """Return features side by side, each scaled to its weight, in rows of norm 1."""
     scaled = [part if weight is None else unit_rows(part) * weight for part, weight in zip(parts, weights, strict=True)]
     return unit_rows(torch.cat(scaled, dim=1))

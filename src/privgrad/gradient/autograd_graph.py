@@ -1,9 +1,7 @@
 """Functions that read the graph that autograd records.
 
-The engines and `layers.functional` call `sources`, `engines.layer_call` calls `is_additive`, and `validation` and
-the engines call `refuse_reentrant`. The privacy guarantee rests on it: it refuses losses whose backward pass would
-write gradients to `.grad`. It also rests on `is_additive`: if it were wrong, the norm of an example could differ from
-its share of the sum. If `sources` were wrong, the self-check of the engines would compare the gradients that result.
+If `is_additive` were wrong, the norm of an example could differ from its share of the sum. If `sources` were wrong, the
+self-check of the engines would compare the gradients that result.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -21,10 +19,7 @@ from privgrad.errors import UnsupportedModuleError, expected
 
 @contextmanager
 def refusing_in_place() -> Generator[None]:
-    """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again.
-
-    `engines.passes` and `validation` call it.
-    """
+    """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again."""
     try:
         yield
     except CheckpointError as error:
@@ -61,6 +56,21 @@ def gradients_at(
     run, keep = cast(Any, _engine_run_backward), create_graph
     found = run(tuple(outputs), tuple(along), keep, create_graph, tuple(edges), True, accumulate_grad=False)
     return cast("list[Tensor | None]", list(found))
+
+
+def gradients_and_curvature(
+    loss: Tensor, leaves: Sequence[Tensor], along: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a loss at leaves, plus the Hessian's product with `along`; None there means zero."""
+    curved = any(move is not None for move in along)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, create_graph=curved)
+    if not curved:
+        return grads
+    phi = torch.stack([(grad * move).sum() for grad, move in zip(grads, along, strict=True) if move is not None]).sum()
+    if not phi.requires_grad:
+        return grads
+    more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+    return tuple(grad + add for grad, add in zip(grads, more, strict=True))
 
 
 def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -107,11 +117,5 @@ def refuse_reentrant(loss: Tensor) -> None:
             "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
             "checkpointing off"
         )
-        raise expected(
-            "PrivateGradient",
-            "gradient checkpointing",
-            "not to be re-entrant",
-            "use_reentrant=True",
-            remedy,
-            UnsupportedModuleError,
-        )
+        name, condition, got = "gradient checkpointing", "not to be re-entrant", "use_reentrant=True"
+        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)

@@ -1,33 +1,63 @@
 """Contributions: what each privacy unit, an example or a user, adds to the sum.
 
-PrivateGradient asks its contribution for the gradients of each batch, clips them and adds them. The privacy guarantee
-rests on this: each row that a contribution returns depends on one unit, public numbers and released gradients only.
-It also rests on `microbatch_size`, which must be public. It does not rest on the texts of `described` and `__repr__`.
+PrivateGradient asks its contribution for the gradients of each batch, clips them and adds them. The answer of
+`microbatch_size` must be public.
 """
 
-import hashlib
-import math
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import expected, require_choice
-from privgrad.gradient.factors.base import Factor
-from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, part_of
+from privgrad.gradient.factor import Factor
+from privgrad.gradient.functional import version_of
+from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How the gradient of a parameter is computed.
+
+    Attributes:
+        way: "rule"; "copies", from copies of the parameter; or "whole", with a module that is taken whole.
+        unit: the path of that module, or of the module that owns the parameter; empty for a rule.
+        why: the functions that need copies, or why a module is taken whole.
+        remedy: what would be faster; empty if nothing is known.
+        floats: the size of a copy; 0 if there is none.
+        is_cheap: whether copies are a small part of what the engine holds for each example.
+    """
+
+    way: str
+    unit: str = ""
+    why: str = ""
+    remedy: str = ""
+    floats: int = 0
+    is_cheap: bool = False
 
 
 class Engine(Protocol):
     """An engine that computes per-example gradients, at the weights or near them.
 
-    `engines.factored.Factored` and `engines.vmap.Vmap` implement it. Contributions call it: `perturb.BAM` calls `moved`
-    and `moved_size`, and `federated.LocalUpdate` calls `at`. The guarantee needs row i to depend on example i only.
+    `engine.factored.Factored` and `reference.Vmap` implement it. The guarantee needs row i to depend on example i only.
     """
 
+    batches_examples: bool  # whether examples share a forward pass, and the random numbers that it draws
+
     def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
+
+    def begin_step(self) -> None: ...
+
+    def check_again(self) -> None: ...
+
+    def uses(self) -> Mapping[str, Use]: ...
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> Mapping[str, Factor]: ...
 
@@ -38,71 +68,49 @@ class Engine(Protocol):
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int: ...
 
 
-class Schedule:
-    """A public number for each step: the radius of perturb.BAM, SAT or RawSAM, or LocalUpdate's learning rate.
-
-    These classes call it in each step, and their `described` calls `described`.
+class OwnExamples:
+    """A loss_fn that gives the user's loss_fn copies of the examples if it writes to them, as `x.div_(255)` does.
 
     Args:
-        function: the name of the class that takes the number, for errors.
-        name: the name of the number, for errors.
-        value: a finite number, or a function step -> number, with steps counted from 0. It may not depend on private
-            data. It must always return the same number for the same step: `described` calls it for all steps again.
-        usual: a usual value, for errors.
-        positive: whether the number must be > 0; otherwise it must be >= 0.
-    Raises:
-        PrivacyError: the number of step 0 is invalid.
+        loss_fn: (model, examples) -> losses, shape (B,).
     """
 
-    def __init__(self, function: str, name: str, value: object, *, usual: str, positive: bool = False) -> None:
-        self._function, self._name, self._value = function, name, value
-        self._usual, self._positive = usual, positive
-        self._last: tuple[int, float] | None = None  # the last step and its number
-        self(0)
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn, self._writes, self._tries = loss_fn, False, False
 
-    def __call__(self, step: int) -> float:
-        """Return the number of a step.
+    def __call__(self, model: nn.Module, examples: Any) -> Tensor:
+        """Return the losses.
 
         Raises:
-            PrivacyError: it is not a finite number in its range.
+            PrivacyError: the loss wrote to the examples, and did not when it was tried.
         """
-        if self._last is not None and self._last[0] == step:
-            return self._last[1]
-        value = self._value
-        if callable(value):
-            try:
-                value = value(step)
-            except Exception as error:  # whatever a schedule may raise
-                value = error
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        if not number or (self._positive and value == 0):
-            remedy = f"give a Python number, {self._usual}"
-            name = f"{self._name} at step {step}" if callable(self._value) else self._name
-            condition = f"to be a finite number {'>' if self._positive else '>='} 0"
-            raise expected(self._function, name, condition, repr(value), remedy)
-        self._last = step, float(cast(float, value))
-        return self._last[1]
+        if self._writes:
+            return self._loss_fn(model, map_examples(torch.clone, examples))
+        leaves = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
+        before = list(map(version_of, leaves))
+        losses = self._loss_fn(model, examples)
+        if any(map(operator.ne, before, map(version_of, leaves))):
+            self._writes = True
+            if not self._tries:
+                got, remedy = "a write in place", "write to a copy, such as x = x / 255 or labels = labels.clone()"
+                raise expected("loss_fn", "examples", "to stay as they are", got, remedy)
+        return losses
 
-    def __repr__(self) -> str:
-        value = self._value
-        return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else f"{value:g}"
-
-    def described(self, steps: int) -> str:
-        """Return a text that identifies the numbers of a run of `steps` steps, whatever function returns them."""
-        if not callable(self._value):
-            return repr(self)
-        values = [self(step) for step in range(steps)]
-        digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
-        return f"{values[0]:g} to {values[-1]:g} in {steps} steps, {digest}"
+    def tried(self, model: nn.Module, examples: Any) -> Tensor:
+        """Return the losses, and notice whether the loss writes to examples. `check_loss` gives it copies of a few."""
+        self._tries = True
+        try:
+            return self(model, examples)
+        finally:
+            self._tries = False
 
 
 class Contribution:
     """The base class of contributions; by default a contribution is the gradient of an example's loss at the weights.
 
-    PrivateGradient calls `begun` and `losses` at its construction. In each step it calls `at`, `microbatch_size`,
-    `chunks` (with groups, `gradients`) and `released`. It calls the other methods for records and checkpoints.
-    `diagnostics.raw_clipping_bias` calls `begun`, `released`, `at` and `gradients`. SampleGradient, perturb.BAM,
-    perturb.SAT, perturb.RawSAM, federated.LocalUpdate and federated.ReportedUpdate are contributions.
+    In each step PrivateGradient calls `at`, `microbatch_size`, `chunks` (with groups, `gradients`) and `released`; the
+    other methods are for records and checkpoints. SampleGradient, perturb.BAM, perturb.SAT, perturb.RawSAM,
+    federated.LocalUpdate and federated.ReportedUpdate are contributions.
 
     Attributes:
         is_public: False if a row depends on the whole private batch. Then nothing is private.
@@ -187,6 +195,9 @@ class Contribution:
         """
         del step, inverse_scales
         return engine(examples)
+
+    def require_filter(self, chosen: object) -> None:
+        """Raise PrivacyError unless PrivateGradient's filter of the released gradients suits this contribution."""
 
     def released(self, gradient: NoisyGradient) -> None:
         """Receive the released gradient of the step."""

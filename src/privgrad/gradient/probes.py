@@ -1,15 +1,6 @@
-"""Losses and gradients of a few examples, computed on copies of a model's parameters.
+"""Losses and gradients of a few examples, computed on copies of a model's parameters, for checks of model and loss."""
 
-`validation` and `randomness` try a model and a loss with them. `validation` compares losses `in_float32_too`.
-`engines.self_check` compares the fast engine's results with `gradients`. The checks choose examples with `few_of`,
-`leading_of`, `places_of` and `rare_rows`. `engines.factored` repeats failed checks with `doubled`. PrivateGradient
-calls `gradients` for the raw mean of parts that are NOT private.
-
-The privacy guarantee rests on this file: a wrong result could hide a model that mixes examples, and no value of the
-examples may stay in the model.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -20,15 +11,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from privgrad.gradient.batching import differentiable
-from privgrad.gradient.module_state import (
-    BoundLoss,
-    preserved,
-    require_losses,
-    seeded,
-    trainable,
-)
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.errors import expected, require_callable
+from privgrad.gradient.autograd_graph import gradients_and_curvature
+from privgrad.gradient.functional import BoundLoss, differentiable, preserved, require_losses, seeded, trainable
+from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
 
@@ -139,14 +125,9 @@ def losses_on_copies(
     *,
     seed: int | None = 0,
 ) -> Tensor:
-    """Return the losses, computed with copies of parameters and buffers.
+    """Return the losses, computed with copies of parameters and buffers; `parameters` replace some, by name.
 
-    Args:
-        model: as in `gradients`.
-        loss_fn: as in `gradients`.
-        examples: as in `gradients`.
-        parameters: tensors that replace some parameters, by name.
-        seed: the seed of the random draws; None continues torch's random streams.
+    The random draws have this seed; None continues torch's random streams. Other arguments are as in `gradients`.
     """
     return from_losses(model, loss_fn, examples, lambda losses: losses, parameters, seed=seed)
 
@@ -164,16 +145,8 @@ def from_losses(
     """Return a function of the losses, while the copies of parameters and buffers are still in the modules.
 
     A backward pass may run code of the modules: hooks, an autograd.Function or a part that is computed again. It
-    therefore belongs in `result`. `validation.check_loss` and `gradients` call it.
-
-    Args:
-        model: as in `gradients`.
-        loss_fn: as in `gradients`.
-        examples: as in `gradients`.
-        result: the function of the losses.
-        parameters: as in `losses_on_copies`.
-        seed: as in `losses_on_copies`.
-        copied: as in `gradients`.
+    therefore belongs in `result`, the function of the losses. Other arguments are as in `losses_on_copies`, and
+    `copied` as in `gradients`.
     """
     given = parameters or {}
     own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
@@ -187,7 +160,7 @@ def from_losses(
 
 
 class _FromLosses(BoundLoss):
-    """A module that computes a function of the losses; `from_losses` calls it, through torch's functional_call."""
+    """A module that computes a function of the losses; torch's functional_call replaces its parameters."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, result: Callable[[Tensor], Any]) -> None:
         super().__init__(model, loss_fn)
@@ -216,7 +189,8 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
         wide = _Precision(widened_on=next(model.parameters()).device.type)
 
         def widened(model: nn.Module, examples: Any) -> Tensor:
-            own = {f"model.{name}": x.float() for name, x in _tensors(model) if _is_half(x)}
+            named = (*model.named_parameters(), *model.named_buffers())
+            own = {f"model.{name}": x.float() for name, x in named if _is_half(x)}
             examples = map_examples(lambda leaf: leaf.float() if _is_half(leaf) else leaf, examples)
             with wide:
                 return functional_call(BoundLoss(model, loss_fn), own, (examples,))
@@ -263,12 +237,6 @@ def _is_half(x: Tensor) -> bool:
     return x.is_floating_point() and x.itemsize < 4
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model, by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def gradients(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -307,13 +275,51 @@ def _gradients_of(total: Tensor, parameters: Mapping[str, Tensor], curved: Mappi
     """Return the gradient of the sum of the losses by parameter name, plus the Hessian's product with `curved`."""
     if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    leaves = list(parameters.values())
-    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=bool(curved))
-    if curved:
-        products = [(grad * curved[name]).sum() for name, grad in zip(parameters, grads, strict=True) if name in curved]
-        phi = torch.stack(products).sum()
-        if phi.requires_grad:
-            more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
-            grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
+    grads = gradients_and_curvature(total, list(parameters.values()), [curved.get(name) for name in parameters])
     # Embeddings with sparse=True have sparse gradients.
     return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
+
+
+def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
+    """Set requires_grad to False for each parameter that the losses of some public examples do not reach.
+
+    Args:
+        model: the module, in the mode that it will be trained in.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        public_batch: public examples, as loss_fn takes them, with leading dimension B >= 1. They should use all that
+            the training will use: an expert to which none of them is routed is frozen, too.
+    Returns:
+        The names of the parameters that were frozen.
+    Raises:
+        PrivacyError: public_batch is a batch of a plan or holds no examples, the losses do not have shape (B,), or they
+            reach no parameter.
+    Privacy:
+        It uses the model and public examples only.
+    """
+    unused = unused_parameters("freeze_unused", model, loss_fn, public_batch)
+    own = trainable(model)
+    for name in unused:
+        own[name].requires_grad_(False)
+    return unused
+
+
+def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
+    """Return the names of the trainable parameters that the losses do not reach; `function` is named in errors.
+
+    Other arguments, Raises: as in `freeze_unused`.
+    """
+    require_callable(function, "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
+    if isinstance(public_batch, Batch):
+        remedy = "give public examples: what is used, and at what cost, must not depend on private ones"
+        raise expected(function, "public_batch", "to be public", "a batch of a privacy plan", remedy)
+    if (size := count_examples(public_batch)) == 0:
+        raise expected(function, "public_batch", "to hold examples", size, "give one or more public examples")
+    own = {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
+    with torch.enable_grad():
+        losses = losses_on_copies(model, loss_fn, public_batch, own)
+    if not losses.requires_grad:
+        remedy = "compute the loss from the model's output, without torch.no_grad and detach"
+        raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)
+    # torch types the result as if allow_unused did not exist.
+    grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), list(own.values()), allow_unused=True))
+    return [name for name, grad in zip(own, grads, strict=True) if grad is None]

@@ -2,23 +2,22 @@
 
 A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
 masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
-whole secret state, of 19,968 bits, and so do the global generators of numpy and Python. `PrivateGradient` calls it.
+whole secret state, of 19,968 bits, and so do the global generators of numpy and Python.
 
-The privacy guarantee rests on this file wherever the forward pass draws random numbers. On a GPU, torch's generator has
-a seed of 63 secret bits.
+On a GPU, torch's generator has a seed of 63 secret bits.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privgrad.global_streams import numpy_and_python_states, set_states
-from privgrad.gradient.module_state import streams_kept
-from privgrad.rng import device_seed
+from privgrad.gradient.functional import streams_kept
+from privgrad.rng import device_seed, numpy_and_python_states, set_states
 
 
 class SecretDraws:
@@ -33,30 +32,33 @@ class SecretDraws:
     def __init__(self) -> None:
         self._draws = self._draws_elsewhere = False
 
-    def attempts(self, key: bytes) -> Generator[AbstractContextManager[object]]:
-        """Yield contexts in which to compute the same, one after the other. The last result is the one to use.
+    @contextmanager
+    def under(self, key: bytes) -> Generator["Attempt"]:
+        """Compute under the key's state. If the attempt does not hold, compute the same again, under the same key.
 
-        There is more than one only if the model draws for the first time.
+        An attempt fails only if the model draws for the first time. Two flags decide this, and they only rise, so the
+        third attempt holds at the latest.
 
         Args:
             key: 32 secret bytes, for this computation only.
         """
-        before = None
-        while before != (self._draws, self._draws_elsewhere):
-            before = self._draws, self._draws_elsewhere
-            yield self._under(key)
-
-    @contextmanager
-    def _under(self, key: bytes) -> Generator[None]:
-        """Compute under the key's state, with replaced operations if the model is known to draw."""
-        with streams_kept(), _Wide() if self._draws else nullcontext():
+        attempt, known = Attempt(), (self._draws, self._draws_elsewhere)
+        with streams_kept() as elsewhere, _Wide() if self._draws else nullcontext():
             if torch.accelerator.is_available():
                 torch.manual_seed(device_seed(key))
             set_states(key, of_all=self._draws_elsewhere)
-            before, elsewhere = torch.get_rng_state(), numpy_and_python_states()
-            yield
+            before = torch.get_rng_state()
+            yield attempt
             self._draws = self._draws or not torch.equal(torch.get_rng_state(), before)
             self._draws_elsewhere = self._draws_elsewhere or numpy_and_python_states() != elsewhere
+        attempt.holds = known == (self._draws, self._draws_elsewhere)
+
+
+@dataclass
+class Attempt:
+    """A computation under a secret state; it holds if the state suited all that the model draws from."""
+
+    holds: bool = False
 
 
 class _Wide(TorchDispatchMode):

@@ -1,9 +1,4 @@
-"""Training of private linear heads.
-
-Users call `fit_head`, and `estimators` does; `experiments` uses the defaults. The privacy guarantee rests on
-PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spends what the caller allows, and on
-`_unit`, by which the rows of a person are protected together.
-"""
+"""Training of private linear heads: `fit_head` checks the rows, makes the plan, and calls `fit`."""
 
 import math
 import os
@@ -18,23 +13,23 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.accounting import Release
-from privgrad.budget import Budget
+from privgrad.accounting.accountant import Release
+from privgrad.checks.data import require_public_bound
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema
-from privgrad.defaults import head_noise_step
 from privgrad.errors import SamplingError, described, expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
 from privgrad.heads.head import Head, Target, declared, privacy_of, require_names, require_schema
-from privgrad.ledger import Ledger
+from privgrad.ledger.budget import Budget
+from privgrad.ledger.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.public_bounds import require_public_bound
-from privgrad.schedule import Decay, Schedule
-from privgrad.training import fit
+from privgrad.training.defaults import head_noise_step
+from privgrad.training.fitting import fit
+from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
 
 # Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
@@ -95,7 +90,7 @@ def fit_head(
         steps: None is 300, or the number of the plan.
         expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
         max_grad_norm: None is 0.1, or the number of the plan.
-        noise_step: at the peak of the schedule. None is the default of `privgrad.defaults` for the schedule.
+        noise_step: at the peak of the schedule. None is the default of `privgrad.training.defaults` for the schedule.
         schedule: of the rate: a Schedule, or its decay.
         momentum: in [0, 1).
         output_dir: the folder of ledger and checkpoint, as in `fit`: the same call resumes an interrupted training.
@@ -133,9 +128,16 @@ def fit_head(
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
-    data, ledger = TensorDataset(rows, target.prepared(given).to(rows.device)), None
-    _require_count(rows, plan)
+    data = TensorDataset(rows, target.prepared(given).to(rows.device))
+    if len(rows) < plan.num_examples:
+        units = "persons" if rows.ndim == 3 else "rows"
+        # The remedy names no number: one that comes from the data is not public.
+        remedy = f"lower it to a public number that is at most that of the {units}; in cross-validation, at most that "
+        remedy += f"of the {units} in the training part of a fold"
+        condition = f"to be at most the number of {units}"
+        raise expected("fit_head", "num_examples", condition, plan.num_examples, remedy, SamplingError)
     plan.batches(data)  # refuses what it cannot sample before anything is committed
+    ledger = None
     if budget is not None:
         if place is None:
             remedy = "give a folder: a budget needs the ledger of each training"
@@ -155,13 +157,10 @@ def fit_head(
         if ledger is not None:
             ledger.close()
     if is_finished:
-        warnings.warn(
-            f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not used: "
-            "give another folder to train on other rows",
-            stacklevel=2,
-        )
-    facts = privacy_of(plan, result.ledger)
-    return Head(model, target, extractor, privacy=facts, classes=classes, schema=schema, result=result)
+        told = f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not "
+        warnings.warn(f"{told}used: give another folder to train on other rows", stacklevel=2)
+    privacy = privacy_of(plan, result.ledger)
+    return Head(model, target, extractor, privacy=privacy, classes=classes, schema=schema, result=result)
 
 
 def _tensor(name: str, values: object) -> Tensor:
@@ -201,9 +200,9 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
         raise expected("fit_head", "features", condition, got, "give the features, such as extractor(rows)")
     if (num_classes is None) == (bounds is None):
-        name, got = "exactly one of num_classes and bounds", f"num_classes={num_classes} and bounds={bounds}"
+        got = f"num_classes={num_classes} and bounds={bounds}"
         remedy = "give num_classes or classes, or for numbers bounds"
-        raise expected("fit_head", name, "to be given", got, remedy)
+        raise expected("fit_head", "exactly one of num_classes and bounds", "to be given", got, remedy)
     is_tags = num_classes is not None and rows.ndim == labels.ndim == 2 and (num_classes == 1 or labels.shape[1] != 1)
     shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
     if tuple(labels.shape) != shape:
@@ -229,22 +228,9 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     known = (labels >= 0) & (labels < num_classes) | ((labels == NO_LABEL) & (rows.ndim == 3))
     if labels.is_floating_point() or not bool(known.all()):
         got = f"{labels.dtype}" if labels.is_floating_point() else f"the label {int(labels[~known][0])}"
-        condition, remedy = f"to be integers from 0 to {num_classes - 1}", "give bounds for numbers, or map the classes"
-        raise expected("fit_head", "labels", condition, got, remedy)
+        condition = f"to be integers from 0 to {num_classes - 1}"
+        raise expected("fit_head", "labels", condition, got, "give bounds for numbers, or map the classes")
     return Target("class", int(num_classes))
-
-
-def _require_count(rows: Tensor, plan: PrivacyPlan) -> None:
-    """Raise SamplingError if the plan counts more examples than there are, before anything is committed."""
-    if len(rows) < plan.num_examples:
-        units = "persons" if rows.ndim == 3 else "rows"
-        # The remedy names no number: one that comes from the data is not public.
-        remedy = (
-            f"lower it to a public number that is at most that of the {units}; in cross-validation, at most that of "
-            f"the {units} in the training part of a fold"
-        )
-        condition = f"to be at most the number of {units}"
-        raise expected("fit_head", "num_examples", condition, plan.num_examples, remedy, SamplingError)
 
 
 def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:
@@ -259,16 +245,9 @@ def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> 
 def _plan(
     numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
 ) -> PrivacyPlan:
-    """Return the plan of the given numbers, with the defaults of those that do not decide epsilon.
+    """Return the plan of the `numbers` that have defaults, and its `own`, which decide the privacy.
 
-    Args:
-        numbers: steps, expected_batch_size and max_grad_norm; None for the default.
-        own: target_epsilon, delta, num_examples and seed.
-        unit: the privacy unit.
-        budget: whose delta and num_examples are used if `own` has none; without target_epsilon, all that is left.
-        place: of the ledger.
-    Privacy:
-        delta, num_examples and epsilon have no default: they are the caller's, or the budget's.
+    The caller gives the latter, or the budget: its delta and num_examples, and without target_epsilon all that is left.
     """
     given = dict(own)
     if budget is not None:
@@ -296,10 +275,8 @@ def _plan(
 def _origin(extractor: Extractor | None, source: str | None) -> str:
     """Return the source of the features, for the ledger."""
     if (extractor is None) == (source is None):
-        given = extractor if extractor is None else f"a {type(extractor).__name__}"
-        name, got = "exactly one of extractor and source", f"extractor={given} and source={source!r}"
+        given = None if extractor is None else f"a {type(extractor).__name__}"
+        got = f"extractor={given} and source={source!r}"
         remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", name, "to be given", got, remedy)
-    if extractor is None:
-        return f"features: {source}"
-    return declared(extractor)
+        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
+    return f"features: {source}" if extractor is None else declared(extractor)

@@ -1,15 +1,10 @@
-"""A private linear head: what it predicts, and how it is saved and loaded.
+"""A private linear head: what it predicts, and how it is saved and loaded. All of it is post-processing."""
 
-`fitting` makes a Head; users predict with it, save and load it. The privacy guarantee rests on `Target.losses`: each
-loss depends on one example or person only. All else here is post-processing of a trained head.
-"""
-
-import importlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +16,25 @@ from torch import Tensor, nn
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import Schema, Where, schema_of
-from privgrad.data.table_codes import declaration_of, is_rows, require_codes, row_codes, width_of
+from privgrad.data.table import declaration_of, is_rows, require_codes, row_codes, width_of
 from privgrad.errors import PrivacyError, described, expected
 from privgrad.features.extractor import Extractor, first_infinite
-from privgrad.features.saving import CONFIG, CONSTANTS, load_extractor, save_extractor
-from privgrad.heads.cost import cost_of, public_facts, statement_beside
-from privgrad.ledger import Ledger
-from privgrad.lineage import Lineage, ledgers_of
+from privgrad.features.saving import (
+    CONFIG,
+    CONSTANTS,
+    load_extractor,
+    require_place,
+    safetensors,
+    save_extractor,
+    usual_mode,
+    written_whole,
+)
+from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import Lineage, covers, ledgers_of
 from privgrad.models import UnitLinear
 from privgrad.plan import PrivacyPlan
-from privgrad.saved_folder import require_place, usual_mode, written_whole
-from privgrad.training_run import FitResult
+from privgrad.statement.text import Section, public_facts, statement
+from privgrad.training.run import FitResult
 
 _BLOCK = 4096  # rows that are predicted at once
 _MOST_TAGS = 5  # that `predict` returns
@@ -41,29 +44,50 @@ Row = Mapping[str, Any]  # of a table, by column name
 Rows = Tensor | np.ndarray[Any, Any] | Sequence[str] | Row | Sequence[Row] | Frame
 
 
+def cost_of(
+    model: nn.Module, privacy: Mapping[str, Any], ledgers: Iterable[Ledger]
+) -> tuple[dict[str, Any], Sequence[Ledger]]:
+    """Return the public facts of all trainings of a head, and their ledgers, as far as this process knows them.
+
+    `privacy` and `ledgers` are those of the training that made the head; another process' ledgers are not known. With
+    later trainings, epsilon covers all, and `further` has their facts; PrivacyError if no statement covers all.
+    """
+    own = [ledger for ledger in ledgers if ledger.releases]
+    further = [ledger for ledger in ledgers_of(model) if not any(covers(one, ledger) for one in own)]
+    if not further:
+        return dict(privacy), own
+    numbers, cause = None, None
+    try:
+        numbers = statement([*own, *further], delta=privacy.get("delta")).numbers if own else None
+    except PrivacyError as error:  # for different units, or within a budget
+        cause = error
+    if numbers is None:
+        count, releases = len(further), sum(one.releases for one in further)
+        got = f"{count} later training{'s' * (count > 1)} with {releases} release{'s' * (releases > 1)}"
+        remedy = "call privgrad.save(head.model, folder, ledger=...) with the ledgers of all trainings, or their budget"
+        remedy += "; for trainings of different units, save a copy of the head from before the later one"
+        raise expected("Head", "the head", "to have had no training that it cannot count", got, remedy) from cause
+    is_guarantee = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
+    epsilon = numbers["epsilon"] if is_guarantee else None
+    later = [{**public_facts(ledger), "ledger": ledger.head} for ledger in further]
+    return {**privacy, "epsilon": epsilon, "further": later}, [*own, *further]
+
+
 @dataclass(frozen=True)
 class Target:
-    """The target of a head: classes, tags or a bounded number.
-
-    Attributes:
-        kind: "class", "tags" or "number".
-        outputs: number of classes or tags, or 1.
-        low, high: public bounds of a number.
-    """
+    """The target of a head: classes, tags or a bounded number."""
 
     kind: Literal["class", "tags", "number"]
-    outputs: int
-    low: float = 0.0
+    outputs: int  # number of classes or tags, or 1
+    low: float = 0.0  # public bounds of a number
     high: float = 1.0
 
     @property
-    def middle(self) -> float:
-        """The middle of the bounds, where a head begins."""
+    def middle(self) -> float:  # where a head begins
         return (self.low + self.high) / 2
 
     @property
     def half(self) -> float:
-        """Half of the distance between the bounds."""
         return (self.high - self.low) / 2
 
     def prepared(self, labels: Tensor) -> Tensor:
@@ -99,9 +123,10 @@ class Target:
 
 
 class Head(nn.Module):
-    """A private linear head with the extractor of its features. `fit_head` makes it; `load` reads a saved one.
+    """A private linear head with the extractor of its features.
 
     Attributes:
+        saves_itself: True: `privgrad.save` refuses it.
         model: a UnitLinear, from features to outputs.
         extractor: from raw rows to features; None if the rows are features.
         target: see Target.
@@ -113,6 +138,8 @@ class Head(nn.Module):
             and `save` also count later trainings.
         result: of the training; None for a loaded head.
     """
+
+    saves_itself = True
 
     def __init__(
         self,
@@ -165,13 +192,8 @@ class Head(nn.Module):
             PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
-        if torch.compiler.is_exporting():  # torch cannot load a block without gradients
+        if torch.compiler.is_exporting():  # torch cannot load a block without gradients; values are unknown
             return self._exported(rows)
-        with torch.no_grad():
-            return self._checked(rows)
-
-    def _checked(self, rows: Rows) -> Tensor:
-        """Return the outputs for rows, as `forward` describes them."""
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
             rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
@@ -187,9 +209,10 @@ class Head(nn.Module):
         if not hasattr(given, "__len__"):
             raise expected("Head", "rows", "to be a tensor, an array or a list", _kind(given), "give list(rows)")
         made: list[Tensor] = []
-        for start in range(0, len(given), _BLOCK):
-            features = self._features(given[start : start + _BLOCK], start)
-            made.append(self.model(features.to(self.model.linear.weight.device)))
+        with torch.no_grad():
+            for start in range(0, len(given), _BLOCK):
+                features = self._features(given[start : start + _BLOCK], start)
+                made.append(self.model(features.to(self.model.linear.weight.device)))
         return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
 
     def encode(self, rows: Row | Sequence[Row]) -> Tensor:
@@ -206,13 +229,12 @@ class Head(nn.Module):
         return row_codes("Head", self.schema, rows)
 
     def _exported(self, rows: Any) -> Tensor:
-        """Return the outputs of an exported head. Checks need values, which are unknown; shapes are known."""
         if self.schema is not None and self.extractor is None:
             width = self.model.linear.in_features
             if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[-1] != width:
-                got = _kind(rows)
+                condition = f"to be codes of shape (n, {width})"
                 remedy = "give head.encode(rows) of rows by column name"
-                raise expected("Head", "the example of an export", f"to be codes of shape (n, {width})", got, remedy)
+                raise expected("Head", "the example of an export", condition, _kind(rows), remedy)
         return self.model(rows if self.extractor is None else self.extractor(rows))
 
     def _features(self, rows: Any, start: int) -> Tensor:
@@ -226,16 +248,15 @@ class Head(nn.Module):
             rows = self.extractor(rows, first=start)
         width = self.model.linear.in_features
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
-            got = _kind(rows)
-            if self.extractor is None:
-                remedy = "give those of the training"
-                if self.schema is not None:
-                    remedy = "give a list of dicts by column name, or a DataFrame"
-                elif isinstance(rows, Tensor) and rows.shape == (width,):
-                    remedy = "for one row, give row[None]"
-                raise expected("Head", "rows", f"to be features of shape (n, {width})", got, remedy)
-            remedy = "give rows of as many numbers as in training"
-            raise expected("Head", "the features of rows", f"to have shape (n, {width})", got, remedy)
+            if self.extractor is not None:
+                remedy = "give rows of as many numbers as in training"
+                raise expected("Head", "the features of rows", f"to have shape (n, {width})", _kind(rows), remedy)
+            remedy = "give those of the training"
+            if self.schema is not None:
+                remedy = "give a list of dicts by column name, or a DataFrame"
+            elif isinstance(rows, Tensor) and rows.shape == (width,):
+                remedy = "for one row, give row[None]"
+            raise expected("Head", "rows", f"to be features of shape (n, {width})", _kind(rows), remedy)
         if (row := first_infinite(rows)) is not None:
             remedy = "leave the row out, or correct its features"
             raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
@@ -284,7 +305,11 @@ class Head(nn.Module):
         """
         place = require_place("Head.save", folder, overwrite=overwrite, is_own=_is_saved)
         privacy, ledgers = cost_of(self.model, self.privacy, self._made_by)
-        said = statement_beside(ledgers, privacy.get("delta"))
+        said, delta = None, privacy.get("delta")
+        if ledgers and delta is not None and not any(one.budget for one in ledgers):
+            said = statement(ledgers, delta=delta)
+            weights = Section("Weights", ("The process that trained the head with this record saved its weights.",))
+            said = replace(said, sections=(*said.sections, weights))
         if said is None and (place / _TEXT).exists():
             remedy = "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", "a head of unknown training", remedy)
@@ -298,8 +323,7 @@ class Head(nn.Module):
             "width": weight.shape[1],
             "input_dims": self.model.input_dims,
             "extractor": None if self.extractor is None else self.extractor.digest(),
-            "classes": self.classes
-            and [one if isinstance(one, str | int | float) else str(one) for one in self.classes],
+            "classes": self.classes and [c if isinstance(c, str | int | float) else str(c) for c in self.classes],
             "image_shape": self.image_shape,
             "schema": None if self.schema is None else declaration_of(self.schema),
             "privacy": privacy,
@@ -308,7 +332,7 @@ class Head(nn.Module):
             if self.extractor is not None:
                 save_extractor(self.extractor, made / _EXTRACTOR)
             with usual_mode(made / _WEIGHTS):
-                _safetensors().save_file({"linear.weight": weight}, made / _WEIGHTS)
+                safetensors().save_file({"linear.weight": weight}, made / _WEIGHTS)
             if said is not None:
                 (made / _TEXT).write_text(f"{said}\n", encoding="utf-8")
             (made / _FACTS).write_text(json.dumps(facts, indent=1))
@@ -327,11 +351,11 @@ class Head(nn.Module):
         try:
             facts = json.loads((place / _FACTS).read_text())
             if facts["format"] != _FORMAT:
-                condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
-                raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
+                remedy = "load it with the version of privgrad that saved it"
+                raise expected("Head.load", f"{place}", f"to have format {_FORMAT}", facts["format"], remedy)
             target = Target(**facts["target"])
             model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
-            model.load_state_dict(_safetensors().load_file(place / _WEIGHTS))
+            model.load_state_dict(safetensors().load_file(place / _WEIGHTS))
             table = facts.get("schema")  # absent in folders of older versions
             schema = None if table is None else schema_of(Where("Head.load", "schema."), **table)
         except PrivacyError:
@@ -343,39 +367,33 @@ class Head(nn.Module):
         if facts["extractor"] is not None:
             extractor = load_extractor(place / _EXTRACTOR, modules=modules)
             if extractor.digest() != facts["extractor"]:
-                condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
-                raise expected("Head.load", f"{place / _EXTRACTOR}", condition, extractor.digest()[:12], remedy)
+                got, remedy = extractor.digest()[:12], "restore the folder, or give the same modules"
+                raise expected("Head.load", f"{place / _EXTRACTOR}", "to be that of the training", got, remedy)
         own = {name: facts.get(name) for name in ("classes", "image_shape")}  # absent in folders of older versions
         return cls(model, target, extractor, privacy=facts["privacy"], schema=schema, **own)
 
 
 def require_names(function: str, target: Target, classes: Sequence[Any] | None) -> None:
-    """Raise PrivacyError unless there is a name for each output, if there are names. `fitting` also calls it."""
+    """Raise PrivacyError unless there is a name for each output, if there are names."""
     if classes is not None and len(classes) != target.outputs:
-        condition, got = f"to be {target.outputs} names", f"{len(classes)} names"
-        raise expected(function, "classes", condition, got, "give a name for each number, in their order")
+        remedy = "give a name for each number, in their order"
+        raise expected(function, "classes", f"to be {target.outputs} names", f"{len(classes)} names", remedy)
 
 
 def require_schema(function: str, schema: Schema | None, width: int) -> None:
-    """Raise PrivacyError unless features can be the codes of a schema, if there is one. `fitting` also calls it."""
+    """Raise PrivacyError unless features can be the codes of a schema, if there is one."""
     if schema is not None and width_of(schema) != width:
         condition, remedy = f"to have {width} codes, as in training", "give the schema of the training's table"
         raise expected(function, "schema", condition, width_of(schema), remedy)
 
 
 def declared(extractor: Extractor) -> str:
-    """Return the source of an extractor's constants, with its digest, for the ledger.
-
-    `fitting` and `experiments` call it.
-    """
+    """Return the source of an extractor's constants, with its digest, for the ledger."""
     return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
 
 
 def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
-    """Return the public facts of a training, for JSON; epsilon is None without a guarantee.
-
-    `fitting` and `experiments` call it.
-    """
+    """Return the public facts of a training, for JSON; epsilon is None without a guarantee."""
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
     facts = public_facts(ledger) | ({} if ledger.commitment is None else {"budget": ledger.budget})
     return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
@@ -391,7 +409,3 @@ def _is_saved(place: Path) -> bool:
     held = {path.relative_to(place).as_posix() for path in place.rglob("*")}
     of_extractor = {_EXTRACTOR, f"{_EXTRACTOR}/{CONFIG}", f"{_EXTRACTOR}/{CONSTANTS}"}
     return {_FACTS, _WEIGHTS} <= held <= {_FACTS, _WEIGHTS, _TEXT, *of_extractor}
-
-
-def _safetensors() -> Any:
-    return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast

@@ -1,9 +1,4 @@
-"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update.
-
-Users make both. The privacy guarantee rests on PrivateStrategy: it admits one update per user (`_answers`,
-`_require_nodes`), and PrivateGradient releases their mean. Clients need not be honest, so it does not rest on
-`client_app`.
-"""
+"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update."""
 
 import os
 import secrets
@@ -21,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import BudgetExceededError, expected
-from privgrad.federated import LocalUpdate, ReportedUpdate, local_update
-from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.external_loop import ExternalLoopStep
-from privgrad.ledger import Ledger
+from privgrad.gradient.transform import Preconditioner
+from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
+from privgrad.perturb.local_training import LocalUpdate, ReportedUpdate, local_update
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.training.external_loop import ExternalLoopStep
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
@@ -47,8 +42,6 @@ class PrivateStrategy(Strategy):
     the message's id. The sum is noised once, on the server, and divided by the public expected cohort size, however
     many users reply. An empty cohort makes a normal round. Everything else that clients send (num-examples, losses,
     error reasons) is ignored.
-
-    Users call `start`, `arrays`, `state_dict` and `load_state_dict`. Flower's `start` calls the other public methods.
 
     Args:
         model: its trainable parameters are trained; Flower's initial arrays are loaded into it.
@@ -100,12 +93,15 @@ class PrivateStrategy(Strategy):
         """Return one message for each connected user in the plan's draw."""
         self._model.load_state_dict(arrays.to_torch_state_dict())
         if self._nodes is None:
-            self._nodes = self._await_nodes(grid)
-        self._drawn, self._sent = (drawn := self._draw()), []
+            while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
+                time.sleep(_POLL)
+            self._nodes = _require_nodes(nodes, self._plan)
+        self._drawn = drawn = self._draw()
+        self._sent = []
         online = set(grid.get_node_ids())
         # Flower counts rounds from each start; the plan counts them over the whole run.
         public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm}
-        messages = list[Message]()
+        messages: list[Message] = []
         for user in cast("list[int]", drawn.examples[0].tolist()):
             if (node := self._nodes[user]) in online:
                 # A message's id is a hash of its content: because of the nonce, only the receiver can compute it.
@@ -124,11 +120,9 @@ class PrivateStrategy(Strategy):
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
         answers = self._answers(replies)
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        updates = [
-            update
-            for _, reply in sorted(answers.items())  # sorted by user, because a sum's rounding depends on the order
-            if (update := _update(reply, parameters)) is not None
-        ]
+        # Sorted by user, because a sum's rounding depends on the order.
+        found = [_update(answers[user], parameters) for user in sorted(answers)]
+        updates = [update for update in found if update is not None]
         batch, self._drawn = self._drawn, None
         rows = {
             name: torch.stack([update[name] for update in updates]) if updates else p.detach().new_zeros(0, *p.shape)
@@ -141,14 +135,10 @@ class PrivateStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return no messages: numbers that clients measure on their own data are private.
-
-        Evaluate on public data with the `evaluate_fn` of start.
-        """
+        """Return no messages: what clients measure is private. Evaluate on public data with start's `evaluate_fn`."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return None; see configure_evaluate."""
         return None
 
     def summary(self) -> None:
@@ -183,12 +173,7 @@ class PrivateStrategy(Strategy):
         return self._plan.batches(users, start=self.private_grad.state_dict()["step"])
 
     def _draw(self) -> Batch:
-        """Draw the users of the next round.
-
-        Raises:
-            BudgetExceededError: the ledger holds rounds that this strategy did not resume, or all rounds of the plan
-                are done.
-        """
+        """Draw the users of the next round; raise BudgetExceededError if all are done, or were not resumed."""
         if self._draws is None:
             self.private_step.require_unspent()
             self._draws = self._begin()
@@ -197,27 +182,15 @@ class PrivateStrategy(Strategy):
         condition, remedy = f"to be at most the plan's {self._plan.steps}", "start with num_rounds=plan.steps"
         raise expected("PrivateStrategy", "rounds", condition, self._plan.steps + 1, remedy, BudgetExceededError)
 
-    def _await_nodes(self, grid: Grid) -> tuple[int, ...]:
-        """Wait until as many nodes as users are connected, and return their ids in order."""
-        while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
-            time.sleep(_POLL)
-        return _require_nodes(nodes, self._plan)
-
     def _answers(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """Return the first valid reply to each of this round's messages, by user.
-
-        The bound on one user's contribution rests on this: each user counts at most once, and cannot reply for another
-        user. The SuperLink does not check the sender that a message claims, so the id of the answered message decides.
-
-        Raises:
-            PrivacyError: the grid gave the messages no ids, so that replies cannot be matched to users.
-        """
+        """Return the first valid reply to each of this round's messages, by user."""
+        # The bound on one user's contribution rests on this: each user counts at most once, and cannot reply for
+        # another. The SuperLink does not check the sender that a message claims: the id of the answered one decides.
         sent = {metadata.message_id: (metadata.dst_node_id, user) for metadata, user in self._sent}
-        if "" in sent:
-            missing = sum(metadata.message_id == "" for metadata, _ in self._sent)
+        if missing := sum(metadata.message_id == "" for metadata, _ in self._sent):
             got, remedy = f"{missing} without an id", "use Flower's own grids, which set the ids when they send"
             raise expected("PrivateStrategy", "messages", "to have ids once they are sent", got, remedy)
-        answers = dict[int, Message]()
+        answers: dict[int, Message] = {}
         for reply in replies:
             node, user = sent.get(reply.metadata.reply_to_message_id, (None, -1))
             if node == reply.metadata.src_node_id and reply.has_content():
@@ -225,13 +198,9 @@ class PrivateStrategy(Strategy):
         return answers
 
     def _raw_means(self, answers: Iterable[Message]) -> MetricRecord | None:
-        """Return the mean of each of raw_metrics over the replies that report it.
-
-        Privacy:
-            NOT private: no noise is added, and no epsilon covers these numbers.
-        """
+        """Return the mean of each of raw_metrics over the replies that report it. NOT private: no epsilon covers it."""
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
-        means = dict[str, float]()
+        means: dict[str, float] = {}
         for name in self._raw_metrics:
             numbers = [value for record in reported if isinstance(value := record.get(name), int | float)]
             if numbers:
@@ -288,24 +257,17 @@ def client_app(
 
 
 def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
-    """Raise PrivacyError unless each user has one node of its own.
-
-    The guarantee rests on it: a user with two nodes would contribute twice the sensitivity that is charged.
-    """
+    """Raise PrivacyError unless each user has one node: with two, a user would contribute twice what is charged."""
     if len(set(nodes)) != len(nodes) or len(nodes) != plan.num_examples:
-        got = f"{len(nodes)} ids, {len(set(nodes))} of them different"
         condition = f"to be {plan.num_examples} different ids, one for each user"
+        got = f"{len(nodes)} ids, {len(set(nodes))} of them different"
         remedy = "give each user's own SuperNode id, in the order of the users"
         raise expected("PrivateStrategy", "nodes", condition, got, remedy)
     return tuple(nodes)
 
 
 def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the one update of these parameters that a reply holds, or None for any other reply.
-
-    It never raises, so that no reply can stop the round. The guarantee does not rest on it: PrivateGradient clips
-    whatever it returns.
-    """
+    """Return the one update of these parameters that a reply holds, or None for any other reply; never raise."""
     try:
         (record,) = reply.content.array_records.values()
         values = {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
@@ -315,9 +277,8 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
         return None
     if any(not values[n].is_floating_point() or values[n].shape != p.shape for n, p in parameters.items()):
         return None
-    return {name: values[name].to(p) for name, p in parameters.items()}
+    return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Stand in for the loss function that PrivateGradient requires."""
     raise NotImplementedError  # never called: ReportedUpdate computes no loss

@@ -1,13 +1,8 @@
-"""A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others.
-
-Users make a PrivateTrainer. The privacy guarantee rests on PrivateGradient, which its step calls through
-ExternalLoopStep. It also rests on this file: PrivateTrainer keeps the numbers of private batches out of logs and
-checkpoints, and the loss functions give one loss per example. It does not rest on `huggingface_files`.
-"""
+"""A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others."""
 
 import math
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,40 +11,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
-from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
-from privgrad.early_stopping import StopData, charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
-from privgrad.integrations.external_loop import ExternalLoopStep
-from privgrad.integrations.huggingface_files import STATE, last_checkpoint, write_events_in_one_folder
-from privgrad.integrations.huggingface_models import (
-    Losses,
-    classification_losses,
-    local_base_of,
-    losses_of,
-    require_labels,
-    require_one_text,
-    require_single_texts,
-)
-from privgrad.integrations.model_card import note_base, write_privacy
-from privgrad.ledger import Ledger
+from privgrad.integrations import huggingface_models as models
+from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.reading import Collate
-from privgrad.sampling import ask_about_rows
+from privgrad.sampling.datasets import ask_about_rows
+from privgrad.sampling.loading import Collate
+from privgrad.statement.model_card import note_base, write_privacy
+from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
+from privgrad.training.external_loop import ExternalLoopStep
+from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
+_STATE = "privgrad.pt"  # the state of the private step, in the folder of a checkpoint
 _LOG = logging.get_logger(__name__)
 
 
@@ -58,8 +40,6 @@ class PrivateTrainer(Trainer):
 
     Schedulers, callbacks, evaluation, logging, saving and resuming are the Trainer's. An epoch is 1 / sample_rate
     steps. The loss on private examples is never logged. `epsilon` is logged with each evaluation and at the end.
-
-    Users call `train`. The Trainer's own code calls the other methods.
 
     Args:
         model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
@@ -89,7 +69,7 @@ class PrivateTrainer(Trainer):
     Privacy:
         The guarantee of PrivateGradient; the ledger is args.output_dir/ledger.jsonl. It does not cover the evaluation
         data: what `evaluate` and callbacks publish about these has no noise. If EarlyStoppingCallback ends the
-        training, the unused steps are charged too, as `early_stopping.charge_unused` explains.
+        training, the unused steps are charged too, as `training.run.charge_unused` explains.
     Attributes:
         private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
         private_step: the ExternalLoopStep that connects it to the Trainer's loop.
@@ -104,31 +84,29 @@ class PrivateTrainer(Trainer):
         train_dataset: Any,
         noise_step: float | None = None,
         optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
-        loss_fn: Losses | None = None,
+        loss_fn: models.Losses | None = None,
         data_collator: Any = None,
         selection_data: StopData | None = None,
         private_options: Mapping[str, Any] | None = None,
         **trainer_options: Any,
     ) -> None:
         settled = arguments.settled(args, plan)
+        callbacks = trainer_options.get("callbacks") or ()
         arguments.refuse(
-            [
-                *arguments.epoch_conflicts(args, plan),
-                *arguments.step_conflicts(settled, plan),
-                *arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
-                *arguments.selection_conflicts(
-                    args, trainer_options.get("callbacks") or (), optimizers, selection_data
-                ),
-                *arguments.evaluation_conflicts(train_dataset, trainer_options.get("eval_dataset")),
-                *arguments.option_conflicts(
-                    type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
-                ),
-            ]
+            arguments.epoch_conflicts(args, plan),
+            arguments.step_conflicts(settled, plan),
+            arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
+            arguments.selection_conflicts(args, callbacks, optimizers, selection_data),
+            arguments.evaluation_conflicts(train_dataset, trainer_options.get("eval_dataset")),
+            arguments.option_conflicts(
+                type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
+            ),
         )
         arguments.log_replaced(args, plan)
         ask_about_rows(train_dataset, plan.num_examples, plan.privacy_unit)
-        loss_fn = losses_of(model) if loss_fn is None else loss_fn
-        self._noise_step, self._plan, self._losses, self._selection_data = noise_step, plan, loss_fn, selection_data
+        loss_fn = models.losses_of(model) if loss_fn is None else loss_fn
+        self._noise_step, self._plan = noise_step, plan
+        self._losses, self._selection_data = loss_fn, selection_data
         super().__init__(
             model=cast(Any, model),
             args=settled,
@@ -147,7 +125,12 @@ class PrivateTrainer(Trainer):
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
         note_base(model, self.private_grad.ledger)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
-        write_events_in_one_folder(self)
+        # By itself, TensorBoard's callback chooses its folder when training begins. An evaluation before that would
+        # make it write all events up to the end of training to `runs/` in the working directory.
+        for callback in cast("list[Any]", self.callback_handler.callbacks):
+            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
+                folder = Path(cast(str, self.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
+                callback.logging_dir = str(folder)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
@@ -158,11 +141,6 @@ class PrivateTrainer(Trainer):
             made = arguments.make_optimizer(trained, self.args, self._plan, self._noise_step, decayed)
             self.optimizer = made
         return made
-
-    def _stopping(self) -> list[EarlyStoppingCallback]:
-        """Return the callbacks that may end the training by evaluations."""
-        callbacks = cast("list[object]", self.callback_handler.callbacks)
-        return [one for one in callbacks if isinstance(one, EarlyStoppingCallback)]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
@@ -208,72 +186,63 @@ class PrivateTrainer(Trainer):
         if trial is not None:
             remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
             raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
+        callbacks: list[object] = cast(Any, self.callback_handler).callbacks
+        optimizers: object = (self.optimizer, cast(Any, self.lr_scheduler))
         arguments.refuse(  # they may have changed since
-            arguments.step_conflicts(self.args, self.private_grad.plan)
-            + arguments.collator_conflicts(self.data_collator)
-            + arguments.selection_conflicts(
-                self.args,
-                cast("list[object]", self.callback_handler.callbacks),
-                (self.optimizer, cast(Any, self.lr_scheduler)),
-                self._selection_data,
-            )
-            + arguments.evaluation_conflicts(cast(Any, self.train_dataset), cast(Any, self.eval_dataset))
+            arguments.step_conflicts(self.args, self.private_grad.plan),
+            arguments.collator_conflicts(self.data_collator),
+            arguments.selection_conflicts(self.args, callbacks, optimizers, self._selection_data),
+            arguments.evaluation_conflicts(cast(Any, self.train_dataset), cast(Any, self.eval_dataset)),
         )
-        require_single_texts(self.eval_dataset)
-        if self._losses is classification_losses:
+        models.require_single_texts(self.eval_dataset)
+        if self._losses is models.classification_losses:
             are_collated = self.data_collator is not default_data_collator
-            require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
+            models.require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(Path(cast(str, self.args.output_dir)))
-        with self._ledger_held():
+            resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
+        if not self.private_grad.ledger.is_open:
+            self.private_grad.record_in(cast(Path, self.private_grad.ledger.path))
+        try:
             if resume_from_checkpoint:
                 folder = Path(resume_from_checkpoint)
-                with damage_refused("PrivateTrainer", folder / STATE):
-                    state = read_checkpoint(folder / STATE)
+                with damage_refused("PrivateTrainer", folder / _STATE):
+                    state = read_checkpoint(folder / _STATE)
                 updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
                 self.private_step.load_state_dict(state, updates=updates)
             else:
                 self.private_step.require_unspent()
-
-            def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-                return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
-
             self._updates_of_best = None
-            _LOG.warning(
-                "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
-            )
-            giving = self.private_step.optimizer.register_step_pre_hook(give)
+            slower = "steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
+            _LOG.warning(f"PrivateTrainer: {slower}")
+            giving = self.private_step.optimizer.register_step_pre_hook(self._give)
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
                 giving.remove()  # the next trainer may have the same optimizer
             self._charge_stop()
             self.private_step.require_moved()
+        finally:
+            self.private_grad.ledger.close()  # now another trainer may resume it
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
 
-    @contextmanager
-    def _ledger_held(self) -> Generator[None]:
-        """Hold the ledger's file during a training only: afterwards, another trainer may resume it."""
-        ledger = self.private_grad.ledger
-        if not ledger.is_open:
-            self.private_grad.record_in(cast(Path, ledger.path))
-        try:
-            yield
-        finally:
-            self.private_grad.ledger.close()
+    def _give(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Give the released gradient to the loop's `optimizer.step()`."""
+        return (optimizer,), {"grad": self.private_step.take()}
 
     def _charge_stop(self) -> None:
         """Charge the unused steps if EarlyStoppingCallback has ended the training; a second call changes nothing."""
-        if any(one.early_stopping_patience_counter >= one.early_stopping_patience for one in self._stopping()):
-            charge_unused(self.private_grad)
+        for one in cast("list[object]", self.callback_handler.callbacks):
+            is_rule = isinstance(one, EarlyStoppingCallback)
+            if is_rule and one.early_stopping_patience_counter >= one.early_stopping_patience:
+                charge_unused(self.private_grad)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch as the Trainer does, with one clear error for rows that hold several texts of a person."""
         try:
             return super().prediction_step(model, inputs, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            require_one_text(inputs.get("input_ids"), of_batch=True, cause=error)
+            models.require_one_text(inputs.get("input_ids"), of_batch=True, cause=error)
             raise
 
     def _get_learning_rate(self) -> float:
@@ -325,7 +294,7 @@ class PrivateTrainer(Trainer):
     def _write_privacy(self, folder: str | None) -> None:
         """Add the privacy of the training to the README.md of a folder."""
         step, private_grad = self.private_step, self.private_grad
-        if place := local_base_of(step.model):
+        if place := models.local_base_of(step.model):
             _LOG.warning(
                 f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}"
                 ": replace it by a public name before you publish them"
@@ -340,14 +309,11 @@ class PrivateTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # trainer_state.json holds durations
         if not self.args.save_only_model:
-            write_checkpoint(self.private_step.state_dict(), folder / STATE)  # the Trainer's last file completes it
+            write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file completes it
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state under a research seed only.
-
-        The state's position would reveal how many examples augmentation drew numbers for.
-        """
+        """Save the random state under a research seed only: it would reveal how many examples were augmented."""
         if self.private_grad.plan.seed is not None:
             super()._save_rng_state(output_dir)
 
@@ -359,11 +325,7 @@ class PrivateTrainer(Trainer):
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of one epoch.
-
-    A resumed Trainer skips the first batches of its first epoch. They are None: their gradients were released.
-    torch's DataLoader iterates over it for the Trainer.
-    """
+    """The batches of one epoch."""
 
     def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
         self._trainer, self._collate, self._is_first = trainer, collate, True
@@ -377,6 +339,7 @@ class _Epoch(IterableDataset[Any]):
             self._trainer.control.should_training_stop = True
         if self._is_first:
             self._is_first = False
+            # A resumed Trainer skips the first batches of its first epoch: their gradients were released.
             yield from [None] * (updates % step.epoch_steps)
         dataset, args = cast("Any", self._trainer.train_dataset), self._trainer.args
         loading = {
@@ -385,3 +348,20 @@ class _Epoch(IterableDataset[Any]):
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
         }
         yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
+
+
+def _last_checkpoint(folder: Path) -> str:
+    """Return the path of the newest complete checkpoint."""
+    paths = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    for path in sorted(paths, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
+        try:
+            TrainerState.load_from_json(str(path / "trainer_state.json"))
+        except (OSError, ValueError, TypeError):
+            continue  # the process was killed while it wrote
+        if (path / _STATE).exists():
+            return str(path)
+    remedy = "train without resume_from_checkpoint"
+    if Ledger(folder / "ledger.jsonl", read_only=True).releases:
+        remedy += " in a new folder, and add up both epsilons and both deltas: steps have been released here"
+    got = f"{len(paths)} incomplete ones in {folder}" if paths else f"0 in {folder}"
+    raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a complete checkpoint", got, remedy)

@@ -1,13 +1,9 @@
-"""The arguments of a PrivateTrainer: those that follow from the plan, and one error for all that contradict it.
-
-`integrations.huggingface` calls it. The privacy guarantee rests on `step_conflicts` and `option_conflicts`: without
-them, an option of the Trainer could change the private step, or reveal private numbers.
-"""
+"""The arguments of a PrivateTrainer: those that follow from the plan, and one error for all that contradict it."""
 
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -15,13 +11,12 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from privgrad.early_stopping import StopData
+from privgrad.checks.data import share_rows
 from privgrad.errors import expected, require_positive
-from privgrad.integrations.external_loop import PRIVATE_OPTIONS, unknown_options
 from privgrad.integrations.huggingface_models import head_of, pooler_of
 from privgrad.optim import AdamWBC, PrivateOptimizer
 from privgrad.plan import PrivacyPlan
-from privgrad.shared_rows import share_rows
+from privgrad.training.external_loop import PRIVATE_OPTIONS, undeclared_selection, unknown_options
 
 NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
@@ -43,37 +38,29 @@ class Conflict(NamedTuple):
     remedy: str
 
 
-def refuse(conflicts: Iterable[Conflict]) -> None:
+def refuse(*conflicts: Iterable[Conflict]) -> None:
     """Raise one PrivacyError that names all conflicts and their remedies, if there are any."""
-    found = list(conflicts)
-    if found:
-        got, remedy = (", ".join(one.got for one in found), "; ".join(one.remedy for one in found))
+    if found := [one for some in conflicts for one in some]:
+        got = ", ".join(one.got for one in found)
+        remedy = "; ".join(one.remedy for one in found)
         raise expected("PrivateTrainer", "arguments", "to leave the private step to the plan", got, remedy)
 
 
 def settled(args: TrainingArguments, plan: PrivacyPlan) -> TrainingArguments:
-    """Return a copy of the arguments, in which the plan's numbers replace the defaults of transformers.
-
-    The number of steps, the batch size and the clipping norm are the plan's. The Trainer's own clipping is off: it
-    would shorten the noise too, and the optimizer would no longer know its size.
-    """
-    settled = copy.copy(args)
+    """Return a copy of the arguments, in which the plan's numbers replace the defaults of transformers."""
+    made = copy.copy(args)
     planned = {"max_steps": plan.steps, "per_device_train_batch_size": plan.expected_batch_size, "max_grad_norm": 0.0}
     for name, value in planned.items():
         if _is_default(args, name):
-            setattr(settled, name, value)
+            setattr(made, name, value)
+    # The Trainer's own clipping would shorten the noise too, and the optimizer would no longer know its size.
     if args.max_grad_norm in (None, plan.max_grad_norm):
-        settled.max_grad_norm = 0.0
-    return settled
+        made.max_grad_norm = 0.0
+    return made
 
 
 def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
-    """Log the defaults of transformers that the plan replaces, because a user may have typed them.
-
-    Args:
-        args: as the user gave them, without conflicts.
-        plan: the public numbers.
-    """
+    """Log the defaults of transformers that the plan replaces, because a user may have typed them."""
     epochs, size, norm = args.num_train_epochs, args.per_device_train_batch_size, args.max_grad_norm
     found: list[str] = []
     if _is_default(args, "max_steps") and not _is_planned(epochs, plan):
@@ -102,7 +89,6 @@ def _rate(plan: PrivacyPlan) -> float:
 
 
 def _unit(plan: PrivacyPlan) -> str:
-    """Return the word for a unit of privacy: a row of the data, or a person with all of their rows."""
     return "person" if plan.privacy_unit == "user" else "example"
 
 
@@ -112,12 +98,7 @@ def _is_planned(epochs: float, plan: PrivacyPlan) -> bool:
 
 
 def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
-    """Return the arguments of the Trainer that would change the private step, or reveal private numbers.
-
-    Args:
-        args: as `settled` returns them.
-        plan: the public numbers.
-    """
+    """Return the settled arguments of the Trainer that would change the private step, or reveal private numbers."""
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "per_device_train_batch_size": plan.expected_batch_size,
@@ -145,10 +126,10 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]
         "max_grad_norm": f" (the plan clips each {_unit(plan)} to {plan.max_grad_norm:g})",
         "fp16": " (for mixed precision, set bf16=True)",
     }
-    wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}
     return [
         Conflict(f"{name}={getattr(args, name)!r}", f"set {name}={value!r}{reasons.get(name, '')}")
-        for name, value in wrong.items()
+        for name, value in required.items()
+        if getattr(args, name, value) != value
     ]
 
 
@@ -160,16 +141,7 @@ def option_conflicts(
     private_options: Mapping[str, Any] | None,
     trainer_options: Mapping[str, Any],
 ) -> list[Conflict]:
-    """Return the arguments of PrivateTrainer, and properties of its subclass, that would bypass the private step.
-
-    Args:
-        trainer: the class that is constructed.
-        own: PrivateTrainer.
-        loss_fn: as PrivateTrainer takes it, like the following arguments.
-        data_collator: as above.
-        private_options: as above.
-        trainer_options: as above.
-    """
+    """Return arguments of PrivateTrainer (`own`), and parts of its subclass, that would bypass the private step."""
     found: list[Conflict] = []
     others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
     if (other := others[0]) is not Trainer:
@@ -203,30 +175,18 @@ def collator_conflicts(data_collator: object) -> list[Conflict]:
 def selection_conflicts(
     args: TrainingArguments, callbacks: Iterable[object], optimizers: object, selection_data: object
 ) -> list[Conflict]:
-    """Return a conflict if evaluations of undeclared data would choose the model, or the rate of its next steps.
-
-    Args:
-        args: the arguments.
-        callbacks: callbacks, or their classes, as the Trainer takes them.
-        optimizers: optimizer and scheduler, as the Trainer takes them.
-        selection_data: as PrivateTrainer takes it.
-    """
-    kinds = [one if isinstance(one, type) else type(one) for one in callbacks]
+    """Return a conflict if evaluations of undeclared data would choose the model, or the rate of its next steps."""
+    kinds = [one if isinstance(one, type) else type(one) for one in callbacks]  # a Trainer takes classes too
     selects = ["EarlyStoppingCallback"] if any(issubclass(kind, EarlyStoppingCallback) for kind in kinds) else []
     selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
     selects += ["save_strategy='best'"] if args.save_strategy == "best" else []
     given = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else ()
     by_metric = any(isinstance(one, ReduceLROnPlateau) for one in given)
-    by_metric = by_metric or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-    selects += ["ReduceLROnPlateau"] if by_metric else []
-    if selection_data in get_args(StopData) or (selection_data is None and not selects):
-        return []
-    remedy = (
-        "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
-        "scores get noise; otherwise remove EarlyStoppingCallback, load_best_model_at_end, save_strategy='best' and "
-        "ReduceLROnPlateau (docs/before-training.md says what else there is)"
-    )
-    return [Conflict(f"selection_data={selection_data!r} with {' and '.join(selects) or 'no use for it'}", remedy)]
+    if by_metric or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+        selects.append("ReduceLROnPlateau")
+    removable = "EarlyStoppingCallback, load_best_model_at_end, save_strategy='best' and ReduceLROnPlateau"
+    wrong = undeclared_selection(selection_data, selects, removable)
+    return [] if wrong is None else [Conflict(*wrong)]
 
 
 def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Conflict]:
@@ -251,9 +211,8 @@ def optimizer_conflicts(
     given = None if _is_default(args, "learning_rate") else args.learning_rate
     if isinstance(optimizer := pair[0], PrivateOptimizer):
         if noise_step is not None:
-            found.append(
-                Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out noise_step or optimizers")
-            )
+            remedy = "leave out noise_step or optimizers"
+            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", remedy))
         if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
             remedy = "leave out learning_rate: the optimizer has its own rate"
             found.append(Conflict(f"learning_rate={given!r} next to optimizers", remedy))
@@ -274,15 +233,9 @@ def optimizer_conflicts(
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None, decayed: Iterable[str]
 ) -> AdamWBC:
-    """Return the default optimizer: AdamWBC, with the betas and the weight decay of the arguments.
+    """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments.
 
-    Args:
-        model: the model, with its adapters.
-        args: an explicit learning_rate is the rate of the optimizer.
-        plan: the public numbers; from its noise follows the noise step of a learning rate.
-        noise_step: in place of a learning rate. None, without an explicit learning_rate: HEAD_NOISE_STEP for the head,
-            POOLER_NOISE_STEP for a pooler on a frozen encoder, NOISE_STEP for other parameters.
-        decayed: names of the parameters to which weight decay applies.
+    Without a noise step and a learning rate, each part of the model has the default noise step of its kind.
     """
     named, decays = list(model.named_parameters()), set(decayed)
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
@@ -305,16 +258,15 @@ def make_optimizer(
             groups += [{"params": held, "weight_decay": decay, **rate, **label}] if held else []
     (first, *_) = rates.values()
     made = AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", first))
-    _log_rates(made, args, plan, noise_step)
+    if noise_step is None:
+        _log_rates(made, args, plan)
     return made
 
 
 def rates_by_name(optimizer: PrivateOptimizer, key: str = "lr") -> dict[str, float]:
-    """Return the current rates: "noise_step" or "learning_rate" of the first group, and those of parts with names.
+    """Return the current rate of each part: "learning_rate", or "noise_step_head" for a group with the name head.
 
-    Args:
-        optimizer: the private optimizer. A group with a name is a part, such as "head": "noise_step_head".
-        key: "initial_lr" for the rates at the peak of the schedule.
+    The key "initial_lr" gives the rates at the peak of the schedule.
     """
     found: dict[str, float] = {}
     for group in optimizer.param_groups:
@@ -324,10 +276,8 @@ def rates_by_name(optimizer: PrivateOptimizer, key: str = "lr") -> dict[str, flo
     return found
 
 
-def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None) -> None:
-    """Log the rate of the default optimizer, where it was not given as a noise step."""
-    if noise_step is not None:
-        return
+def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan) -> None:
+    """Log the rate of the default optimizer, which was not given as a noise step."""
     if _is_default(args, "learning_rate"):
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates_by_name(made).items())
         _LOG.warning(

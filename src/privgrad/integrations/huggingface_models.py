@@ -1,8 +1,4 @@
-"""The parts of a transformers model that PrivateTrainer asks for: losses, new layers, and the labels that it can learn.
-
-`integrations.huggingface` calls it. The privacy guarantee rests on the loss functions: they give one loss per example.
-It does not rest on the rest, which finds mistakes and chooses default rates.
-"""
+"""The parts of a transformers model that PrivateTrainer asks for: losses, new layers and labels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,13 +7,10 @@ from typing import Any, cast
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as auto
 
-from privgrad.class_rates import ClassRates
 from privgrad.errors import PrivacyError, expected
+from privgrad.sampling.class_rates import ClassRates
 
 Losses = Callable[[Any, Any], Tensor]
 _LABELS = ("labels", "label", "label_ids")  # the names under which transformers' collators look for labels
@@ -26,15 +19,15 @@ _IGNORED = -100  # the label of what has no loss
 
 def losses_of(model: nn.Module) -> Losses:
     """Return the function that computes the loss of this transformers model, one value per example."""
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
     if getattr(config, "output_router_logits", False):
         remedy = "set model.config.output_router_logits = False: the loss that balances experts mixes examples"
         raise expected("PrivateTrainer", "model", "to have one loss per example", "output_router_logits=True", remedy)
-    if name in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    if name in _names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return causal_lm_losses
     one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
-    if name in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
+    if name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
         return classification_losses
     remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
     raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
@@ -42,18 +35,15 @@ def losses_of(model: nn.Module) -> Losses:
 
 def head_of(model: nn.Module) -> set[str]:
     """Return the names of the parameters that a sequence classifier adds to its pretrained base model."""
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    if type(base).__name__ not in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+    base = _base_of(model)
+    if type(base).__name__ not in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
         return set()
     pretrained = {id(parameter) for parameter in base.base_model.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in pretrained}
 
 
 def pooler_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of a pooler whose encoder is frozen; empty if more of the model is trained.
-
-    The head is not counted: see `head_of`.
-    """
+    """Return the names of the parameters of a pooler, if nothing but it and the head of the model is trained."""
     head = head_of(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in head}
     return trained if all("pooler" in name.split(".") for name in trained) else set()
@@ -63,20 +53,14 @@ def local_base_of(model: nn.Module) -> str | None:
     """Return the folder of the base model that the saved adapters of this model name; None if there is no folder."""
     configs = cast("Mapping[str, Any]", getattr(model, "peft_config", {}))
     names = (str(config.base_model_name_or_path or "") for config in configs.values())
-    return next((name for name in names if name and Path(name).is_absolute()), None)
+    return next((name for name in names if Path(name).is_absolute()), None)
 
 
 def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> None:
-    """Raise PrivacyError if a data set that shows its columns has no labels, or one that the model cannot learn.
+    """Raise PrivacyError if a data set that shows its columns has no labels, or one that the classifier cannot learn.
 
-    Without this check, a bad row would stop the training at the step that draws it, after others were paid for.
-
-    Args:
-        model: a sequence classifier.
-        dataset: the training data. It shows its columns if it is a `datasets.Dataset` or a list of dicts.
-        are_collated: whether a collator of the user's own may give the labels another name.
-    Raises:
-        PrivacyError: see above. The message names a row of the data: it is NOT private.
+    Otherwise a bad row would stop the training at the step that draws it, after others were paid for. The message names
+    a row: it is NOT private. `are_collated`: a collator of the user's own may give the labels another name.
     """
     data = dataset.dataset if isinstance(dataset, ClassRates) else dataset
     columns = _columns_of(data)
@@ -89,17 +73,19 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
         remedy = f"rename it: dataset.rename_column({columns[-1]!r}, 'labels'), if {columns[-1]!r} has the classes"
         condition = "to have a column labels or label"
         raise expected("PrivateTrainer", "train_dataset", condition, f"columns {', '.join(columns)}", remedy)
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    count: int = _base_of(model).config.num_labels
     rows = cast("Any", data)
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
         number = cast("object", value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value)
-        if number is None or (
-            isinstance(number, int) and number != _IGNORED and not 0 <= number < base.config.num_labels
-        ):
-            condition = f"to be a class number from 0 to {base.config.num_labels - 1}"
-            remedy = "correct it, or leave out the row"
-            raise expected("PrivateTrainer", f"{label} of the example at index {row}", condition, number, remedy)
+        if number is None or (isinstance(number, int) and number != _IGNORED and not 0 <= number < count):
+            name, condition = f"{label} of the example at index {row}", f"to be a class number from 0 to {count - 1}"
+            raise expected("PrivateTrainer", name, condition, number, "correct it, or leave out the row")
+
+
+def _base_of(model: nn.Module) -> Any:
+    """Return the transformers model, without the adapters of PEFT around it."""
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _columns_of(data: Any) -> list[str] | None:
@@ -113,7 +99,6 @@ def _columns_of(data: Any) -> list[str] | None:
 
 
 def _labels_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the labels of a batch."""
     if "labels" not in batch:
         remedy = "let the data set have a column labels or label, or the data_collator return 'labels'"
         raise expected("PrivateTrainer", "the batch", "to hold labels", f"columns {', '.join(batch)}", remedy)
@@ -126,13 +111,8 @@ def _names(mapping: Mapping[str, Any]) -> set[str]:
 
 
 def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the cross-entropy of each sequence's label, shape (B,).
-
-    Raises:
-        PrivacyError: the labels are not integers; transformers would read them as several labels per sequence. Or a row
-            holds several texts.
-    """
-    if _labels_of(batch).is_floating_point():
+    """Compute the cross-entropy of each sequence's label, shape (B,)."""
+    if _labels_of(batch).is_floating_point():  # transformers would read them as several labels per sequence
         remedy = "give one class per sequence, or pass loss_fn"
         raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
     if (ids := batch.get("input_ids")) is not None and ids.dim() > 2:
@@ -154,10 +134,7 @@ def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def require_single_texts(eval_dataset: Any) -> None:
-    """Raise PrivacyError if the first row of evaluation data, or of one of several data sets, has several texts.
-
-    PrivateTrainer calls it before it releases anything.
-    """
+    """Raise PrivacyError if the first row of evaluation data, or of one of several data sets, has several texts."""
     named = cast("dict[str, Any]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
     for rows in named.values():
         if hasattr(rows, "__getitem__") and len(rows) and isinstance(rows[0], Mapping):

@@ -1,14 +1,9 @@
-"""A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization.
-
-Users make a PrivateStrategy. The privacy guarantee rests on PrivateGradient, which its step calls through
-ExternalLoopStep. It also rests on this file: `_require_options` refuses other updates, and `training_step`, `_losses`,
-`_weigh_equally`, `_refuse_to_log` and `_Closed` keep losses and batch sizes private. It does not rest on Epochs.
-"""
+"""A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Never, cast, get_args
+from typing import Any, Never, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -27,19 +22,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from privgrad.early_stopping import StopData, charge_unused
+from privgrad.checks.data import share_rows
 from privgrad.errors import PrivacyError, SamplingError, expected
-from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
-from privgrad.ledger import Ledger
-from privgrad.loading import require_loading
+from privgrad.ledger.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.reading import Collate
-from privgrad.sampling import ask_about_rows
-from privgrad.shared_rows import share_rows
+from privgrad.sampling.datasets import ask_about_rows
+from privgrad.sampling.loading import Collate, require_loading
+from privgrad.training.external_loop import PRIVATE_OPTIONS, ExternalLoopStep, undeclared_selection, unknown_options
+from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
-_KEY = "privgrad"
+_KEY = "privgrad"  # of the private step's state, in a checkpoint
+_LOG_ELSEWHERE = "log in validation_step, of public or held-out data"
 
 
 class PrivateStrategy(SingleDeviceStrategy):
@@ -55,8 +50,6 @@ class PrivateStrategy(SingleDeviceStrategy):
     Lightning. Hooks that run before `training_step` see the private batch: they must not log or keep anything of it.
     Training hooks may log public numbers. Means over an epoch weigh steps equally, unless a `batch_size` is given.
 
-    Users call `batches`. Lightning's Trainer calls the other public methods; PrivateGradient calls `_losses`.
-
     Args:
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
         device: the device to train on; None takes the GPU if there is one.
@@ -69,7 +62,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
         The guarantee of PrivateGradient. Checkpoints hold post-processing of released values only, and no keys. If
-        EarlyStopping ends the training, the unused steps are charged too, as `early_stopping.charge_unused` explains.
+        EarlyStopping ends the training, the unused steps are charged too, as `training.run.charge_unused` explains.
     Attributes:
         private_grad: the PrivateGradient of the current or last fit; `private_grad.ledger` records all releases.
     """
@@ -90,9 +83,16 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._train_sets: list[object] = []
         self._held_out: object = None  # the loaders that were compared with them
         self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
-        self._options = require_private_options("PrivateStrategy", private_options)
-        self._further: tuple[Any, ...] = ()
+        if unknown := unknown_options(private_options):
+            condition = f"to be among {', '.join(PRIVATE_OPTIONS)}"
+            raise expected("PrivateStrategy", "private_options", condition, ", ".join(unknown), "leave the others out")
+        self._options = dict(private_options or {})
+        self._further: tuple[Any, ...] = ()  # arguments of the module's training_step, besides the batch
         self._resumed = False
+
+    @property
+    def _trainer(self) -> Trainer:
+        return cast(LightningModule, self.lightning_module).trainer
 
     def batches(
         self,
@@ -103,10 +103,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
     ) -> "Epochs":
-        """Return the plan's batches, to pass to `fit` in place of a training data loader.
-
-        The arguments are those of plan.batches.
-        """
+        """Return the plan's batches, to pass to `fit` in place of a training data loader; see plan.batches."""
         require_loading("PrivateStrategy.batches", num_workers, prefetch_factor, pin_memory)
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
         ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
@@ -135,15 +132,14 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def on_train_start(self) -> None:
         """Refuse a new training that would continue a ledger with releases, and one that evaluates its own rows."""
-        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.val_dataloaders)
+        self._require_held_out(self._trainer.val_dataloaders)
         if not self._resumed:
             self.private_step.require_unspent()
 
     def on_train_end(self) -> None:
         """Charge the steps that EarlyStopping left unused, and check that training has moved every parameter."""
-        trainer = cast(LightningModule, self.lightning_module).trainer
-        callbacks: list[object] = cast("Any", trainer).callbacks
-        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):
+        callbacks: list[object] = cast("Any", self._trainer).callbacks
+        if self._trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):
             charge_unused(self.private_grad)  # also if another callback ended it: too much, never too little
         self.private_step.require_moved()
 
@@ -165,7 +161,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             remedy = "give trainer.fit the training data as strategy.batches(train_set)"
             raise expected("PrivateStrategy", "batch", "to be a Batch", type(batch).__name__, remedy, SamplingError)
         self._further = further
-        if (steps := cast(LightningModule, self.lightning_module).trainer.max_steps) != self._plan.steps:
+        if (steps := self._trainer.max_steps) != self._plan.steps:
             condition, remedy = f"to stay at the plan's {self._plan.steps}", "leave out searches for a learning rate"
             raise expected("PrivateStrategy", "max_steps of the Trainer", condition, steps, remedy)
         with self.precision_plugin.train_step_context():
@@ -176,7 +172,6 @@ class PrivateStrategy(SingleDeviceStrategy):
         return torch.full((), torch.nan, device=self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute nothing, and return the loss as it is."""
         return closure_loss  # the gradient has been released
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -204,33 +199,31 @@ class PrivateStrategy(SingleDeviceStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate a batch as Lightning does; refuse rows of the training data."""
-        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.val_dataloaders)
+        self._require_held_out(self._trainer.val_dataloaders)
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test a batch as Lightning does; refuse rows of the training data."""
-        self._require_held_out(cast(LightningModule, self.lightning_module).trainer.test_dataloaders)
+        self._require_held_out(self._trainer.test_dataloaders)
         return super().test_step(*args, **kwargs)
 
     def _require_held_out(self, loaders: Any) -> None:
         """Raise PrivacyError if loaders evaluate the training data: loggers and checkpoints hold exact results."""
         if loaders is self._held_out:
             return
-        found = tree_leaves(loaders)
-        for data in (getattr(loader, "dataset", loader) for loader in found):
+        for data in (getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)):
             if data is not None and any(share_rows(data, own) for own in self._train_sets):
-                condition, remedy = "to hold no row of the training data", "evaluate held-out or public data"
-                got = "rows of the training data set itself"
+                condition, got = "to hold no row of the training data", "rows of the training data set itself"
+                remedy = "evaluate held-out or public data"
                 raise expected("PrivateStrategy", "the evaluation data", condition, got, remedy)
         self._held_out = loaders
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
         """Return one loss per example, from the module's own training_step, which may log nothing meanwhile."""
-        trainer, remedy = module.trainer, "log in validation_step, of public or held-out data"
-        loggers, trainer.loggers = trainer.loggers, [_Closed("a logger in training_step", remedy)]
+        trainer = module.trainer
+        loggers, hook = trainer.loggers, module._current_fx_name
+        trainer.loggers = [_Closed("a logger in training_step", _LOG_ELSEWHERE)]
         module.log = module.log_dict = _refuse_to_log
-        hook, module._current_fx_name = module._current_fx_name, None  # otherwise super().log refuses as well
+        module._current_fx_name = None  # otherwise super().log refuses as well
         try:
             return module.training_step(examples, *self._further)
         finally:
@@ -240,10 +233,7 @@ class PrivateStrategy(SingleDeviceStrategy):
 
 
 class Epochs:
-    """The plan's batches in the form of a data loader: each iteration is one epoch.
-
-    `PrivateStrategy.batches` makes it for `fit`, and Lightning's loops call its methods.
-    """
+    """The plan's batches in the form of a data loader: each iteration is one epoch."""
 
     def __init__(
         self, strategy: PrivateStrategy, dataset: Any, collate: Collate | None, loading: Mapping[str, Any]
@@ -262,14 +252,11 @@ class Epochs:
             trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: the strategy stores the position.
-
-        Without this method, Lightning would treat the loader as not resumable.
-        """
+        """Return nothing: the strategy stores the position. Lightning resumes only a loader that has this method."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the strategy restores the position."""
+        """Do nothing."""
 
 
 # Callbacks that would spend steps of the plan, or log what depends on the private batches.
@@ -288,7 +275,6 @@ class _Closed:
         vars(self).update(_said=(name, remedy))
 
     def _refuse(self, *args: Any) -> Never:
-        """Raise the error."""
         name, remedy = vars(self)["_said"]
         raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy, PrivacyError)
 
@@ -296,11 +282,9 @@ class _Closed:
 
 
 def _weigh_equally(trainer: Trainer) -> None:
-    """Let means over an epoch weigh the training steps equally: Lightning would weigh them by private batch sizes.
-
-    It changes the collection of what training hooks log, in the module and in callbacks. A Trainer keeps its strategy,
-    so nothing is restored. Validation has a collection of its own.
-    """
+    """Let means over an epoch weigh the training steps equally: Lightning would weigh them by private batch sizes."""
+    # This changes what collects the logs of training hooks, in the module and in callbacks; validation has its own.
+    # A Trainer keeps its strategy, so nothing is undone.
     results = cast(Any, trainer.fit_loop.epoch_loop)._results
     log = results.log
 
@@ -312,29 +296,19 @@ def _weigh_equally(trainer: Trainer) -> None:
 
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
     """Raise PrivacyError: what training_step would log is private."""
-    remedy = "log in validation_step, of public or held-out data"
-    raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", remedy, PrivacyError)
+    raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", _LOG_ELSEWHERE)
 
 
 def _require_declared(callbacks: Sequence[object], selection_data: object) -> None:
     """Raise PrivacyError if evaluations of undeclared data would choose the model."""
     kinds = {"EarlyStopping" for one in callbacks if isinstance(one, EarlyStopping)}
     kinds |= {"ModelCheckpoint(monitor=...)" for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
-    if selection_data in get_args(StopData) or (selection_data is None and not kinds):
-        return
-    got = f"selection_data={selection_data!r} with {' and '.join(sorted(kinds)) or 'no use for it'}"
-    remedy = (
-        "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
-        "scores get noise; otherwise remove these callbacks (docs/before-training.md says what else there is)"
-    )
-    raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", got, remedy)
+    if wrong := undeclared_selection(selection_data, sorted(kinds), "these callbacks"):
+        raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", *wrong)
 
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:
-    """Raise PrivacyError if an option would bypass or change the private step.
-
-    The error lists every such option of the Trainer. The guarantee rests on this check.
-    """
+    """Raise PrivacyError if an option would bypass or change the private step: the guarantee would be lost silently."""
     # The requested devices are stored only here: Trainer.num_devices reports the strategy's single device.
     requested: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
     devices = requested if isinstance(requested, int) else len(requested)
@@ -344,12 +318,11 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
     for callback in cast("Any", trainer).callbacks:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
-                condition, remedy = f"to hold no {kind.__name__}", f"leave it out: {why}"
-                raise expected("PrivateStrategy", "callbacks", condition, f"a {kind.__name__}", remedy)
+                condition, got = f"to hold no {kind.__name__}", f"a {kind.__name__}"
+                raise expected("PrivateStrategy", "callbacks", condition, got, f"leave it out: {why}")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        remedy = (
-            "give a scheduler without a metric, such as CosineAnnealingLR: exact results would decide the next steps"
-        )
+        remedy = "give a scheduler without a metric, such as CosineAnnealingLR: "
+        remedy += "exact results would decide the next steps"
         raise expected("PrivateStrategy", "schedulers", "to need no metric", "ReduceLROnPlateau", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,
@@ -358,8 +331,7 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
         "limit_train_batches": 1.0,
         "overfit_batches": 0.0,
     }
-    wrong = {name: value for name, value in required.items() if getattr(trainer, name) != value}
-    if wrong:
+    if wrong := {name: value for name, value in required.items() if getattr(trainer, name) != value}:
         got = ", ".join(f"{name}={getattr(trainer, name)!r}" for name in wrong)
         remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
         raise expected("PrivateStrategy", "the Trainer", "to leave the private step to the plan", got, remedy)

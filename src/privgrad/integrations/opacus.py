@@ -1,20 +1,11 @@
-"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan.
-
-Users call both functions. The privacy guarantee of a script with `connect` is Opacus' own, and does not rest on this
-file. That of a loop with the plan of `plan_of` rests on the plan.
-"""
+"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan."""
 
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import (
-    DistributedDPOptimizer,
-    DPOptimizer,
-    DPOptimizerFastGradientClipping,
-    DPPerLayerOptimizer,
-)
+from opacus.optimizers import DistributedDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -60,10 +51,8 @@ def connect(optimizer: Any) -> Any:
         read (noise multiplier, clipping norm, divisor) are public.
     """
     if type(optimizer) not in _KNOWN:
-        remedy = "pass what make_private returns, with clipping='flat' or 'per_layer'"
-        raise expected(
-            "connect", "optimizer", "to be an Opacus optimizer of known noise", type(optimizer).__name__, remedy
-        )
+        got, remedy = type(optimizer).__name__, "pass what make_private returns, with clipping='flat' or 'per_layer'"
+        raise expected("connect", "optimizer", "to be an Opacus optimizer of known noise", got, remedy)
     inner = optimizer.original_optimizer
     if not isinstance(inner, PrivateOptimizer):
         remedy = "give make_private an optimizer of privgrad.optim, created from model.named_parameters()"
@@ -103,10 +92,9 @@ def plan_of(
         condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
         raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
     if not isinstance(data_loader, DPDataLoader):
+        got = type(data_loader).__name__
         remedy = "call make_private with poisson_sampling=True: the accountant covers no other sampling"
-        raise expected(
-            "plan_of", "data_loader", "to be a DPDataLoader", type(data_loader).__name__, remedy, SamplingError
-        )
+        raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
     return PrivacyPlan(
         sample_rate=data_loader.sample_rate,
         steps=epochs * len(data_loader),
@@ -126,7 +114,7 @@ def _released(optimizer: Any) -> NoisyGradient:
         processes = getattr(optimizer, "world_size", 1)
         divisor = float(optimizer.expected_batch_size) * optimizer.accumulated_iterations * processes
     values: dict[str, Tensor] = {}
-    sums: list[Any] = []
+    sums: list[Any] = []  # marked at the end: an error in between must not use them up
     for group in optimizer.original_optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.requires_grad:

@@ -1,7 +1,4 @@
-"""A bridge to TensorBoard: the evaluations of a training as scalars.
-
-Users and `experiments.runner` make a TensorBoard. The privacy guarantee does not rest on this file.
-"""
+"""A bridge to TensorBoard: the evaluations of a training as scalars."""
 
 import math
 import os
@@ -14,9 +11,7 @@ _NOT_PRIVATE = "NOT_PRIVATE"  # TensorBoard allows no spaces in tags
 
 
 class TensorBoard:
-    """A writer of each evaluation of `fit`: `pg.fit(..., on_evaluate=TensorBoard("runs/mine"))`.
-
-    `fit` calls it with each row. Users and `experiments.runner` close it.
+    """A writer of each evaluation of `fit`: `pg.fit(..., on_evaluate=TensorBoard("runs/mine"))`. Close it afterwards.
 
     Numbers computed before the noise have names that begin with raw_; they are written under the tag NOT_PRIVATE.
 

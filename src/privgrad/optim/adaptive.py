@@ -1,17 +1,9 @@
-"""Adaptive optimizers that subtract the known noise variance from their second moment.
-
-Users and `papers` make the optimizers; `experiments.spec` and `audit.methods` make them by name, through
-`optim.OPTIMIZERS`. The privacy guarantee does not rest on this file, which uses released gradients and public numbers
-only.
-"""
-
-from typing import Any
+"""Adaptive optimizers that subtract the known noise variance from their second moment."""
 
 from torch import Tensor
 
 from privgrad.optim.base import NamedParameters
-from privgrad.optim.debias import FloorRule, noise_floor
-from privgrad.optim.debiased import DEFAULT_FLOOR, Debiased, Group, State
+from privgrad.optim.debiased import DEFAULT_FLOOR, Debiased, FloorRule, Group, State, noise_floor
 
 
 class AdamBC(Debiased):
@@ -53,8 +45,8 @@ class AdamBC(Debiased):
         gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
-        super().__init__(params, defaults=options, noise_step=noise_step)
+        floor = {"debias_floor": debias_floor, "gamma_prime": gamma_prime, "floor_rule": floor_rule}
+        super().__init__(params, defaults={"lr": lr, "betas": betas, **floor}, noise_step=noise_step)
 
     def _beta(self, group: Group) -> float:
         return group["betas"][0]
@@ -70,7 +62,6 @@ class AdamBC(Debiased):
         return self._correction(group, state) / (1 - group["betas"][0] ** state["step"]) ** 2
 
     def _correction(self, group: Group, state: State) -> float:
-        """Return Adam's startup correction of the second moment, 1 - beta2**t."""
         return 1 - group["betas"][1] ** state["step"]
 
 
@@ -96,8 +87,9 @@ class AdamWBC(AdamBC):
         gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
-        Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay}, noise_step=noise_step)
+        floor = {"debias_floor": debias_floor, "gamma_prime": gamma_prime, "floor_rule": floor_rule}
+        options = {"lr": lr, "betas": betas, **floor, "weight_decay": weight_decay}
+        Debiased.__init__(self, params, defaults=options, noise_step=noise_step)
 
 
 class NAdamBC(AdamBC):
@@ -125,17 +117,15 @@ class NAdamBC(AdamBC):
         gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
-        Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay}, noise_step=noise_step)
+        floor = {"debias_floor": debias_floor, "gamma_prime": gamma_prime, "floor_rule": floor_rule}
+        options = {"lr": lr, "betas": betas, **floor, "momentum_decay": momentum_decay}
+        Debiased.__init__(self, params, defaults=options, noise_step=noise_step)
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
-        def mu(t: int) -> float:
-            return group["betas"][0] * (1 - 0.5 * 0.96 ** (t * group["momentum_decay"]))
-
-        now, following = mu(state["step"]), mu(state["step"] + 1)
-        state["mu_product"] = state.get("mu_product", 1.0) * now
+        t, beta, decay = state["step"], group["betas"][0], group["momentum_decay"]
+        now, following = (beta * (1 - 0.5 * 0.96 ** (at * decay)) for at in (t, t + 1))  # mu_t and mu_{t+1}
+        product = state["mu_product"] = state.get("mu_product", 1.0) * now
         size = group["lr"] * self._correction(group, state) ** 0.5
-        product = state["mu_product"]
         return size * (1 - now) / (1 - product), size * following / (1 - product * following)
 
 
@@ -146,15 +136,8 @@ class RMSpropBC(Debiased):
         p = p - lr * g / sqrt(debias(v, sqrt(n), floor)). As in torch's RMSprop, v and n have no startup correction.
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0. Give this or noise_step.
-        noise_step: in place of lr, see PrivateOptimizer. It is lr / sqrt(debias_floor), see Debiased.
         alpha: decay of the second moment, in [0, 1).
-        debias_floor, gamma_prime: as in AdamBC.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing.
+        params, lr, noise_step, debias_floor, gamma_prime, Raises, Privacy: as AdamBC.
     Reference:
         Ours, after Tang, Lecuyer 2023; its biased form is RMSprop.
     """
@@ -191,14 +174,10 @@ class AdagradBC(Debiased):
     Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, sqrt(n), floor)).
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0. There is no noise step.
         debias_floor: smallest debiased sum of squares, in variances of the noise in this sum, > 0.
         gamma_prime: smallest debiased sum of squares in gradient**2, > 0, in place of debias_floor. None: debias_floor.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing.
+        params, Raises, Privacy: as AdamBC.
     Reference:
         Ours, after Tang, Lecuyer 2023; its biased form is Adagrad.
     """
@@ -222,15 +201,3 @@ class AdagradBC(Debiased):
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         return group["lr"], 0.0
-
-
-def _adam_options(
-    lr: float | None,
-    betas: tuple[float, float],
-    debias_floor: float,
-    gamma_prime: float | None,
-    floor_rule: FloorRule,
-) -> dict[str, Any]:
-    """Return the options that AdamBC, AdamWBC and NAdamBC share, by name."""
-    floor = {"debias_floor": debias_floor, "gamma_prime": gamma_prime, "floor_rule": floor_rule}
-    return {"lr": lr, "betas": betas, **floor}

@@ -1,15 +1,8 @@
-"""The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step.
-
-`standard`, `adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and
-`audit.methods` make them by name, through `optim.OPTIMIZERS`.
-
-The privacy guarantee rests on `step` and `_clear` only: nothing but a released gradient may move a parameter. The rest
-of this file is post-processing of released gradients.
-"""
+"""The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -19,10 +12,8 @@ from torch import Tensor, nn
 from privgrad.errors import PrivacyError, expected, require_nonnegative
 from privgrad.types import NoisyGradient
 
-# Keys that torch's schedulers add to param groups.
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # by torch's schedulers
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
 
 
@@ -56,7 +47,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     _without_noise_step: ClassVar[str] = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse `noise_step` by name where the constructor of a subclass does not take it."""
+        # Here, because the constructor of a subclass may not know the argument: torch's message would not say why.
         if kwargs.get("noise_step") is not None and not cls.has_noise_step():
             raise _no_noise_step(cls.__name__, cls._without_noise_step or cls.__name__)
         return super().__new__(cls)
@@ -67,7 +58,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         lr = self._require_one_rate(args[0] if args else options.pop("lr", None), noise_step)
         if not args and (lr is not None or options is not kwargs):
             options["lr"] = lr
-        self._lr_is_noise_step, self._has_rate = noise_step is not None, lr is not None
+        self._lr_is_noise_step = noise_step is not None
+        self._has_rate = lr is not None
         self._rates: list[dict[str, float]] = []  # by group: its own rate; empty if it has the default one
         try:
             super().__init__(cast(Any, params), *args, **kwargs)
@@ -79,15 +71,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.defaults["lr_is_noise_step"] = self._lr_is_noise_step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: torch's own state, and which rates were given."""
         own = ("_lr_is_noise_step", "_has_rate", "_rates")
         return super().__getstate__() | {name: vars(self)[name] for name in own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch, after the checks that the class describes.
-
-        torch's constructor calls it for each param group; users can call it later.
-        """
+        """Add a param group, as in torch, after the checks that the class describes."""
         group = dict(param_group)
         given = group.keys() & {"lr", "noise_step"}
         noise_step = group.pop("noise_step", None)
@@ -106,38 +94,34 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def has_noise_step(cls) -> bool:
-        """Return whether `noise_step` can be given in place of `lr`, with the usual options.
-
-        `experiments.spec` calls it.
-        """
+        """Return whether `noise_step` can be given in place of `lr`, with the usual options."""
         described = cls._noise_step_per_lr is not PrivateOptimizer._noise_step_per_lr
         return described and not cls._without_noise_step
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options as they were given, and the rates of param groups with their own: a resumed run has the same.
-
-        `fit` and `integrations.external_loop` read it.
-        """
+        """The options as they were given, and the rates of param groups with their own: a resumed run has the same."""
         return self.defaults | ({"rates": self._rates} if any(self._rates) else {})
 
     @property
     def noise_step(self) -> float:
         """The noise step u of the current rates, in units of the weights.
 
-        Users and `experiments.runner` read it, also where `lr` was given. It is the root mean square over all trainable
-        coordinates, if param groups or coordinates differ. It is nan for an optimizer without a noise step and, where
-        `lr` was given, before the first step.
+        It is the root mean square over all trainable coordinates, if param groups or coordinates differ. It is nan for
+        an optimizer without a noise step and, where `lr` was given, before the first step.
         """
         squares, count = 0.0, 0
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                held = cast("float | Mapping[str, float | Tensor] | None", group["noise_std"])
+                held: float | Mapping[str, float | Tensor] | None = group["noise_std"]
                 std = held.get(name) if isinstance(held, Mapping) else held
-                if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
+                per_lr: float | Tensor = 1.0
+                if self._why_no_noise_step(group):
                     return math.nan
-                gain = cast(float, group["noise_gain"])
-                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, cast(float, std)) * gain
+                if not group["lr_is_noise_step"]:
+                    if std is None:
+                        return math.nan
+                    per_lr = self._noise_step_per_lr(group, std) * group["noise_gain"]
                 steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
                 squares += float(steps.square().mean()) * parameter.numel()
                 count += parameter.numel()
@@ -149,9 +133,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update the parameters with one released gradient.
 
-        Clears every `.grad` before and after the update. A gradient of an ordinary backward pass therefore never
-        moves a parameter, even one that has since been frozen. Users, `training_run`, the bridges, `papers` and
-        `audit.methods` call it.
+        Clears every `.grad` before and after the update. A gradient of an ordinary backward pass therefore never moves
+        a parameter, even one that has since been frozen.
 
         Args:
             closure: returns the gradient; an alternative to grad.
@@ -170,24 +153,24 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
             raise expected(function, "exactly one of grad and closure", "to be given", got, remedy)
         if isinstance(closure, NoisyGradient):
-            condition, got = "to be the keyword argument grad", "a positional argument"
-            raise expected(function, "the gradient", condition, got, "call step(grad=...)")
+            remedy = "call step(grad=...)"
+            raise expected(function, "the gradient", "to be the keyword argument grad", "a positional argument", remedy)
         gradient = closure() if closure is not None else grad
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
-        active = [[name for name, _ in self._active(group)] for group in self.param_groups]
-        _require_covered(function, gradient, [name for names in active for name in names])
-        pairs = zip(self.param_groups, active, strict=True)
-        by_noise = [name for group, names in pairs if group["lr_is_noise_step"] for name in names]
+        active = [(group, [name for name, _ in self._active(group)]) for group in self.param_groups]
+        _require_covered(function, gradient, [name for _, names in active for name in names])
+        by_noise = [name for group, names in active if group["lr_is_noise_step"] for name in names]
         _require_noise(function, gradient, by_noise)
         for group in self.param_groups:
             if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):  # set since the group was added
                 raise _no_noise_step(function, why)
         self._clear()
         try:
-            for group, names in zip(self.param_groups, active, strict=True):
-                std, group["noise_gain"] = gradient.noise_std, gradient.noise_gain
+            std = gradient.noise_std
+            for group, names in active:
+                group["noise_gain"] = gradient.noise_gain
                 group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
             if by_noise:
                 self._update_in_noise_units(gradient, by_noise)
@@ -200,7 +183,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, that the same kind of optimizer saved for the same parameters in the same order.
 
-        The options take their saved values. Users, `training_run` and `integrations.flower` call it.
+        The options take their saved values.
 
         Raises:
             PrivacyError: the parameter names, their order, the names of the options, or the kind of rate (lr or
@@ -208,20 +191,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         function = f"{type(self).__name__}.load_state_dict"
         remedy = "load a state that the same optimizer class saved for the same model"
-        theirs, ours = (
-            [group.get("param_names") for group in g] for g in (state_dict["param_groups"], self.param_groups)
-        )
+        theirs = [group.get("param_names") for group in state_dict["param_groups"]]
+        ours = [group.get("param_names") for group in self.param_groups]
         if theirs != ours:
-            first = next(
-                (pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), (len(theirs), len(ours))
-            )
-            raise expected(function, "param_names", f"to be {first[1]}, in that order", first[0], remedy)
+            differing = (pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1])
+            got, own = next(differing, (len(theirs), len(ours)))
+            raise expected(function, "param_names", f"to be {own}, in that order", got, remedy)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             differing = (saved.keys() ^ group.keys()) - _SCHEDULED
             if differing:
                 got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
                 raise expected(function, "the options", "to be the same as this optimizer's", got, remedy)
-            kind, own = ("noise_step" if options["lr_is_noise_step"] else "lr" for options in (saved, group))
+            kind = "noise_step" if saved["lr_is_noise_step"] else "lr"
+            own = "noise_step" if group["lr_is_noise_step"] else "lr"
             if kind != own:  # a scheduler that was made before would continue in the other unit
                 raise expected(function, "the rate", f"to be given as {own}", kind, f"give {kind} here too")
         super().load_state_dict(state_dict)
@@ -235,15 +217,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = held.float() if value.is_floating_point() else held
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
-        """Update by gradient / noise_std, at the rates whose noise steps the groups hold: docs/mathematics.md (5.7).
-
-        Args:
-            gradient: the released gradient.
-            names: the parameters of groups with a noise step; the other ones are updated as usual.
-        """
-        tensors, stds = dict(gradient.tensors), {name: gradient.noise_std_of(name) for name in gradient}
+        """Update `names` by gradient / noise_std, at the rates of docs/mathematics.md (5.7), the others as usual."""
+        tensors = dict(gradient.tensors)
+        stds = {name: gradient.noise_std_of(name) for name in gradient}
         for name in names:
-            tensors[name], stds[name] = gradient[name] / stds[name], 1.0
+            tensors[name] = gradient[name] / stds[name]
+            stds[name] = 1.0
         groups = [group for group in self.param_groups if group["lr_is_noise_step"]]
         steps = [group["lr"] for group in groups]
         try:
@@ -255,14 +234,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 group["lr"] = step
 
     def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
-        """Return the noise step at lr = 1, docs/mathematics.md (5.6). Subclasses with a noise step override it.
-
-        `noise_step` and `_update_in_noise_units` call it.
-
-        Args:
-            group: a param group.
-            noise_std: the standard deviation of the noise, >= 0, in the units of the group's options.
-        """
+        """Return the noise step at lr = 1, docs/mathematics.md (5.6), for noise in the units of the group's options."""
         raise NotImplementedError
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
@@ -280,17 +252,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return noise_step
 
     def _update(self, gradient: NoisyGradient) -> None:
-        """Move the parameters by the gradient: torch's own step, unless a subclass overrides this.
-
-        torch keeps its state in the precision of the parameters. Parameters in half precision are therefore updated in
-        float32, and rounded afterwards.
-        """
+        """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
         step = super().step
         narrow: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for group in self.param_groups:
                 for name, parameter in self._active(group):
-                    if parameter.itemsize < 4:
+                    if parameter.itemsize < 4:  # torch keeps its state in this precision, so update in float32
                         narrow.append((parameter, parameter.data))
                         parameter.data = parameter.data.float()
                     value = gradient[name].to(parameter.dtype)
@@ -303,20 +271,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 parameter.data = stored.copy_(parameter.data)
 
     def _require_group(self, group: dict[str, Any]) -> None:
-        """Check one param group, and turn its numpy scalars into plain numbers, which checkpoints can hold.
-
-        Raises:
-            PrivacyError: see the class.
-        """
+        """Check one param group, and turn its numpy scalars into plain numbers, which checkpoints can hold."""
         function = type(self).__name__
         if "param_names" not in group:
             remedy = "pass model.named_parameters(), not model.parameters()"
             raise expected(function, "params", "to have names", "parameters without names", remedy)
         known = {name for other in self.param_groups for name in other["param_names"]}
         if repeated := sorted(known & set(group["param_names"])):
-            remedy = "use one optimizer per model, or prefix the names"
-            condition, got = "to differ between groups", f"{', '.join(repeated)} twice"
-            raise expected(function, "names of parameters", condition, got, remedy)
+            got, remedy = f"{', '.join(repeated)} twice", "use one optimizer per model, or prefix the names"
+            raise expected(function, "names of parameters", "to differ between groups", got, remedy)
         unknown = group.keys() - self.defaults.keys() - _OF_GROUPS - _SCHEDULED
         if unknown:
             remedy = f"choose among {', '.join(sorted(self.defaults))}"
@@ -329,16 +292,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise _no_noise_step(function, why)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if an option is out of its range.
-
-        This version checks nothing. Where no subclass overrides it, torch's constructor checks the defaults.
-        """
+        """Raise PrivacyError if an option is out of its range; where none overrides it, torch checks the defaults."""
 
     def _clear(self) -> None:
         """Remove every `.grad`, so that none of them can move a parameter."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def _each(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter, dict[str, Any]]]:
+        """Yield each trainable parameter, with its group, its name and its state."""
+        for group in self.param_groups:
+            for name, parameter in self._active(group):
+                yield group, name, parameter, self.state[parameter]
 
     @staticmethod
     def _active(group: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
@@ -353,7 +319,7 @@ def _number(value: Any) -> Any:
 
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
-    """Raise PrivacyError unless the gradient has a value and a valid noise_std for each name."""
+    """Raise PrivacyError unless the gradient has a value and a finite noise_std >= 0 for each name."""
     if missing := [name for name in names if name not in gradient]:
         remedy = "give the optimizer and PrivateGradient the same model"
         got = f"a gradient without {', '.join(missing)}"
@@ -391,8 +357,8 @@ def widened(parameter: Tensor) -> Tensor:
 def constructor_arguments(kind: Callable[..., PrivateOptimizer]) -> list[str]:
     """Return the names of the arguments of an optimizer's constructor, in their order.
 
-    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base. `experiments.spec`,
-    `experiments.load_spec` and `audit.methods` call it.
+    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base. Recipes in TOML
+    files are checked against them.
     """
     classes = [cls for cls in cast("type[PrivateOptimizer]", kind).__mro__ if "__init__" in vars(cls)]
     signatures = (inspect.signature(cls.__init__).parameters for cls in classes)

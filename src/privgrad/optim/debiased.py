@@ -1,25 +1,20 @@
-"""The base class of the optimizers that subtract the known noise variance from their second moment.
-
-`adaptive` has its subclasses. PrivateOptimizer calls `_update` in each step, and `_require_options` for each param
-group. `experiments` and `diagnostics.recorder` call `fraction_floored` and `floored`.
-
-The privacy guarantee does not rest on this file, which uses released gradients and public numbers only.
-"""
+"""The base class of the optimizers that subtract the known noise variance from their second moment."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import require_decays, require_nonnegative, require_positive
+from privgrad.errors import expected, require_decays, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, widened
-from privgrad.optim.debias import debias, debias_lists, noise_floor, require_denominator, require_rule
-from privgrad.threads import AT_ONCE, blocks, is_on_processor, on_lists
+from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
 
+FloorRule = Literal["max", "negative_only", "moment", "add"]
 Group = dict[str, Any]
 State = dict[str, Any]
 
@@ -27,25 +22,125 @@ State = dict[str, Any]
 # the autoencoder, level on digits, and half a point behind 1 on a small CNN. The others share its denominator.
 DEFAULT_FLOOR = 4.0
 
+# Without noise nothing is subtracted, and the floor only prevents 0 / 0. It is (1e-8)**2, torch's eps inside the root.
+_NOISELESS_FLOOR = 1e-16
+
+
+def debias(
+    exp_avg_sq_hat: Tensor,
+    noise_std: float | Tensor,
+    *,
+    floor: float | Tensor,
+    rule: FloorRule = "max",
+    moment_sq: Tensor | None = None,
+) -> Tensor:
+    """Subtract the known noise variance from a startup-corrected second moment.
+
+    Computes, elementwise with d = v - noise_std**2, by rule:
+        "max": max(d, floor), the paper's rule, and the only one that bounds steps on the scale of the noise;
+        "negative_only": d where d > 0, else floor;
+        "moment": max(d, moment_sq) + floor;
+        "add": max(d, 0) + floor.
+
+    Args:
+        exp_avg_sq_hat: v, shape (P,) like the parameter, divided by 1 - beta2**t. It may also be undivided, if
+            noise_std**2 and floor are undivided too. Units: gradient**2.
+        noise_std: standard deviation of the noise in the averaged gradient, sigma C / B; scalar or (P,). >= 0.
+        floor: > 0; scalar or (P,). The papers' gamma'. Units: gradient**2.
+        rule: how the floor is applied; all rules except "max" are for ablations.
+        moment_sq: square of the first moment, shape (P,), for the rule "moment".
+    Returns:
+        Tensor of the same shape and dtype, positive. Every entry is >= floor, except with "negative_only".
+    Raises:
+        PrivacyError: noise_std is negative, floor is not positive, rule is unknown, or moment_sq is missing.
+    Privacy:
+        Post-processing of noisy gradients; uses public constants only.
+    Reference:
+        Tang, Lecuyer 2023 (DP-AdamBC), eq. (3); docs/mathematics.md (5.2) and (5.3).
+    """
+    require_denominator(noise_std, floor)
+    difference = exp_avg_sq_hat - noise_std**2
+    if rule == "max":
+        return difference.clamp_(min=floor)
+    require_rule("debias", rule)
+    if rule == "negative_only":
+        return torch.where(difference > 0, difference, floor)
+    if rule == "add":
+        return difference.clamp_(min=0).add_(floor)
+    if moment_sq is None:
+        remedy = "pass the square of the first moment, which the rule 'moment' needs"
+        raise expected("debias", "moment_sq", "to be given", None, remedy)
+    return torch.maximum(difference, moment_sq).add_(floor)
+
+
+def require_denominator(noise_std: float | Tensor, floor: float | Tensor) -> None:
+    """Raise PrivacyError if noise_std is negative or floor is not positive."""
+    require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
+    require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
+
+
+def require_rule(function: str, rule: str) -> None:
+    """Raise PrivacyError unless rule is a FloorRule."""
+    if rule not in get_args(FloorRule):
+        condition = f"to be one of {', '.join(get_args(FloorRule))}"
+        raise expected(function, "floor_rule", condition, repr(rule), "choose one")
+
+
+def noise_floor(noise_std: float | Tensor, multiple: float) -> float | Tensor:
+    """Return a floor that is a multiple of the noise's variance; 1e-16 where there is no noise.
+
+    Args:
+        noise_std: sigma C / B, scalar or (P,). >= 0.
+        multiple: the floor in variances of the noise, > 0: `debias_floor` of the optimizers.
+    Returns:
+        The floor, in gradient**2, shaped like noise_std.
+    Privacy:
+        Public constants only.
+    """
+    if isinstance(noise_std, Tensor):
+        variance = noise_std**2
+        return torch.where(variance > 0, multiple * variance, _NOISELESS_FLOOR)
+    return multiple * noise_std**2 if noise_std > 0 else _NOISELESS_FLOOR
+
+
+def _smallest(value: float | Tensor) -> float:
+    """Return the smallest entry of a tensor, 1 if it has none, or the number itself."""
+    return (float(value.min()) if value.numel() else 1.0) if isinstance(value, Tensor) else value
+
 
 class _Moved(NamedTuple):
-    """A parameter with what moves it in one step."""
+    """The tensors that move in one step: a parameter, a block of one, or several parameters as lists."""
 
-    values: Tensor
-    grad: Tensor
-    square: Tensor
-    average: Tensor | None
-    std: float | Tensor
-    floor: float | Tensor
-    moment_scale: float
+    values: Any
+    grad: Any
+    square: Any
+    average: Any  # None without a first moment
+    std: Any  # of the noise in `square`, in its units
+    floor: Any
+    moment_scale: Any
 
     @property
     def suits_lists(self) -> bool:
-        """Whether `_move_by_lists` can update it, and is faster."""
+        """Whether lists of such parameters are updated faster: on a GPU, where each kernel costs a fixed time."""
         if is_on_processor(self.values) or isinstance(self.std, Tensor):
             return False
         tensors = [self.values, self.grad, self.square, *([] if self.average is None else [self.average])]
         return all(t.dtype == self.values.dtype and not is_traceable_wrapper_subclass(t) for t in tensors)
+
+    def debiased(self, rule: FloorRule) -> Any:
+        """Return `debias` of the second moment, for lists by the rule "max"."""
+        if isinstance(self.square, list):
+            differences = on_lists._foreach_add(self.square, [-(std**2) for std in self.std])
+            on_lists._foreach_clamp_min_(differences, self.floor)
+            return differences
+        moment_sq = self.average.square().mul_(self.moment_scale) if rule == "moment" else None
+        return debias(self.square, self.std, floor=self.floor, rule=rule, moment_sq=moment_sq)
+
+
+# The same operations on one tensor, and on each of a list by one kernel.
+_OPERATIONS = ("mul_", "addcmul_", "lerp_", "sqrt_", "addcdiv_")
+_ON_TENSOR: Any = SimpleNamespace(**{name: getattr(Tensor, name) for name in _OPERATIONS})
+_ON_LISTS: Any = SimpleNamespace(**{name: getattr(on_lists, f"_foreach_{name}") for name in _OPERATIONS})
 
 
 class Debiased(PrivateOptimizer):
@@ -66,7 +161,6 @@ class Debiased(PrivateOptimizer):
     _noise: ClassVar[str] = "exp_avg_noise_var"
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if an option is out of its range."""
         function = type(self).__name__
         require_positive(function, "debias_floor", group["debias_floor"], f"{DEFAULT_FLOOR:g} is the default")
         if group["gamma_prime"] is not None:
@@ -82,8 +176,7 @@ class Debiased(PrivateOptimizer):
     def fraction_floored(self) -> float:
         """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
 
-        It is nan before the first step. For a sharded model only the coordinates of this process count. Users call it,
-        and `experiments.runner` records it at the end of a training.
+        It is nan before the first step. For a sharded model only the coordinates of this process count.
 
         Privacy:
             Post-processing.
@@ -95,7 +188,7 @@ class Debiased(PrivateOptimizer):
     def floored(self) -> dict[str, tuple[int, int]]:
         """Return by parameter name the number of coordinates on their floor and the number of all coordinates.
 
-        Parameters that were never updated are left out. Users call it, and `diagnostics.recorder` reports it by layer.
+        Parameters that were never updated are left out.
 
         Privacy:
             Post-processing.
@@ -114,9 +207,10 @@ class Debiased(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
-        """Move the parameters by the gradient, as the class describes."""
         for group in self.param_groups:
-            lists, held = dict[tuple[float, float], list[_Moved]](), 0
+            # By coefficients, which depend on the step of a parameter.
+            lists = dict[tuple[float, float], list[_Moved]]()
+            held = 0
             for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
@@ -127,60 +221,58 @@ class Debiased(PrivateOptimizer):
                         state["exp_avg"] = widened(parameter)
                 state["step"] += 1
                 keep, add = self._weights(group)
+                # n = keep n + add noise_std**2
                 state[self._noise] = keep * state[self._noise] + add * gradient.noise_std_of(name) ** 2
-                given, square = gradient[name].to(state[self._square].dtype), state[self._square]
-                std, floor, average = state[self._noise] ** 0.5, self._floor(group, state), state.get("exp_avg")
+                one = _Moved(
+                    values=parameter,
+                    grad=gradient[name].to(state[self._square].dtype),
+                    square=state[self._square],
+                    average=state.get("exp_avg"),
+                    std=state[self._noise] ** 0.5,
+                    floor=self._floor(group, state),
+                    moment_scale=self._moment_scale(group, state),
+                )
                 coefficients = self._coefficients(group, state)
-                one = _Moved(parameter, given, square, average, std, floor, self._moment_scale(group, state))
                 if not one.suits_lists or group.get("floor_rule", "max") != "max":
-                    self._move(group, coefficients, one)
+                    for parts in blocks(*one):  # which stay in the cache of the processor
+                        self._move(group, coefficients, _Moved(*parts), _ON_TENSOR)
                     continue
-                require_denominator(std, floor)
+                require_denominator(one.std, one.floor)
                 lists.setdefault(coefficients, []).append(one)
                 held += parameter.numel()
-                if held >= AT_ONCE:
-                    self._move_by_lists(group, lists)
+                if held >= AT_ONCE:  # the denominators of a list take as much memory as its parameters
+                    self._move_lists(group, lists)
                     lists, held = {}, 0
-            self._move_by_lists(group, lists)
+            self._move_lists(group, lists)
 
-    def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved) -> None:
-        """Update the moments and values of a parameter."""
-        beta, (keep, add), rule = self._beta(group), self._weights(group), group.get("floor_rule", "max")
-        decay, (of_gradient, of_average) = group["lr"] * group.get("weight_decay", 0.0), coefficients
-        for values, grad, square, average, std, lowest in blocks(*one[:6]):
-            if keep != 1:
-                square.mul_(keep)
-            square.addcmul_(grad, grad, value=add)
-            moment_sq = None
-            if beta is not None:
-                average.lerp_(grad, 1 - beta)
-                moment_sq = average.square().mul_(one.moment_scale) if rule == "moment" else None
-            root = debias(square, std, floor=lowest, rule=rule, moment_sq=moment_sq).sqrt_()
-            if decay:
-                values.mul_(1 - decay)
-            if of_gradient:
-                values.addcdiv_(grad, root, value=-of_gradient)
-            if of_average:
-                values.addcdiv_(average, root, value=-of_average)
+    def _move_lists(self, group: Group, lists: Mapping[tuple[float, float], list[_Moved]]) -> None:
+        """Update several parameters at once."""
+        for coefficients, several in lists.items():
+            columns = (list(column) for column in zip(*several, strict=True))
+            self._move(group, coefficients, _Moved(*columns), _ON_LISTS)
 
-    def _move_by_lists(self, group: Group, lists: Mapping[tuple[float, float], list[_Moved]]) -> None:
-        """Do the same to the parameters of each pair of coefficients, with a few kernels, for the rule "max"."""
-        beta, (keep, add) = self._beta(group), self._weights(group)
+    def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved, on: Any) -> None:
+        """Update the moments and values of a parameter or of several, by the operations `on` one tensor or on lists."""
+        keep, add = self._weights(group)
+        beta = self._beta(group)
         decay = group["lr"] * group.get("weight_decay", 0.0)
-        for (of_gradient, of_average), moved in lists.items():
-            values, grads, squares, averages, stds, floors, _ = (list(column) for column in zip(*moved, strict=True))
-            if keep != 1:
-                on_lists._foreach_mul_(squares, keep)
-            on_lists._foreach_addcmul_(squares, grads, grads, value=add)
-            if beta is not None:
-                on_lists._foreach_lerp_(averages, grads, 1 - beta)
-            roots = debias_lists(squares, stds, floors)
-            on_lists._foreach_sqrt_(roots)
-            if decay:
-                on_lists._foreach_mul_(values, 1 - decay)
-            for numerators, coefficient in ((grads, of_gradient), (averages, of_average)):
-                if coefficient:
-                    on_lists._foreach_addcdiv_(values, numerators, roots, value=-coefficient)
+        of_gradient, of_average = coefficients
+        # v = keep v + add g**2
+        if keep != 1:
+            on.mul_(one.square, keep)
+        on.addcmul_(one.square, one.grad, one.grad, value=add)
+        # m = beta m + (1 - beta) g
+        if beta is not None:
+            on.lerp_(one.average, one.grad, 1 - beta)
+        # p = (1 - decay) p - (of_gradient g + of_average m) / sqrt(debias(v, sqrt(n), floor))
+        root = one.debiased(group.get("floor_rule", "max"))
+        on.sqrt_(root)
+        if decay:
+            on.mul_(one.values, 1 - decay)
+        if of_gradient:
+            on.addcdiv_(one.values, one.grad, root, value=-of_gradient)
+        if of_average:
+            on.addcdiv_(one.values, one.average, root, value=-of_average)
 
     def _beta(self, group: Group) -> float | None:
         """Return the decay of the first moment, or None if the optimizer has no first moment."""
@@ -191,11 +283,9 @@ class Debiased(PrivateOptimizer):
         raise NotImplementedError
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        """Return the floor in the units of the stored second moment.
-
-        debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor), so `_coefficients` can apply a startup correction c to
-        the step size.
-        """
+        """Return the floor in the units of the stored second moment."""
+        # `_coefficients` applies a startup correction c to the step size, because
+        # debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor).
         if group["gamma_prime"] is not None:
             return self._correction(group, state) * group["gamma_prime"]
         return noise_floor(state[self._noise] ** 0.5, group["debias_floor"])

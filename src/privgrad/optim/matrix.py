@@ -1,9 +1,4 @@
-"""Muon for released gradients, as published and with its bias correction.
-
-Users make the optimizers; `experiments.spec` and `audit.methods` make them by name, through `optim.OPTIMIZERS`. Their
-base class PrivateOptimizer calls `_update` in each step, and `_require_options` for each param group. The privacy
-guarantee does not rest on this file, which uses released gradients and public numbers only.
-"""
+"""Muon for released gradients, as published and with its bias correction."""
 
 import hashlib
 import math
@@ -28,17 +23,13 @@ class Muon(PrivateOptimizer):
     matrix of one row, so its step is m / |m|.
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0: about the size of the singular values of a step. Param groups may have their own.
         momentum: in [0, 1).
         iterations: >= 1.
         bfloat16: compute the iterations in bfloat16, as torch.optim.Muon does. With a processor or GPU that has
             instructions for it, they take about a third of the time; a step of Muon differs by about 3 % of its norm,
             one of MuonBC by about 7 %. A matrix more than twice as long as wide keeps its own precision.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing.
+        params, Raises, Privacy: as AdamBC.
     Reference:
         Kim, Fan 2026 (DP-Muon, arXiv 2605.12994). Deviations: m is always divided by its norm, and the polynomial is
         that of torch.optim.Muon.
@@ -64,15 +55,15 @@ class Muon(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
-        for group in self.param_groups:
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = widened(parameter)
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
-                whole = gathered(state["momentum_buffer"])
-                step = self._step_of(whole, group, state, name, gradient.noise_std_of(name))
-                parameter.add_(sharded_like(step.to(parameter.dtype), parameter), alpha=-group["lr"])
+        for group, name, parameter, state in self._each():
+            if not state:
+                state["momentum_buffer"] = widened(parameter)
+            # m = momentum m + g
+            state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
+            # p = p - lr orthogonalized(m), of the whole matrix also where the parameter is sharded
+            whole = gathered(state["momentum_buffer"])
+            step = self._step_of(whole, group, state, name, gradient.noise_std_of(name))
+            parameter.add_(sharded_like(step.to(parameter.dtype), parameter), alpha=-group["lr"])
 
     def _step_of(
         self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
@@ -117,18 +108,18 @@ class MuonBC(Muon):
 
     def _update(self, gradient: NoisyGradient) -> None:
         if gradient.is_filtered or gradient.noise_memory is not None:  # the noise of the momentum would be another
-            condition, got = "to have independent noise at each step", f"noise_gain = {gradient.noise_gain:.3g}"
+            got = f"noise_gain = {gradient.noise_gain:.3g}"
             remedy = "leave out the filter and the noise with memory, or take Muon"
-            raise expected("MuonBC.step", "grad", condition, got, remedy)
+            raise expected("MuonBC.step", "grad", "to have independent noise at each step", got, remedy)
         super()._update(gradient)
 
     def _step_of(
         self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
     ) -> Tensor:
-        how = group["iterations"], group["bfloat16"]
         step = state["step"] = state.get("step", 0) + 1
         state["noise_var"] = group["momentum"] ** 2 * state.get("noise_var", 0.0) + noise_std**2
-        around, noise_var = torch.zeros_like(moment), gathered(state["noise_var"])
+        noise_var = gathered(state["noise_var"])
+        around = torch.zeros_like(moment)
         # The same draws in each process and after a resume.
         seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
@@ -136,15 +127,15 @@ class MuonBC(Muon):
             drawn = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment)
             z = drawn * noise_var**0.5
             for moved in (moment + z, moment - z):
-                around += orthogonalized(moved, *how)
-        return 2 * orthogonalized(moment, *how) - around / (2 * group["probes"])
+                around += orthogonalized(moved, group["iterations"], group["bfloat16"])
+        # 2 f(m) minus the mean of f(m + z) and f(m - z)
+        return 2 * orthogonalized(moment, group["iterations"], group["bfloat16"]) - around / (2 * group["probes"])
 
 
 def orthogonalized(moment: Tensor, iterations: int, bfloat16: bool = False) -> Tensor:
     """Return a tensor whose matrix has about the singular vectors of the given one, and singular values of about 1.
 
     Computes: X = M / |M|, then X = a X + (b X X^T + c (X X^T)^2) X in each iteration, on the side with fewer rows.
-    `Muon` calls it; tests compare it with torch's.
     """
     a, b, c = _COEFFICIENTS
     matrix = moment.reshape(moment.shape[0], -1) if moment.dim() > 1 else moment.reshape(1, -1)
@@ -167,31 +158,30 @@ def orthogonalized(moment: Tensor, iterations: int, bfloat16: bool = False) -> T
 
 
 def _polynomial_of_rows(gram: Tensor, iterations: int) -> Tensor:
-    """Return the matrix P with P X = the iterations on X, given X X^T.
-
-    Computes: Y = a I + b G + c G^2, then P = Y P and G = Y G Y, in each iteration. All of them are polynomials of the
-    first G. For wide matrices this takes far fewer operations than products with X.
-    """
-    (a, b, c), product = _COEFFICIENTS, None
+    """Return the matrix P with P X = the iterations on X, given X X^T. For wide X, this takes far fewer operations."""
+    # Y = a I + b G + c G^2, then P = Y P and G = Y G Y, in each iteration. All are polynomials of the first G.
+    a, b, c = _COEFFICIENTS
+    product: Tensor | None = None
     for left in reversed(range(iterations)):
         step = b * gram + c * (gram @ gram)
         step.diagonal().add_(a)
         product = step if product is None else step @ product
         if left:
             gram = step @ gram @ step
-    return cast(Tensor, product)
+    assert product is not None  # there is an iteration
+    return product
 
 
 def gathered(value: Any) -> Any:
-    """Return the whole of a sharded tensor; return any other value unchanged. `sparse` calls it too."""
+    """Return the whole of a sharded tensor; return any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value  # only a DTensor has it
 
 
 def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a whole tensor, sharded as the parameter is. `sparse` calls it too."""
+    """Return a whole tensor, sharded as the parameter is."""
     if not hasattr(parameter, "full_tensor"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor  # here: it slows the import of privgrad
 
-    sharded = cast(DTensor, parameter)
-    return distribute_tensor(value, sharded.device_mesh, sharded.placements)
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

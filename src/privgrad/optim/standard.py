@@ -1,11 +1,4 @@
-"""The optimizers without debiasing: torch's own for released gradients, and MomentumSGD and Yogi.
-
-Users and `papers` make the optimizers; `experiments.spec` and `audit.methods` make them by name, through
-`optim.OPTIMIZERS`. The base class PrivateOptimizer calls `_update` in each step, `_require_options` for each param
-group, and the methods that describe the noise step.
-
-The privacy guarantee does not rest on this file, which uses released gradients and public numbers only.
-"""
+"""The optimizers without debiasing: torch's own for released gradients, and MomentumSGD and Yogi."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,14 +35,8 @@ class MomentumSGD(PrivateOptimizer):
     Its noise step is lr * noise_std / (1 - momentum).
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0. Give this or noise_step.
-        noise_step: in place of lr, see PrivateOptimizer.
         momentum: in [0, 1).
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing.
+        params, lr, noise_step, Raises, Privacy: as AdamBC.
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), their comparison of DP-Adam with DP-SGD.
     """
@@ -72,15 +59,15 @@ class MomentumSGD(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
-        for group in self.param_groups:
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["step"], state["momentum_buffer"] = 0, widened(parameter)
-                state["step"] += 1
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
-                correction = 1 - group["momentum"] ** state["step"]
-                parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
+        for group, name, parameter, state in self._each():
+            if not state:
+                state["step"], state["momentum_buffer"] = 0, widened(parameter)
+            state["step"] += 1
+            # b = momentum b + g
+            state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
+            # p = p - lr b / (1 - momentum**t)
+            correction = 1 - group["momentum"] ** state["step"]
+            parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
 
 
 class Yogi(PrivateOptimizer):
@@ -90,12 +77,9 @@ class Yogi(PrivateOptimizer):
         m = beta1 m + (1 - beta1) g;  v = v - (1 - beta2) sign(v - g**2) g**2;  p = p - lr m / (sqrt(v) + eps)
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
-        betas: decays (beta1, beta2), each in [0, 1).
         eps: > 0, gradient units.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
+        params, betas, Raises: as AdamBC.
     Privacy:
         Post-processing. The noise biases the second moment, as in Adam.
     Reference:
@@ -115,18 +99,20 @@ class Yogi(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
-        for group in self.param_groups:
+        for group, name, parameter, state in self._each():
             beta1, beta2 = group["betas"]
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = widened(parameter), widened(parameter) + group["eps"] ** 2
-                moment, second = state["exp_avg"], state["exp_avg_sq"]
-                given = gradient[name].to(moment.dtype)
-                square = given.square()
-                moment.lerp_(given, 1 - beta1)
-                second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)
-                parameter.addcdiv_(moment, second.sqrt().add_(group["eps"]), value=-group["lr"])
+            if not state:
+                state["exp_avg"] = widened(parameter)
+                state["exp_avg_sq"] = widened(parameter) + group["eps"] ** 2
+            moment, second = state["exp_avg"], state["exp_avg_sq"]
+            given = gradient[name].to(moment.dtype)
+            square = given.square()
+            # m = beta1 m + (1 - beta1) g
+            moment.lerp_(given, 1 - beta1)
+            # v = v - (1 - beta2) sign(v - g**2) g**2
+            second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)
+            # p = p - lr m / (sqrt(v) + eps)
+            parameter.addcdiv_(moment, second.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 class _Adaptive(PrivateOptimizer):
@@ -134,7 +120,7 @@ class _Adaptive(PrivateOptimizer):
 
     def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
         eps = group["eps"]
-        share = noise_std / (noise_std + eps) if eps else 1.0 * (noise_std > 0)
+        share = noise_std / (noise_std + eps) if eps else 1.0 * (noise_std > 0)  # 0 / 0 without noise is 0
         return share / (1 - group.get("momentum", 0.0))
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:

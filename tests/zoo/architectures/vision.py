@@ -134,7 +134,4 @@ VISION: dict[str, Maker] = {
     "yolos": _yolos,
 }
 # They have BatchNorm.
-VISION_REFUSED: dict[str, Maker] = {
-    "resnet": _resnet,
-    "mobilenet_v2": _states("MobileNetV2"),
-}
+VISION_REFUSED: dict[str, Maker] = {"resnet": _resnet, "mobilenet_v2": _states("MobileNetV2")}

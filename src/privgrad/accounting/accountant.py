@@ -1,0 +1,317 @@
+"""The privacy cost of releases. `composition` computes it, by dp_accounting.
+
+Every epsilon is an upper bound for neighboring data sets that differ by adding or removing one unit, by RDP (Mironov
+et al. 2019) or PLD (discretized pessimistically). Nothing here reads data.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from decimal import ROUND_CEILING, Context, Decimal
+from numbers import Real
+from typing import Literal, get_args
+
+from privgrad.accounting import calibration as calibration_cache
+from privgrad.accounting.calibration import last_within, noise_within
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, listed, mechanisms_of, numbers_of
+from privgrad.errors import (
+    described,
+    expected,
+    require_callable,
+    require_choice,
+    require_delta,
+    require_integer,
+    require_positive,
+    require_rate,
+)
+
+Accountant = Literal["pld", "rdp"]
+_MAIN_SHARE = 0.8  # of delta, for the order that suits the first releases
+_OTHER_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+
+def epsilon(
+    releases: Iterable[Release | Selection | Split],
+    *,
+    delta: float,
+    accountant: Accountant = "pld",
+    assume_poisson: bool = False,
+) -> float:
+    """Compute the epsilon of all releases together, at the given delta.
+
+    Args:
+        releases: the releases; their order does not matter. With a Split, the result is the largest epsilon over the
+            groups that a person may be in.
+        delta: in (0, 1).
+        accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
+            Selection it returns that of RDP, because PLD does not cover Selections. RDP does not cover truncated
+            samples: it gives infinity, and so do these together with a Selection.
+        assume_poisson: account for fixed-size batches as if they were Poisson samples. The number is then a label
+            for comparison with the literature, not a guarantee.
+    Returns:
+        Epsilon >= 0; infinity if any release had no noise, or if no finite bound can be computed.
+    Raises:
+        PrivacyError: a number is out of its range, or the accountant is unknown.
+        SamplingError: a release is from fixed-size batches, which no accountant here covers.
+    Privacy:
+        An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, truncated or not, add or remove
+        one unit. Their noise and number were fixed beforehand. Where later ones were chosen after a look at results,
+        `filter_epsilon` is the bound.
+    Reference:
+        Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380); on Selections,
+        Papernot, Steinke 2022 (arXiv 2110.03620).
+    """
+    from privgrad.accounting.composition import epsilon_of
+
+    require_delta("epsilon", delta)
+    require_choice("epsilon", "accountant", accountant, get_args(Accountant))
+    found = [mechanisms_of("epsilon", own, assume_poisson=assume_poisson) for own in each_group("epsilon", releases)]
+    return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
+
+
+def attack_success(
+    releases: Iterable[Release | Selection | Split], *, false_positive_rate: float, assume_poisson: bool = False
+) -> float:
+    """Bound the success of every attack that tells from the releases whether one unit was in the data.
+
+    Computes: the minimum over epsilon of e**epsilon * alpha + delta(epsilon) and 1 - e**-epsilon (1 - delta(epsilon) -
+        alpha), where alpha is the false positive rate and delta(epsilon) the privacy profile by PLD, or by RDP with a
+        Selection.
+
+    Args:
+        releases: as in epsilon.
+        false_positive_rate: alpha in (0, 1), the share of absent units that the attack takes for present ones.
+        assume_poisson: as in epsilon.
+    Returns:
+        The largest possible share of present units that the attack finds, in [alpha, 1]; 1 if no bound can be computed.
+    Raises:
+        PrivacyError, SamplingError: as epsilon.
+    Privacy:
+        An upper bound, because each point of the profile bounds both error rates.
+    Reference:
+        Kairouz, Oh, Viswanath 2015 (arXiv 1311.0776).
+    """
+    from privgrad.accounting.composition import attack_success_of
+
+    function, alpha = "attack_success", false_positive_rate
+    if not (isinstance(alpha, Real) and 0 < alpha < 1):
+        remedy = "give a share such as 0.01"
+        raise expected(function, "false_positive_rate", "to be in (0, 1)", described(alpha), remedy)
+    found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
+    return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
+
+
+def calibrate_noise_multiplier(
+    *, target_epsilon: float, delta: float, sample_rate: float, steps: int, besides: Iterable[Release | Selection] = ()
+) -> float:
+    """Find a noise multiplier, close to the smallest one, whose releases cost at most the target.
+
+    Computes: the root of epsilon(sigma) - target, by RDP at a few orders, from there by PLD on a coarse grid, and from
+        there by PLD, ending above the root.
+
+    Args:
+        target_epsilon: > 0.
+        delta: in (0, 1).
+        sample_rate: q in (0, 1].
+        steps: T >= 1.
+        besides: other releases from the same data, which share the target.
+    Returns:
+        sigma with epsilon(sigma) <= target_epsilon by PLD, for the steps and `besides` together. Epsilon is within 0.1
+        percent of the target, unless sigma is near 0.01, the smallest sigma that is tried. A second call with the same
+        numbers takes sigma from the user's cache.
+    Raises:
+        PrivacyError: a number is out of its range, or no sigma meets the target.
+        SamplingError: a release of `besides` is from fixed-size batches.
+    Privacy:
+        Always errs on the safe side: the epsilon of the returned sigma was checked when it was found. One from the
+        cache is not checked again. Plan and ledger compute the epsilon of a training without the cache.
+    """
+    from privgrad.accounting.composition import epsilon_of
+
+    function = "calibrate_noise_multiplier"
+    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
+    require_delta(function, delta)
+    require_rate(function, sample_rate)
+    require_integer(function, "steps", steps, 1)
+    others = mechanisms_of(function, besides)
+    numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
+    plain = json.loads(json.dumps(list(map(numbers_of, others))))  # lists, as the cache's file has them
+    key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
+    if (kept := calibration_cache.found(key)) is not None:
+        return kept
+    if others and (spent := epsilon_of(others, float(delta), "pld")) >= target_epsilon:
+        condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
+        raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
+
+    def cost(noise_multiplier: float, accountant: str) -> float:
+        own = Release(noise_multiplier, float(sample_rate), count=steps)
+        together = sorted((own, *others), key=lambda one: (isinstance(one, Selection), numbers_of(one)))
+        return epsilon_of(tuple(together), float(delta), accountant)
+
+    found = noise_within(cost, target_epsilon)
+    if found is None:
+        remedy = "raise it, lower sample_rate or steps, or allow a larger delta"
+        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
+    calibration_cache.keep(key, found)
+    return found
+
+
+def calibrate(
+    releases_at: Callable[[float], Iterable[Release | Selection]], *, target_epsilon: float, delta: float
+) -> float:
+    """Find a noise multiplier, close to the smallest one, for any set of releases that depends on it.
+
+    Computes: as calibrate_noise_multiplier, without its cache.
+
+    Args:
+        releases_at: sigma -> all releases, which cost less for a larger sigma.
+        target_epsilon: > 0.
+        delta: in (0, 1).
+    Returns:
+        sigma with epsilon(releases_at(sigma)) <= target_epsilon by PLD, or by RDP with a Selection. Epsilon is within
+        0.1 percent of the target, unless sigma is near 0.01, the smallest sigma that is tried.
+    Raises:
+        PrivacyError: a number is out of its range, or no sigma meets the target. A Selection costs something even with
+            infinite noise, because the number of its runs is random.
+        SamplingError: a release is from fixed-size batches.
+    Privacy:
+        Always errs on the safe side: the epsilon of the returned sigma has been checked.
+    """
+    from privgrad.accounting.composition import epsilon_of
+
+    require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
+    require_positive("calibrate", "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
+    require_delta("calibrate", delta)
+
+    def cost(noise_multiplier: float, accountant: str) -> float:
+        return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
+
+    found = noise_within(cost, target_epsilon)
+    if found is None:
+        remedy = "raise it, plan fewer releases, or allow a larger delta"
+        raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon, remedy)
+    return found
+
+
+def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
+    """Find the largest number of steps whose cost, by PLD, is at most the target.
+
+    Args:
+        target_epsilon: > 0.
+        delta: in (0, 1).
+        sample_rate: q in (0, 1].
+        noise_multiplier: sigma > 0.
+    Returns:
+        T >= 1.
+    Raises:
+        PrivacyError: a number is out of its range, or one step alone costs more than the target.
+    Privacy:
+        Errs on the safe side: the epsilon of the returned T has been checked, and epsilon grows with T.
+    """
+    function = "steps_for_budget"
+    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
+    remedy = "give a positive sigma: without noise no step is private"
+    require_positive(function, "noise_multiplier", noise_multiplier, remedy)
+
+    def cost(steps: int, accountant: Accountant) -> float:
+        return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
+
+    if (one_step := cost(1, "pld")) > target_epsilon:
+        condition = f"to be at least {rounded_up(one_step)}, the epsilon of one step"
+        remedy = "raise it or noise_multiplier, or lower sample_rate"
+        raise expected(function, "target_epsilon", condition, target_epsilon, remedy)
+    most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
+    return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
+
+
+def filter_epsilon(
+    releases: Iterable[Release | Selection | Split],
+    *,
+    first: Iterable[Release | Selection | Split],
+    delta: float,
+    total_epsilon: float,
+) -> float:
+    """Compute the epsilon of releases whose noise and number were chosen one after the other, under a cap.
+
+    Computes: the minimum over a few orders a of the epsilon that the RDP of order a gives at delta_a. The delta_a add
+        up to delta. 8/10 are for the order at which the first releases would fit into the cap most often. The other
+        orders share the rest. For a Split, each order counts the group that costs the most at this order.
+
+    Args:
+        releases: all releases so far, with those that would come next.
+        first: the releases among them that were chosen before any result was seen.
+        delta: in (0, 1).
+        total_epsilon: the cap, > 0, fixed before the first release.
+    Returns:
+        Epsilon >= 0. If it is at most the cap, the releases are admitted, and the cap is the guarantee. For releases
+        like the first it is about 1 to 3 percent above epsilon(accountant="rdp") near the cap. It is further above
+        for other releases, and far below the cap.
+    Raises:
+        PrivacyError, SamplingError: as accounting.epsilon.
+    Privacy:
+        All releases together satisfy (total_epsilon, delta) differential privacy, if each is made only where
+        this number stays at most the cap. Proof: let B_a be the RDP of order a that gives total_epsilon at
+        delta_a. For one fixed order, adaptively chosen RDP adds up: a filter that stops before the sum exceeds
+        B_a has RDP B_a (Feldman and Zrnic, theorem 3.1; releases may overlap in time, arXiv 2309.05901). Let E
+        be a set of outcomes, and E_a those whose first order with a sum within B_a is a. In E_a the filter of
+        order a alone would never have stopped, because sums only grow. So P(E_a) is at most e^total_epsilon
+        P'(E_a) + delta_a, and the sum over a gives the claim. Orders and delta_a depend on the cap and on
+        `first` alone, so they are fixed before any result. A person is in one group of each Split, and at each order
+        pays at most what is counted there: the claim holds for every person.
+        The minimum over all orders at the full delta, as in accounting.epsilon, is proven for releases that were fixed
+        beforehand. Here the best order would depend on results, which is not covered by the theorem.
+    Reference:
+        Feldman, Zrnic 2021 (arXiv 2008.11193); Lecuyer 2021 (arXiv 2103.01379). Filters by whole privacy profiles are
+        not free in general: arXiv 2602.15815.
+    """
+    from privgrad.accounting.composition import epsilon_at
+
+    require_delta("filter_epsilon", delta)
+    require_positive("filter_epsilon", "total_epsilon", total_epsilon, "give a total, usually from 1 to 10")
+    costs = _costs(releases)
+    shares = _shares(_costs(first), float(delta), float(total_epsilon))
+    return min(epsilon_at(order, costs[order], share) for order, share in shares)
+
+
+def _costs(releases: Iterable[Release | Selection | Split]) -> dict[float, float]:
+    """Return order -> RDP of the releases, each Split as its dearest group of this order."""
+    from privgrad.accounting.composition import renyi_costs
+
+    given = listed(releases)
+    plain = (release for release in given if not isinstance(release, Split))
+    costs = renyi_costs(mechanisms_of("filter_epsilon", plain))
+    # One Split after the other: the time does not grow with the number of combinations of groups.
+    for split in (release for release in given if isinstance(release, Split)):
+        groups = [renyi_costs(mechanisms_of("filter_epsilon", group)) for group in split.groups]
+        costs = {order: cost + max(group[order] for group in groups) for order, cost in costs.items()}
+    return costs
+
+
+def _shares(costs: dict[float, float], delta: float, total_epsilon: float) -> tuple[tuple[float, float], ...]:
+    """Return the orders that count, each with its share of delta, given order -> RDP of the first releases."""
+
+    def times(order: float) -> float:
+        """Return how often the first releases would fit into the cap, by this order alone."""
+        # The RDP that gives total_epsilon: dp_accounting's conversion (Canonne et al. 2020, proposition 12), reversed.
+        room = total_epsilon - math.log1p(-1 / order) + math.log(_MAIN_SHARE * delta * order) / (order - 1)
+        return room / costs[order] if costs[order] > 0 else room
+
+    main = max(costs, key=times)
+    others = [order for order in _OTHER_ORDERS if order != main and order in costs]
+    share = (1 - _MAIN_SHARE) * delta / len(others)
+    return (main, _MAIN_SHARE * delta), *((float(order), share) for order in others)
+
+
+def rounded_up(bound: float, digits: int = 6) -> str:
+    """Return an upper bound with at most this many significant digits, rounded up, never down."""
+    if not math.isfinite(bound):
+        return f"{bound:g}"
+    exact = Decimal(repr(float(bound)))
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(exact)):.{digits}g}"
+
+
+def two_decimals_up(bound: float) -> str:
+    """Return an upper bound with two decimals, or with two significant digits below 0.1; rounded up, never down."""
+    exact = Decimal(repr(float(bound)))
+    places = min(-2, exact.adjusted() - 1) if exact else -2
+    return f"{exact.quantize(Decimal(1).scaleb(places), ROUND_CEILING):f}"

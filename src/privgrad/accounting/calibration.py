@@ -1,0 +1,141 @@
+"""Search for the noise or the number of steps that meets a target, and keep what was found in the user's cache.
+
+A wrong entry of the cache makes a plan cost more than its target; `PrivacyPlan.epsilon` and the ledger still tell the
+true epsilon.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+_METHOD = 1  # of calibration; another number lets older entries lie
+_TOLERANCE = 1e-3  # largest relative distance of a calibrated epsilon below its target
+_LARGEST_NOISE_MULTIPLIER = 1e7
+_SMALLEST_NOISE_MULTIPLIER = 1e-2
+
+
+def cache(name: str) -> Path:
+    """Return a folder in the user's cache: ${XDG_CACHE_HOME:-~/.cache}/privgrad/<name>."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privgrad" / name
+
+
+def folder() -> Path:
+    """Return the folder of noise multipliers in the user's cache."""
+    return cache("noise")
+
+
+def key_of(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a noise multiplier depends on: the numbers, the method and the accountant's version."""
+    return {**numbers, "method": _METHOD, "dp_accounting": version("dp-accounting")}
+
+
+def found(key: Mapping[str, Any]) -> float | None:
+    """Return the noise multiplier that was kept for a key; None if there is none, or if its file is damaged."""
+    try:
+        held: Any = json.loads(_path(key).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(held, dict):
+        return None
+    kept = cast("dict[str, Any]", held)
+    sigma = kept.get("noise_multiplier") if kept.get("key") == dict(key) else None
+    if kept.get("checksum") != _checksum(key, sigma):
+        return None
+    return sigma if isinstance(sigma, float) and 0 < sigma < math.inf else None
+
+
+def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
+    """Keep the noise multiplier of a key. A folder that cannot be written to is left alone."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete: several processes may calibrate at once.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            held = {"key": dict(key), "noise_multiplier": noise_multiplier}
+            file.write(json.dumps({**held, "checksum": _checksum(key, noise_multiplier)}))
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _checksum(key: Mapping[str, Any], noise_multiplier: object) -> str:
+    """Return a hash of an entry, by which `found` knows a damaged one."""
+    text = json.dumps([dict(key), noise_multiplier], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    """Return the file of a key."""
+    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return folder() / f"{digest}.json"
+
+
+def noise_within(cost: Callable[[float, str], float], target: float) -> float | None:
+    """Find a sigma whose cost is at most the target, close to the smallest one; None if no sigma meets the target.
+
+    `cost` is (sigma, accountant) -> epsilon, falling in sigma. The target is met by the last accountant, "pld".
+    """
+    # Each search is closer to the accountant of the result, and takes longer for one sigma, than the one before.
+    found, slope, root = 1.0, -1.0, None
+    for accountant in ("coarse rdp", "coarse pld", "pld"):
+        root = _root(cost, accountant, target, found, slope)
+        found, slope = root or (found, slope)
+    return None if root is None else found
+
+
+def _root(
+    cost: Callable[[float, str], float], accountant: str, target: float, start: float, slope: float
+) -> tuple[float, float] | None:
+    """Find a sigma whose cost is at most the target, and at most _TOLERANCE below it if the cost is continuous.
+
+    A secant search for log cost over log sigma, which is nearly linear, between the largest sigma known to cost too
+    much and the smallest one known not to. It begins at `start`, with a guess of the slope there, < 0. It returns the
+    last slope, too. Near _SMALLEST_NOISE_MULTIPLIER the cost may be far below the target.
+    """
+    aim, widest = math.log(target * (1 - _TOLERANCE / 2)), math.log(4)
+    safe, unsafe, before = math.inf, 0.0, None
+    sigma = max(start, _SMALLEST_NOISE_MULTIPLIER)
+    while sigma <= _LARGEST_NOISE_MULTIPLIER:
+        found = cost(sigma, accountant)
+        if found <= target:
+            safe = min(safe, sigma)
+            if found >= target * (1 - _TOLERANCE) or sigma == _SMALLEST_NOISE_MULTIPLIER:
+                return sigma, slope
+        else:
+            unsafe = max(unsafe, sigma)
+        if safe <= unsafe * (1 + _TOLERANCE / 4):
+            return safe, slope
+        here = math.log(sigma), math.log(min(max(found, 1e-12), 1e12))
+        if before is not None:
+            slope = min((here[1] - before[1]) / (here[0] - before[0]), -0.1)
+        low = math.log(unsafe) if unsafe else here[0] - widest
+        high = math.log(safe) if math.isfinite(safe) else here[0] + widest
+        step = here[0] + (aim - here[1]) / slope
+        if not low < step < high:
+            bounded = unsafe and math.isfinite(safe)
+            step = (low + high) / 2 if bounded else min(max(step, low), high)
+        before, sigma = here, max(math.exp(step), _SMALLEST_NOISE_MULTIPLIER)
+    return None
+
+
+def last_within(is_within: Callable[[int], bool], start: int) -> int:
+    """Return the largest integer >= start for which is_within holds, or one above 1e9 for which it holds.
+
+    is_within must hold at start and must not hold again after it first fails.
+    """
+    within, step = start, max(1, start // 8)
+    while is_within(within + step):
+        within, step = within + step, 2 * step
+        if within > 10**9:
+            return within
+    beyond = within + step
+    while beyond - within > 1:
+        middle = (within + beyond) // 2
+        within, beyond = (middle, beyond) if is_within(middle) else (within, middle)
+    return within

@@ -1,0 +1,189 @@
+"""The cost of mechanisms by dp_accounting. Only this file imports it.
+
+With scipy, dp_accounting takes longer to import than all of privgrad. So this file is imported when a first cost is
+computed.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import dp_accounting
+import numpy as np
+from dp_accounting import dp_event, pld, rdp
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+from privgrad.accounting.mechanisms import Mechanism, Release, Selection
+
+RDP_ORDERS = (
+    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *range(11, 64),
+    *(64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+)
+# Named in every accountant: another default of dp_accounting would change each epsilon.
+_NEIGHBORS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+_COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+
+
+@functools.lru_cache(maxsize=4096)
+def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
+    """Compute `accounting.attack_success` of one group of people; cached."""
+    if not mechanisms:
+        return alpha
+    has_selection = _has_selection(mechanisms)
+    if _lacks_noise(mechanisms) or (has_selection and _is_truncated(mechanisms)):
+        return 1.0
+    by_pld = pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=1e-3)
+    by_rdp = rdp.RdpAccountant(RDP_ORDERS, _NEIGHBORS)
+    if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
+        return 1.0
+    costs: list[float] = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
+    bound = 1.0
+    for eps in np.linspace(0.0, 12.0, 121):
+        delta = float(compute_delta(RDP_ORDERS, costs, eps)[0] if has_selection else by_pld.get_delta(eps))
+        bound = min(bound, math.exp(eps) * alpha + delta, 1 - math.exp(-eps) * (1 - delta - alpha))
+    return max(alpha, bound)
+
+
+@functools.lru_cache(maxsize=4096)
+def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -> float:
+    """Compute the epsilon of releases, as `mechanisms_of` returns them; cached.
+
+    Besides the accountants of `accounting.epsilon`, it has "coarse rdp" and "coarse pld": faster and looser.
+    """
+    if not mechanisms:
+        return 0.0
+    if _lacks_noise(mechanisms):
+        return math.inf
+    is_coarse = accountant.startswith("coarse")
+    orders = _COARSE_ORDERS if is_coarse else RDP_ORDERS
+    has_selection, truncated = _has_selection(mechanisms), _is_truncated(mechanisms)
+    if truncated and (accountant == "rdp" or has_selection):
+        return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
+    # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
+    by_rdp = _compose(rdp.RdpAccountant(orders, _NEIGHBORS), tuple(map(_untruncated, mechanisms)), delta)
+    if accountant.endswith("rdp") or has_selection:
+        return by_rdp
+    # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
+    finest = 1e-3 if is_coarse else 1e-4
+    interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
+    # Any interval gives an upper bound: the discretization is pessimistic. The smaller of two is one.
+    by_pld = _compose(pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=interval), mechanisms, delta)
+    return by_pld if truncated else min(by_rdp, by_pld)
+
+
+def _compose(
+    accountant: "rdp.RdpAccountant | pld.PLDAccountant", mechanisms: tuple[Mechanism, ...], delta: float
+) -> float:
+    """Return the epsilon of all mechanisms by one accountant; infinity if its arithmetic gives no bound."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_worth_telling)
+    try:
+        for mechanism in mechanisms:
+            accountant.compose(_event(mechanism), mechanism.count)
+        if isinstance(accountant, rdp.RdpAccountant):
+            costs = _safe_costs(accountant, mechanisms)
+            if (costs != accountant.rdp).any():
+                return max(0.0, float(rdp.compute_epsilon(accountant.orders.tolist(), costs.tolist(), delta)[0]))
+        found = float(accountant.get_epsilon(delta))
+        return math.inf if math.isnan(found) else max(0.0, found)
+    except (ArithmeticError, ValueError):
+        return math.inf  # beyond the accountant's arithmetic: no bound
+    finally:
+        logger.removeFilter(_is_worth_telling)
+
+
+def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
+    """Return order -> RDP of releases, as `mechanisms_of` returns them.
+
+    An RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound. Each kind of release
+    is computed once and kept, so that one more commitment of a budget costs little time.
+    """
+    each = [_renyi_costs(mechanism, RDP_ORDERS) for mechanism in mechanisms]
+    together = np.sum(each, axis=0) if each else np.zeros(len(RDP_ORDERS))
+    return dict(zip(RDP_ORDERS, together.tolist(), strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
+    accountant, one = rdp.RdpAccountant(orders, _NEIGHBORS), (mechanism,)
+    if _is_truncated(one) or _lacks_noise(one) or not math.isfinite(_compose(accountant, one, 1e-6)):
+        return (math.inf,) * len(orders)
+    return tuple(_safe_costs(accountant, one).tolist())
+
+
+def epsilon_at(order: float, cost: float, delta: float) -> float:
+    """Return the epsilon at delta of a mechanism with this RDP of this order."""
+    return max(0.0, float(rdp.compute_epsilon([order], [cost], delta)[0]))
+
+
+def _event(mechanism: Mechanism) -> dp_accounting.DpEvent:
+    """Return one of the releases, not its count, in dp_accounting's form."""
+    if isinstance(mechanism, Selection):
+        events = [dp_accounting.SelfComposedDpEvent(_event(one), one.count) for one in mechanism.releases]
+        # Rounding may lower the RDP of one run. It is added here, because the selection multiplies it.
+        rounding = dp_accounting.ZCDpEvent(rho=_rounding_rate(mechanism.releases))
+        run = dp_accounting.ComposedDpEvent([*events, rounding])
+        return dp_event.RepeatAndSelectDpEvent(run, mechanism.mean, mechanism.shape)
+    sigma, rate = mechanism.noise_multiplier, mechanism.sample_rate
+    if mechanism.scheme == "truncated":
+        # Its dataset_size is that of the larger of the two neighbors. The sampler admits n and n - 1 rows.
+        examples, largest = mechanism.num_examples, mechanism.max_batch_size
+        assert examples is not None  # `mechanisms_of` checked both
+        assert largest is not None
+        return dp_event.TruncatedSubsampledGaussianDpEvent(examples, rate, largest, sigma)
+    event = dp_accounting.GaussianDpEvent(sigma)
+    return event if rate == 1 else dp_accounting.PoissonSampledDpEvent(rate, event)
+
+
+def _safe_costs(accountant: rdp.RdpAccountant, mechanisms: Iterable[Mechanism]) -> np.ndarray:
+    """Return the RDP of each order, or a little more if rounding may have brought one of them to zero or below."""
+    # An RDP of zero or below would make its order cost nothing.
+    costs = accountant.rdp
+    rounding = accountant.orders * _rounding_rate(mechanisms)
+    return np.maximum(costs, 0.0) + rounding if (costs < rounding).any() else costs
+
+
+def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
+    """Return by how much rounding may lower the RDP of an order, divided by the order.
+
+    Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
+    relative error of 2^-39. This matters at rates below about 1e-10. `_event` adds that of a Selection itself.
+    """
+    sampled = (one for one in mechanisms if isinstance(one, Release) and one.sample_rate < 1)
+    return 2.0**-36 * sum(one.sample_rate * one.count for one in sampled)
+
+
+def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
+    """Return whether a release has no noise, or so little that its square underflows to 0."""
+    return any(
+        _lacks_noise(one.releases) if isinstance(one, Selection) else one.noise_multiplier < 1e-100
+        for one in mechanisms
+    )
+
+
+def _has_selection(mechanisms: Iterable[Mechanism]) -> bool:
+    """Return whether one of the mechanisms is a Selection, which RDP covers, and PLD does not."""
+    return any(isinstance(one, Selection) for one in mechanisms)
+
+
+def _is_truncated(mechanisms: Iterable[Mechanism]) -> bool:
+    """Return whether a release is from truncated batches, also one in a Selection."""
+    return any(
+        _is_truncated(one.releases) if isinstance(one, Selection) else one.scheme == "truncated" for one in mechanisms
+    )
+
+
+def _untruncated(mechanism: Mechanism) -> Mechanism:
+    """Return the same releases without truncation, which cost a little less."""
+    if isinstance(mechanism, Selection) or mechanism.scheme != "truncated":
+        return mechanism
+    return replace(mechanism, scheme="poisson", max_batch_size=None, num_examples=None)
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Return False for dp_accounting's log message that it excluded an RDP order, which only loosens the bound."""
+    return "Excluding this order" not in record.getMessage()

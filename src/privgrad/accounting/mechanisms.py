@@ -1,0 +1,233 @@
+"""Releases as the accountant knows them, and how often one person may take part in those of a training."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, TypeVar
+
+from privgrad.errors import SamplingError, described, expected, require_integer, require_nonnegative, require_rate
+from privgrad.types import COVERED, SamplingScheme
+
+_MOST_GROUPS = 256  # combinations whose cost is computed one by one
+T = TypeVar("T")
+M = TypeVar("M", "Release", "Selection")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A kind of release, and the number of times that it happened.
+
+    Attributes:
+        noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
+        sample_rate: q in (0, 1].
+        scheme: how the batches were drawn.
+        count: number of releases, >= 0.
+        max_batch_size: for scheme "truncated", the largest number of examples in a batch.
+        num_examples: for scheme "truncated", the exact public size of the data set.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    scheme: SamplingScheme = "poisson"
+    count: int = 1
+    max_batch_size: int | None = None
+    num_examples: int | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The best of K runs, with a random and secret K; nothing of the other runs is released.
+
+    `selection.draw_repetitions` draws K by the same mean and shape.
+
+    Attributes:
+        releases: all releases of ONE run. They include the score by which the best run is chosen.
+        mean: of K, >= 1.
+        shape: of K's law. 0: logarithmic; 1: geometric; another number > 0: truncated negative binomial; infinity:
+            Poisson, with which K may be 0.
+        count: number of such selections, >= 0.
+    Privacy:
+        Each run draws its settings independently from a public list. Every run costs at most `releases`. K, the scores
+        and the times of the other runs stay secret.
+    Reference:
+        Papernot, Steinke 2022 (arXiv 2110.03620), theorems 2 and 6.
+    """
+
+    releases: tuple[Release, ...]
+    mean: float
+    shape: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Releases from groups of people that have no member in common, such as a training part and a held-out part.
+
+    Attributes:
+        groups: by group, all releases from the data of its members. A group with no releases is ().
+    Privacy:
+        Each person is in one group, with all data of this person. A rule about this person alone decides which, such as
+        a coin or a keyed hash, so that nobody else moves if one person more or less is in the data. A person then
+        pays for the releases of one group, and the cost of all is that of the group that costs the most.
+    """
+
+    groups: tuple[tuple[Release | Selection, ...], ...]
+
+
+def each_group(function: str, releases: Iterable[Release | Selection | Split]) -> list[list[Release | Selection]]:
+    """Return, for each combination of groups that a person may be in, the releases that concern this person."""
+    found: list[list[Release | Selection]] = [[]]
+    for release in listed(releases):
+        groups = release.groups if isinstance(release, Split) else ((release,),)
+        if not groups:
+            remedy = "leave the Split out, or give the releases of each group"
+            raise expected(function, "groups of a Split", "to be at least 1", 0, remedy)
+        found = [[*before, *group] for before in found for group in groups]
+        if len(found) > _MOST_GROUPS:
+            remedy = "give fewer Splits: score on training people in place of held-out ones"
+            raise expected(function, "groups of people", f"to be at most {_MOST_GROUPS}", len(found), remedy)
+    return found
+
+
+Mechanism = Release | Selection  # in the form of `mechanisms_of`
+
+
+def mechanisms_of(
+    function: str, releases: Iterable[Release | Selection], *, assume_poisson: bool | None = None
+) -> tuple[Mechanism, ...]:
+    """Return releases in one form: checked, equal ones added up, in the order of `numbers_of`, Selections last.
+
+    So releases that cost the same are equal, in whatever order and parts they were given. Errors are those of
+    `accounting.epsilon`, and name `function`; assume_poisson is None if this function has no such argument.
+    """
+    plain: list[Release] = []
+    counts: dict[Selection, int] = {}
+    for release in listed(releases):
+        if isinstance(release, Selection):
+            require_law(function, release.mean, release.shape)
+            require_integer(function, "count", release.count, 0)
+            own = _sums(function, release.releases, assume_poisson)
+            one = Selection(own, float(release.mean), float(release.shape))
+            counts[one] = counts.get(one, 0) + release.count
+        else:
+            plain.append(release)
+    return *_sums(function, plain, assume_poisson), *_counted(counts)
+
+
+def listed(releases: Iterable[T]) -> list[T]:
+    """Return releases as a list; what was given in place of a list becomes its only item."""
+    return list(releases) if isinstance(releases, Iterable) else [releases]  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
+    """Return a mechanism as numbers, by which mechanisms are sorted, and calibrations kept."""
+    if isinstance(mechanism, Selection):
+        return tuple(map(numbers_of, mechanism.releases)), mechanism.mean, mechanism.shape, mechanism.count
+    truncation = (mechanism.max_batch_size, mechanism.num_examples) if mechanism.scheme == "truncated" else ()
+    return mechanism.noise_multiplier, mechanism.sample_rate, *truncation, mechanism.count
+
+
+def require_law(function: str, mean: float, shape: float) -> None:
+    """Raise PrivacyError unless the mean and the shape of a number of repetitions are in their ranges."""
+    if not (isinstance(mean, Real) and 1 <= mean < math.inf):
+        raise expected(function, "mean", "to be a finite number >= 1", described(mean), "give the mean number of runs")
+    if not (isinstance(shape, Real) and shape >= 0):
+        remedy = "give 0 (logarithmic), 1 (geometric) or math.inf (Poisson)"
+        raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
+
+
+def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | None) -> tuple[Release, ...]:
+    """Return plain releases as `mechanisms_of` does."""
+    counts: dict[Release, int] = {}
+    for release in releases:
+        if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
+            raise expected(function, "releases", "to be a list of Release", described(release), remedy)
+        if release.scheme not in COVERED and not assume_poisson:
+            remedy = "draw Poisson samples"
+            if assume_poisson is not None:
+                remedy += ", or pass assume_poisson=True for a number that is only a label"
+            got = f"scheme {release.scheme!r}, which is not covered by the accountant"
+            raise expected(function, "batches", "to be Poisson samples", got, remedy, SamplingError)
+        require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
+        require_rate(function, release.sample_rate)
+        require_integer(function, "count", release.count, 0)
+        one = Release(float(release.noise_multiplier), float(release.sample_rate))
+        if release.scheme == "truncated":
+            require_integer(function, "max_batch_size", release.max_batch_size, 1)
+            require_integer(function, "num_examples", release.num_examples, 1)
+            largest, examples = release.max_batch_size, release.num_examples
+            one = replace(one, scheme="truncated", max_batch_size=largest, num_examples=examples)
+        counts[one] = counts.get(one, 0) + release.count
+    return _counted(counts)
+
+
+def _counted(counts: dict[M, int]) -> tuple[M, ...]:
+    """Return each mechanism with its count, in the order of `numbers_of`; those that never happened are left out."""
+    found = [replace(one, count=count) for one, count in counts.items() if count > 0]
+    return tuple(sorted(found, key=numbers_of))
+
+
+# How often one person may take part in the releases of a training, and at which rate: docs/mathematics.md (6.5).
+def most_participations(steps: int, bands: int) -> int:
+    """Return in how many of the steps one person may take part: those of one group, ceil(T / b)."""
+    return -(-steps // bands)
+
+
+def first_step_of_new_groups(step: int, bands: int) -> int:
+    """Return the first step from `step` on at which new groups may begin: a multiple of b."""
+    return most_participations(step, bands) * bands
+
+
+def rate_in_group(sample_rate: float, bands: int) -> float:
+    """Return the probability that a person of the group of a step is in its batch: b q, or 1 by rounding."""
+    return min(1.0, sample_rate * bands)
+
+
+class Participations:
+    """A count of the releases in which one and the same person may have taken part, at most.
+
+    With independent noise, these are all releases. With noise of b bands (`noise.Banded`), the draws of a stream at the
+    steps t, t + b, t + 2b, ... take from one group, and each person is in one group. A new stream, as after a
+    resume, has new groups: a person may have been in the fullest group of each.
+
+    Args:
+        bands: b; 1 for independent noise.
+    Privacy:
+        A release whose draw has no step counts for all groups.
+    """
+
+    def __init__(self, bands: int) -> None:
+        self._bands = bands
+        self._by_group: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._most: dict[str, int] = defaultdict(int)
+        self._last = -1
+        self.count = 0
+
+    def add(self, draw: str) -> None:
+        """Count a release, given the name of its draw, "stream:step"."""
+        self.count = self.after(draw)
+        stream, step = self._parts(draw)
+        groups = self._by_group[stream]
+        groups[step % self._bands] += 1
+        self._most[stream] = max(self._most[stream], groups[step % self._bands])
+        self._last = max(self._last, step)
+
+    def after(self, draw: str) -> int:
+        """Return the count with one more release."""
+        stream, step = self._parts(draw)
+        groups = self._by_group.get(stream, {})
+        # The count is the sum over streams of the fullest group. It grows where this release makes a new fullest one.
+        return self.count + (groups.get(step % self._bands, 0) + 1 > self._most.get(stream, 0))
+
+    @property
+    def next_step(self) -> int:
+        """The step at which new groups may begin without a loss for those who have taken part."""
+        return first_step_of_new_groups(self._last + 1, self._bands)
+
+    def _parts(self, draw: str) -> tuple[str, int]:
+        """Return stream and step of a draw; one without a step is a stream of its own."""
+        stream, _, step = draw.rpartition(":")
+        return (stream, int(step)) if stream and step.isdecimal() else (draw, 0)

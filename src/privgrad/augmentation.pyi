@@ -1,0 +1,1 @@
+from privgrad.perturb.augmentation import *

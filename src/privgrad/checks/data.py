@@ -1,0 +1,161 @@
+"""Find bounds that were copied from the private data, and public examples that are private rows."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from privgrad.errors import expected
+from privgrad.sampling.class_rates import ClassRates
+
+_DIGITS = 3  # of a bound that a person may have chosen
+_ROUNDED = 2e-7  # relative difference of a bound and its first digits; bounds may be float32
+_EQUAL = 1e-6  # relative difference of a bound and a value, or the norm of a row, that count as equal
+_SHARE, _ROWS = 0.05, 10  # of rows that reach a public bound to which the data were clipped or scaled
+_BLOCK = 4096  # rows that are compared at once
+_COLUMNS = 4  # of a table, any of which tells: with all, wide tables would take long
+
+
+# Fault: `bound=x.max()`, a range or a scaler that was fitted on the private rows; it publishes one person's value.
+# Cost: one pass over the rows if a bound has many digits, and another if it is their extreme.
+# Refuses wrongly: a public range of many digits whose end a few rows reach, such as [1900, 2023] or [0, 65535].
+def require_public_bound(
+    function: str, name: str, bound: Tensor, rows: Tensor, *, is_low: bool = False, of: str = "value"
+) -> None:
+    """Raise PrivacyError if a bound of many digits is the extreme value of the data, and few rows have it.
+
+    `bound` is one number, shape (), or one per column, (columns,). `rows` are the private values without NaN,
+    (n, columns). Columns with the same bound are compared as one. With `is_low`, the bound is compared with the
+    smallest value, in place of the largest. The texts are for errors.
+    """
+    bounds = bound.detach().cpu().double().expand(rows.shape[1])
+    chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
+    if not chosen or not len(rows):
+        return
+    extremes = (rows.amin(0) if is_low else rows.amax(0)).cpu().double()
+    # If this many rows reach a bound, the data were probably clipped or scaled to it.
+    enough = max(2, min(_ROWS, _SHARE * len(rows)))
+    for value in chosen:
+        columns = bounds == value
+        if bool(_are_equal(extremes[columns], value).any()) and _count(rows, columns, value) < enough:
+            remedy = "round it outwards to two digits, to a number that is known without the data"
+            got = f"the {'smallest' if is_low else 'largest'} {of} of the data, with all its digits"
+            raise expected(function, name, "to be public", got, remedy)
+
+
+def is_typed(bound: float) -> bool:
+    """Return whether a bound, or its square, has at most 3 significant digits, so that a person may have chosen it."""
+    return any(abs(one - float(f"{one:.{_DIGITS}g}")) <= _ROUNDED * abs(one) for one in (bound, bound**2))
+
+
+def _are_equal(values: Tensor, bound: float) -> Tensor:
+    """Return which values equal a bound, apart from rounding."""
+    return (values - bound).abs() <= _EQUAL * abs(bound)
+
+
+def _count(rows: Tensor, columns: Tensor, bound: float) -> int:
+    """Return how many rows have a bound in one of these columns, by a mask of shape (columns,)."""
+    own = columns.to(rows.device)
+    parts = (rows[start : start + _BLOCK, own].double() for start in range(0, len(rows), _BLOCK))
+    return sum(int(_are_equal(part, bound).any(1).sum()) for part in parts)
+
+
+# Fault: public examples or validation data that are a Subset of the private data set, as a random_split makes them.
+# Cost: it compares addresses, and reads no row.
+# Refuses wrongly: no case is known. It cannot see copies.
+def share_rows(one: object, other: object) -> bool:
+    """Return whether two data sets have a row in common, as far as objects and memory tell.
+
+    Each is a data set, a list of rows, or tensors in any structure; the check looks through Subset, ConcatDataset and
+    ClassRates, and at the tables of datasets.Dataset. A row in several tensors is common if the widest of them are.
+    Tensors that are expanded from one row do not count.
+    """
+    if one is None or other is None:
+        return False
+    if isinstance(one, ConcatDataset):
+        return any(share_rows(part, other) for part in cast("list[object]", one.datasets))
+    if isinstance(other, ConcatDataset):
+        return share_rows(cast(object, other), one)
+    (base, rows), (other_base, other_rows) = _origin(one), _origin(other)
+    if base is other_base:
+        return rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any())
+    own, others = _places(base, rows), _places(other_base, other_rows)
+    return _among(own[0], others[1]) or _among(others[0], own[1])
+
+
+def _among(places: list[Tensor], known: list[Tensor]) -> bool:
+    """Return whether some row has all its places among those that are known."""
+    if not places or not known:
+        return False
+    every = torch.cat([part.flatten() for part in known])
+    found = [(torch.isin(part, every) & (part != 0)).any(0) for part in places]
+    return bool(torch.stack(found).all(0).any())
+
+
+def _origin(data: object) -> tuple[object, Tensor | None]:
+    """Return the data set below the wrappers, and the selected rows; None for all rows."""
+    rows: Tensor | None = None
+    while isinstance(data, Subset | ClassRates):
+        if isinstance(data, Subset):
+            own = torch.as_tensor(list(data.indices), dtype=torch.int64)
+            rows = own if rows is None else own[rows]
+        data = cast(object, data.dataset)
+    return data, rows
+
+
+def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own.
+
+    The first list has the tensors with the widest rows only, which are those of the records: labels may be copied, and
+    an index of rows may be shared. The second list has all.
+    """
+    if isinstance(data, list):
+        every = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]
+        widest = every
+    elif any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__):
+        widest = every = _table_places(data)
+    else:
+        tensors = list(_tensors(data.tensors if isinstance(data, TensorDataset) else data))
+        tensors = [leaf for leaf in tensors if len(leaf) == len(tensors[0])]
+        sizes = [leaf[0].numel() * leaf.element_size() for leaf in tensors]
+        steps = [torch.arange(len(leaf)) * leaf.stride(0) * leaf.element_size() for leaf in tensors]
+        every = [(leaf.data_ptr() + step)[None] for leaf, step in zip(tensors, steps, strict=True)]
+        widest = [part for part, size in zip(every, sizes, strict=True) if size == max(sizes)]
+    one, other = (
+        [part if rows is None else part[:, rows] for part in found if part.numel() > 0] for found in (widest, every)
+    )
+    return one, other
+
+
+def _is_interned(row: object) -> bool:
+    """Return whether Python may keep one object for all equal rows."""
+    return row is None or isinstance(row, int) or (isinstance(row, str | bytes) and len(row) < 2)
+
+
+def _tensors(data: object) -> Iterator[Tensor]:
+    """Yield the tensors of a structure that hold all rows in memory of their own; nothing for any other data set."""
+    if isinstance(data, tuple | Mapping):
+        parts = cast("Mapping[Any, object]", data).values() if isinstance(data, Mapping) else cast(Any, data)
+        for part in parts:
+            yield from _tensors(part)
+    elif isinstance(data, Tensor) and data.layout == torch.strided and data.dim() > 0 and data.numel() > 0:
+        yield from () if data.stride(0) == 0 else (data,)  # 0: expanded from one row
+
+
+def _table_places(data: Any) -> list[Tensor]:
+    """Return the places of a datasets.Dataset: the bits before each of its rows in the memory of a column."""
+    columns: list[Tensor] = []
+    for column in islice(data.data.columns, _COLUMNS):
+        parts = [torch.zeros(0, dtype=torch.int64)]
+        for chunk in column.chunks:
+            address = next((buffer.address for buffer in chunk.buffers() if buffer is not None), None)
+            own = torch.arange(len(chunk))
+            parts.append(torch.zeros_like(own) if address is None else 8 * address + chunk.offset + own)
+        columns.append(torch.cat(parts))
+    if not columns:
+        return []
+    places, selected = torch.stack(columns), data._indices
+    return [places if selected is None else places[:, torch.tensor(selected.column(0).to_numpy().astype("int64"))]]

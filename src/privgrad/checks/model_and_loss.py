@@ -1,0 +1,353 @@
+"""Check that a model and a loss keep examples apart, before any release is charged.
+
+The guarantee needs that, and these checks try it on a few examples: they find mistakes, but they prove nothing. Each
+states the fault that it finds, its cost, and what it refuses wrongly.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import FunctionType, MethodType
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
+
+from privgrad.checks.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
+from privgrad.gradient.contribution import OwnExamples
+from privgrad.gradient.functional import named_modules, own_parameters, seeded, trainable
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
+from privgrad.types import LossFunction, count_examples, map_examples
+
+_FROZEN = "has no trainable parameter"
+_DRAWS = 4  # number of random draws: a model that mixes examples only sometimes does so in some of them
+_COPIES = 4  # of an example, whose losses are compared with that of the example alone
+_HALVED = 64  # most examples for the comparison of a batch with its first half
+_SAME = 1e-3  # relative change of a loss that is too large for rounding
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A property of a module that prevents private training."""
+
+    path: str  # the module's path, "" for the model itself
+    module: str  # the module's class name
+    what: str
+    remedy: str
+
+
+# Faults: BatchNorm in training mode, which mixes examples; running statistics, and rows that are shortened in place.
+# Cost: it walks over the modules, without data.
+# Refuses wrongly: normalizations in training mode whose outputs the loss does not use.
+def find_problems(model: nn.Module) -> list[Problem]:
+    """Return everything in the model that prevents private training, by module path; an empty list if nothing does.
+
+    Privacy:
+        This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
+    """
+    problems, trained = list[Problem](), False
+    for path, module in named_modules(model):
+        kind = type(module).__name__
+        # torch types running_mean as a Tensor, but it may be None.
+        is_norm = isinstance(module, _BatchNorm | _InstanceNorm)
+        has_statistics = is_norm and getattr(module, "running_mean", None) is not None
+        if isinstance(module, _InstanceNorm):
+            if module.training and has_statistics:
+                what = "keeps running statistics of private examples without clipping and noise"
+                problems.append(Problem(path, kind, what, "set track_running_stats=False, or call .eval() on it"))
+        elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
+            what = "mixes the examples of a batch, so one example's gradient depends on the others"
+            remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
+            problems.append(Problem(path, kind, what, remedy))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
+            problems.append(Problem(path, kind, what, "set max_norm=None, and shorten its output rows if necessary"))
+        if kind == "ParamWrapper" and not any(getattr(module, off, False) for off in ("merged", "disable_adapters")):
+            what = "adds peft's adapter to a parameter by writing to it in each forward pass"
+            remedy = "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
+            problems.append(Problem(path, kind, what, remedy))
+        own = own_parameters(module)
+        if any(map(is_lazy, own.values())):
+            what = "has lazy parameters that do not have a shape yet"
+            problems.append(Problem(path, kind, what, "run one public example through the model first"))
+        for name, parameter in own.items():
+            trained = trained or parameter.requires_grad
+            if parameter.requires_grad and not parameter.is_floating_point():
+                what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
+                problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
+    if not trained:
+        remedy = "set requires_grad_(True) on the parameters to train"
+        problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
+    return problems
+
+
+def require_supported(model: nn.Module) -> None:
+    """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
+    problems = find_problems(model)
+    if problems:
+        first = problems[0]
+        if first.what == _FROZEN:
+            count = sum(1 for _ in model.parameters())
+            got = f"{count} parameters with requires_grad=False" if count else f"a {first.module} without parameters"
+            condition, remedy = "to have trainable parameters", f"{first.remedy}, such as model.requires_grad_(True)"
+            raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
+        more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
+        raise UnsupportedModuleError(
+            f"PrivateGradient: expected a model that keeps examples apart, got {first.module} at "
+            f"'{first.path}', which {first.what}{more}; {first.remedy}."
+        )
+
+
+# Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
+#     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
+# Cost: about 30 forward passes of a few examples, in the first step and at scheduled steps.
+# Refuses wrongly: experts that only some examples reach; `freeze_unused` or zero rows make them pass.
+def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
+    """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
+
+    The model is in the mode in which it trains.
+
+    Raises:
+        PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
+            depend on other examples. The message says how to correct it.
+    Privacy:
+        This reveals only success or an error, like any exception raised on private data. The loss is tried on copies
+        of parameters and buffers, and changes that it makes to the modules are undone. Each loss must depend on its
+        own example only: the privacy guarantee rests on that. It is tried here, not proven.
+    """
+    few = few_of(examples, fill=False)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
+    try:
+        unused = from_losses(model, tried, few_of(examples, fill=False), partial(_unreached, parameters), parameters)
+    except TypeError as error:
+        error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
+        raise
+    if unused:
+        remedy = (
+            "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; call experts "
+            "that only some examples reach on every batch, with zero rows too; with gradient checkpointing, pass "
+            "use_reentrant=False: re-entrant checkpointing of the first layers gives them no gradient"
+        )
+        got = f"no gradient for {', '.join(unused)}"
+        raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
+    randomness = find_randomness(model, loss_fn, few)
+    require_unseeded(model, loss_fn, few)
+    require_apart(model, loss_fn, few, randomness)
+    require_same_losses_in_half(model, loss_fn, examples, randomness)
+
+
+def _unreached(parameters: Mapping[str, Tensor], losses: Tensor) -> list[str]:
+    """Return the names of the parameters to which the losses give no gradient."""
+    if not losses.requires_grad:
+        remedy = "compute the loss from the model's output, without no_grad or detach"
+        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
+    refuse_reentrant(losses)
+    with refusing_in_place():
+        grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+
+
+# The hash of the configuration sees these.
+_PLAIN = frozenset({bool, str, type(None)})
+_CONTAINERS = frozenset({dict, OrderedDict, set, list, tuple})
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_TENSORS = frozenset({"_buffers", "_parameters"})
+_SMALL = 64  # most entries of a tensor whose values are read
+_DEPTH = 3  # of functions in the closures and arguments of functions
+_SERIALS: dict[int, tuple[ref[object], int]] = {}  # by id, which Python may use again
+_COUNT = count()
+
+
+# Fault: a layer or branch that mixes examples and is switched on after the first check.
+# Cost: a walk over modules and their attributes in each step; a change costs one more `check_loss`.
+# Refuses nothing by itself.
+def configuration(model: nn.Module) -> int:
+    """Return a hash of what decides how the modules compute; if it changes, the model may compute differently.
+
+    PrivateGradient checks the loss again if the hash changes. It is computed from these facts:
+
+    - the path and the class of each module, and the code of the class' forward;
+    - the flags and strings of each module, and for a number, whether it is zero. So a layer that is switched on changes
+      the hash, and a counter of steps does not;
+    - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
+    - the functions among the attributes and the hooks.
+
+    It does not see state elsewhere: in globals, in lists and other objects, in large tensors or on a GPU, in loss_fn.
+    """
+    found: list[object] = []
+    for path, module in named_modules(model):
+        owner = type(module)
+        found.append((path, _serial(owner), _serial(getattr(getattr(owner, "forward", None), "__code__", owner))))
+        for name, value in vars(module).items():
+            kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+            if kind in _CONTAINERS:
+                if value and name in _HOOKS:  # by position: the keys of hooks are never used again
+                    found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
+                elif value and name in _TENSORS:
+                    found.append((name, *((k, _nonzero(v)) for k, v in value.items() if isinstance(v, Tensor))))
+            elif kind in _PLAIN:
+                found.append((name, value))
+            elif kind is int or kind is float:
+                found.append((name, value != 0))
+            elif (state := _state_of(value, _DEPTH)) is not None:
+                found.append((name, state))
+    return hash(tuple(found))
+
+
+def _state_of(value: object, depth: int) -> object:
+    """Return what the hash of the configuration sees of a value. Functions of one code are equal."""
+    own: object
+    parts: Iterable[object] = ()
+    if isinstance(value, FunctionType):
+        own, defaults = _serial(value.__code__), value.__defaults__ or ()
+        if value.__closure__ or defaults or value.__kwdefaults__:
+            parts = (*_enclosed(value), *defaults, *(value.__kwdefaults__ or {}).values())
+    elif isinstance(value, MethodType):
+        return _state_of(value.__func__, depth)
+    elif isinstance(value, partial):
+        own, parts = partial, (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, type):
+        return _serial(value)
+    elif isinstance(value, Tensor):
+        return _nonzero(value)
+    elif callable(value):  # a function of C, or an object of a class with __call__
+        return _serial(type(value)), str(getattr(value, "__qualname__", ""))
+    elif value is None or isinstance(value, bool | str):
+        return value
+    else:
+        return value != 0 if isinstance(value, int | float) else None
+    return own, *(_state_of(part, depth - 1) for part in parts if depth > 0)
+
+
+def _enclosed(function: FunctionType) -> Iterator[object]:
+    """Yield the values of a function's closure; None for a variable that has no value yet."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield None
+
+
+def _nonzero(value: Tensor) -> object:
+    """Return which entries of a small tensor on the CPU are not zero; None for a large one or one that is trained."""
+    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step.
+    if value.requires_grad or value.numel() > _SMALL or not value.is_cpu or value.layout is not torch.strided:
+        return None
+    if type(value) not in (Tensor, nn.Parameter):  # a tensor of several processes, for instance
+        return None
+    try:
+        return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())
+    except RuntimeError:  # a quantized type
+        return None
+
+
+def _serial(value: object) -> int:
+    """Return the number of a class or of a function's code; no other object gets it, even if this one is deleted."""
+    known = _SERIALS.get(id(value))
+    if known is None or known[0]() is not value:
+        known = _SERIALS[id(value)] = ref(value), next(_COUNT)
+    return known[1]
+
+
+# Faults: BatchNorm by hand, a mean over the batch, numbers by place; dropout of a whole batch.
+# Cost: 20 forward passes of a few examples.
+# Refuses wrongly: no case is known; tied weights and augmentation of each example pass.
+@in_float32_too
+def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
+    """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
+    size = count_examples(few)
+    if size == 1:
+        few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
+        size = 2
+
+    def repeated(row: int, count: int) -> Any:
+        return map_examples(lambda leaf: leaf[row : row + 1].expand(count, *leaf.shape[1:]).clone(), few)
+
+    for row in (0, size - 1):
+        for seed in range(_DRAWS):
+            # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
+            among, alone = (
+                losses_on_copies(model, loss_fn, x, seed=seed).detach()[row] for x in (few, repeated(row, size))
+            )
+            scale = among.abs() + torch.finfo(among.dtype).tiny
+            if (alone - among).abs() > 64 * torch.finfo(among.dtype).eps * scale:
+                raise _depends("a loss that changes with the other examples")
+
+        def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
+            one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
+            return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
+
+        with without_randomness(model, randomness):
+            if _differ(model, repeated(row, _COPIES), by_count):
+                raise _depends("a loss that changes with the number of examples or its place among them")
+
+
+# Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
+# Cost: 2 forward passes of at most 64 examples, and 2 more if the model draws.
+# Refuses wrongly: no case is known.
+@in_float32_too
+def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
+    """Raise PrivacyError if the losses of a batch's first half change when the second half is removed or replaced."""
+    examples = leading_of(examples, _HALVED)
+    half = (count_examples(examples) + 1) // 2
+
+    def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
+        first = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()
+        return first, losses_on_copies(model, loss_fn, examples).detach()[:half]
+
+    with without_randomness(model, randomness):
+        if _differ(model, examples, in_both):
+            raise _depends("losses that change with the second half of the batch")
+    if randomness != "none":
+        _require_same_losses_under_draws(model, loss_fn, examples, half)
+
+
+def _require_same_losses_under_draws(model: nn.Module, loss_fn: LossFunction, examples: Any, half: int) -> None:
+    """Raise PrivacyError if the first losses change when the first examples replace the others, under equal draws."""
+
+    # Dropout is on: its switch may also disable other code, such as a mask computed from the batch.
+    def drawn(examples: Any) -> tuple[Tensor, Tensor]:
+        with seeded(0):
+            return losses_on_copies(model, loss_fn, examples, seed=None).detach()[:half], random_state()
+
+    places = torch.arange(count_examples(examples)) % half
+    among, state = drawn(examples)
+    alone, other = drawn(map_examples(lambda leaf: leaf[places.to(leaf.device)], examples))
+    # If the random states differ, the number of draws depends on the data, and the losses cannot be compared.
+    most = _SAME * among.abs() + torch.finfo(among.dtype).eps
+    if torch.equal(state, other) and bool(((alone - among).abs() > most).any()):
+        raise _depends("losses that change with the content of the second half")
+
+
+def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:
+    """Return whether two tensors of losses differ, in their own precision and in double precision."""
+
+    def found(model: nn.Module, examples: Any) -> bool:
+        one, other = losses(model, examples)
+        return bool(((one - other).abs() > 1e-2 * one.abs() + torch.finfo(one.dtype).eps).any())
+
+    if not found(model, examples):
+        return False
+    try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
+        return found(copy.deepcopy(model).double(), map_examples(doubled, examples))
+    except Exception:  # for instance a loss that accepts single precision only
+        return True
+
+
+def _depends(got: str) -> PrivacyError:
+    """Return the error for a loss that depends on other examples."""
+    remedy = (
+        "make each loss depend on its own example: no statistics, ranks or means over the batch, and no random numbers "
+        "by place; augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"
+    )
+    return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)

@@ -1,0 +1,48 @@
+"""The fast engine: the gradient of each example's own loss, from one forward and one backward pass for all examples.
+
+Nothing here is trusted alone: a few examples of the 1st, 2nd, 4th, 8th ... batch are compared with their gradients
+alone. This is a check, not a proof; the reference, which computes each example as a batch of one, is
+`privgrad.gradient.reference`.
+
+The life of a pass:
+1. Learn (`factored`, `layouts`), on the first batch and when the calls change: run few examples twice, with two batch
+   sizes. The dimension that grows holds the examples.
+2. Forward (`capture`): the units get a new forward, which computes from detached parameters and leaves a tap at its
+   output. Functions of parameters are computed by a rule, or from a copy of the parameter for each example.
+3. Backward (`passes`): torch computes the gradients at the taps, never the gradient of a weight. From each and from the
+   unit's inputs, a rule makes a factor. Factors of one parameter are added.
+4. Displaced passes, for BAM and local training: the same, at each example's own parameters (`factors.displacement`).
+5. Check (`self_check`) where due. A refused unit is computed by vmap instead, or a module above it, or the whole loss.
+Then `privgrad.clip.clipping` asks the factors for the norms and one weighted sum.
+
+Files: `factored` decides what to learn, check and give up; `passes` computes; `capture` records a forward pass; `units`
+has one call by a rule or by vmap; `layouts` finds the examples in tensors; `shared_values` has what is computed once
+for all examples; `self_check` compares; `explanation` tells users what is slow; `layers` has a rule for each type of
+layer; `factors` has the gradients of each kind of parameter.
+
+Words:
+- additive: of a backward pass: that of a sum is the sum of those of the examples.
+- ambiguous: of a batch: some tensor has another dimension of the batch's size.
+- apart: of examples: none influences the gradient of another. Of products: computed for each example by itself.
+- attributed: of a result: known to hold the examples in one dimension, or none of them.
+- audit: to learn the layouts from a few examples, and have the next batch checked.
+- closed form: the gradients of a parameter from which a weight is computed, without autograd.
+- copy: a parameter or shared value repeated for each example; the gradients at the copies are those of the examples.
+- curved: of a pass: it computes Hessian products.
+- displacement: how far an example's own parameters are from the weights; parameters that have one move.
+- factor: the gradients of one parameter for all examples, usually without writing them out.
+- fallback: to take a unit whole after a refusal, or the module above it.
+- layout: for each tensor of a call, the dimension that holds the examples and the rows per example.
+- learn: to find the layouts of all calls by two batch sizes.
+- position: a time step, pixel or word of one example; a factor adds up one term for each.
+- pull: to multiply gradients of a weight with the transposed Jacobian, which gives those of its parameters.
+- record: the calls of a pass, in order; a pass that makes others than were learned is learned again.
+- rule: how to compute one type of layer, and the factors of its parameters.
+- shared value: what the model computes once for all examples, from parameters alone.
+- tap: a place in the graph where the gradient of each example is computed.
+- term bound: a bound on the norms of the terms that make up a gradient; they may cancel, their rounding errors do not.
+- unit: a module whose forward is replaced.
+- use: the way in which a parameter's gradient is computed: by a rule, from copies, or with a whole module.
+- whole: of a module: computed by vmap, each example by itself.
+- written out: of gradients: stored in full, for each example.
+"""

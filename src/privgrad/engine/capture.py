@@ -1,0 +1,371 @@
+"""Record a forward pass: the calls of units and of torch functions, and where gradients are needed.
+
+A unit is a module with a rule or a forward of its own (see `layers`), or a module that is computed by vmap. `Capture`
+replaces the forward of every unit. The new forward computes the same output from copies of the parameters without their
+graph, and records the inputs and the graph's edge at the output. All other parameters reach torch functions as they
+are. `Capture` sees each such call, and computes it by a rule or from a copy of the parameter for each example.
+
+Each row of a tensor must be attributed to its example. `Capture` refuses tensors for which it cannot (see `layouts`). A
+use that it does not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
+
+from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.parametrized import JacobianNorms
+from privgrad.engine.layers.base import Rule, find_forward, find_rule
+from privgrad.engine.layers.functional import Product, faster, find_product
+from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, split
+from privgrad.engine.shared_values import FunctionCalls, SharedValues, for_each, for_one_example, name_of, tensors_in
+from privgrad.engine.units import (
+    LayerCall,
+    Tap,
+    VmappedUnit,
+    copies_of,
+    dense_displacement,
+    units,
+    weights_of,
+    written_out,
+)
+from privgrad.errors import PrivacyError
+from privgrad.gradient.factor import Factor
+from privgrad.gradient.functional import named_modules, named_parameters, version_of
+from privgrad.gradient.refusals import (
+    REMEDY,
+    CallSequenceChangedError,
+    buffers_written,
+    misplaced,
+    packed,
+    refused,
+    written_to,
+)
+
+
+class Capture:
+    """A context in which a forward pass is recorded, and computed so that gradients per example can be taken.
+
+    Args:
+        model: the module.
+        layouts: the learned layout of each call, in order; None while they are being learned.
+        size: the number of examples.
+        vmapped_units: paths of units that are computed by vmap.
+        displacements: of each example's parameters, if gradients are evaluated there.
+        curved: whether to record what Hessian products need.
+        norms: measured norms of Jacobians, kept from call to call.
+        earlier: the record of the first pass that learns layouts, in the second one; else None.
+    Attributes:
+        taps: where gradients are needed, in the order of the forward pass.
+        record: the calls of units, and of functions with shared values.
+        trained: the trainable parameters by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Calls | None,
+        size: int,
+        vmapped_units: Collection[str],
+        displacements: Displacements | None = None,
+        *,
+        curved: bool = False,
+        norms: JacobianNorms | None = None,
+        earlier: CallRecord | None = None,
+    ) -> None:
+        self.size = size
+        self._model = model
+        self._displacements = displacements
+        self._vmapped_units = vmapped_units
+        self._norms = JacobianNorms() if norms is None else norms
+        self._curved = curved
+        self.taps: list[Tap] = []
+        self._functions_of = dict[int, dict[str, str]]()  # by the id of a parameter: see Tap.functions
+        self.record = CallRecord(layouts, size, earlier)
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._parameters = [(name, p, p._version) for name, p in named_parameters(model)]
+        self.trained = {name: p for name, p, _ in self._parameters if p.requires_grad}
+        self._shared = SharedValues([(name.rpartition(".")[0], p) for name, p in self.trained.items()], self._copies)
+        recorded = self.record.functions if layouts is None and earlier is None else None
+        self._functions = FunctionCalls(self._shared, self._function, recorded)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Capture":
+        """Replace the forwards of all units, and the buffers by copies, until the exit."""
+        # Compiled code ignores replaced forwards.
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Attention's kernel for inference ignores them too, and cannot be differentiated.
+        self._stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        for _, module in named_modules(self._model):
+            buffers = vars(module)["_buffers"]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._stack.callback(buffers.__setitem__, name, buffer)
+                    buffers[name] = buffer.clone()
+                    self._buffers.append((buffers, name, buffers[name]))
+            # Training needs no key-value cache, and a layer that fills one would hand one example's values to the next.
+            config: Any = vars(module).get("config")
+            if getattr(config, "use_cache", None) is True:
+                self._stack.callback(setattr, config, "use_cache", True)
+                config.use_cache = False
+        for path, module in units(self._model, self._vmapped_units):
+            original = module.forward
+            self._stack.callback(_restore, module, vars(module).get("forward"))
+            replacement, rule = find_forward(module), find_rule(module)
+            if path in self._vmapped_units:
+                forward = partial(self._by_vmap, path, module, original)
+            elif replacement is not None:
+                forward = partial(self._by_taps, path, module, replacement)
+            else:
+                forward = partial(self._ruled, path, module, cast(Rule, rule), original)
+            vars(module)["forward"] = forward
+        if self.record.needs_functions:
+            self._stack.enter_context(self._functions)
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        with self._stack:
+            if kind is None:
+                self.finish()  # the backward pass may have written, too
+        # They refer to this object. A cycle of references would keep the pass in memory until garbage collection.
+        del self._shared, self._functions
+
+    def finish(self) -> None:
+        """End the recording after the forward pass, and refuse a pass that wrote to parameters or buffers."""
+        self.record.finish()
+        written = [name for name, parameter, version in self._parameters if parameter._version != version]
+        if written:
+            raise written_to(", ".join(written))
+        changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
+        if changed:
+            raise buffers_written("buffers", changed)
+
+    def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
+        """Record a call of a unit while layouts are learned, and add a result that all examples share."""
+        outputs = tensors_in(output)
+        layout = self.record.learn_unit(path, tensors, outputs)
+        if layout is not None:
+            for x, examples in zip(outputs, layout[len(tensors) :], strict=True):
+                if examples is None:
+                    self._shared.add(x, path, None)
+        return output
+
+    def _tap(
+        self,
+        path: str,
+        tensor: Tensor,
+        factors: Callable[..., Mapping[Tensor, Factor]],
+        *,
+        inputs: Sequence[Tensor],
+        delta: Callable[[Displacements], Tensor | None] | None = None,
+        source: Tensor | None = None,
+        curved: bool = False,
+        copied: Tensor | None = None,
+    ) -> Tensor:
+        """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
+        tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
+        if not self.record.is_finished and tensor.requires_grad:
+            edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
+            functions = self._functions_of.setdefault(id(copied), {})
+            is_copy = copied is not None
+            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
+        return tensor
+
+    def _copies(self, path: str, parameter: Tensor) -> Tensor:
+        """Return each example's own copy of a parameter, shape (B, *P), with a tap."""
+        copies = copies_of(parameter, self.size, self._displacements)
+        delta, factors = partial(dense_displacement, parameter), partial(written_out, parameter)
+        return self._tap(path, copies, factors, inputs=[], delta=delta, copied=parameter)
+
+    def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
+        if len(args) + len(kwargs) != 1:
+            return original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        with self._functions.paused():
+            if self.record.is_learning:
+                return self._learn_unit(path, [x], original(x))
+            layout = self.record.enter(path, [x])
+            if not any(layout):
+                return self._once(path, module, rule, original, x)
+            if layout[0] is None:
+                raise misplaced(path, "an input without examples")
+            x = require_rows(path, x, layout[0], self.size)
+            return self._by_rule(path, rule, module, weights_of(path, module, rule), x)
+
+    def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
+        """Compute a unit whose input all examples share, and add its output to the shared values."""
+        output: Tensor = original(x)  # with the graph of the parameters, so that a use that is not seen is refused
+
+        def copies() -> Tensor:
+            own = self._shared.copies(x) if x in self._shared else x.expand(self.size, *x.shape)
+            is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
+            rows = own if is_one else own.flatten(0, 1)
+            with self._functions.paused():
+                found = self._by_rule(path, rule, module, weights_of(path, module, rule), rows)
+                return found.view(self.size, *output.shape)
+
+        self._shared.add(output, path, copies, [x])
+        return output
+
+    def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Compute one call by a layer's rule from detached weights, and add a tap at the output."""
+        call = LayerCall(path, rule, layer, weights, x, self._norms, curved=self._curved)
+        output = call.forward(self._displacements)
+        if not self._curved:
+            return self._tap(path, output, call.factors, inputs=[call.x])
+        source = call.x if call.x.requires_grad else None
+        return self._tap(path, output, call.factors, inputs=[call.x], delta=call.delta, source=source, curved=True)
+
+    def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit by a forward that passes the output of each linear map through a tap."""
+        tensors = tensors_in([args, kwargs])
+        if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
+            raise packed(path)
+        if any(x in self._shared for x in tensors):
+            raise misplaced(path, "a value that all examples share")
+        with self._functions.paused():
+            if self.record.is_learning:
+                self._learn_unit(path, tensors, None)
+            else:
+                self.record.enter(path, tensors)
+            tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
+            moves = {} if self._displacements is None else {"displacements": self._displacements}
+            output = forward(module, tap, *args, **kwargs, **moves)
+        # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
+        return tree_map_only(Tensor, Tensor.contiguous, output)
+
+    def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
+        call = VmappedUnit(path, module, original, (args, kwargs))
+        with self._functions.paused():
+            if self.record.is_learning:
+                return self._learn_unit(path, call.tensors, call.plain())
+            layout, count = self.record.enter(path, call.tensors), len(call.tensors)
+            own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            copies = {name: self._copies(path, parameter) for name, parameter in own.items()}
+            produced = call.output(copies, self._inputs(path, call.tensors, layout), self.size)
+            if len(produced) != len(layout) - count:
+                raise CallSequenceChangedError(path)
+            plain = tensors_in(call.plain()) if None in layout[count:] else produced
+            outputs: list[Tensor] = []
+            for own_rows, once, examples in zip(produced, plain, layout[count:], strict=True):
+                if examples is None:
+                    self._shared.add(once, path, lambda rows=own_rows: rows)
+                outputs.append(once if examples is None else joined(path, own_rows, examples))
+            return call.rebuilt(outputs)
+
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a call of a torch function that has a shared value among its arguments."""
+        tensors = tensors_in([args, kwargs])
+        unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
+        path = f"{unit}[{name_of(func)}]"
+        if self.record.is_learning:
+            index = self._functions.count - 1
+            output = func(*args, **kwargs)
+            outputs = tensors_in(output)
+            layout = self.record.learn_function(path, name_of(func), index, tensors, outputs)
+            if layout and not any(layout):
+                for x in outputs:
+                    self._shared.add(x, unit, None)
+            return output
+        layout = self.record.enter(path, tensors)
+        if any(layout):
+            return self._for_each(path, func, args, kwargs, layout)
+        first, version = tensors[0], version_of(tensors[0])  # an operation in place returns its first tensor
+        output = func(*args, **kwargs)
+        if layout and output is first and first in self._shared and version_of(first) != version:
+            rewritten = partial(self._rewritten, path, func, args, kwargs, layout)
+            self._shared.rewrite(first, version, rewritten, tensors[1:])
+        elif layout:
+            once = cache(partial(self._mapped, path, func, args, kwargs, layout))
+            for index, x in enumerate(tensors_in(output)):
+                self._shared.add(x, unit, lambda index=index: once()[0][index], tensors)
+        return output
+
+    def _rewritten(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout, before: Tensor) -> Tensor:
+        """Return the copies of a shared value that a function changes in place, from the copies before."""
+        inputs = self._inputs(path, tensors_in([args, kwargs])[1:], layout[1:])
+        return self._run_for_each(path, func, args, kwargs, [(before.clone(), 0), *inputs])[0][0]
+
+    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> Any:
+        """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
+        tensors = tensors_in([args, kwargs])
+        growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
+        product = find_product(func, args, kwargs)
+        if product is not None and len(growing) == 1 and growing[0][0] is product.x and self._takes(product):
+            x, examples = growing[0]
+            if examples.dim == 0:
+                x = require_rows(path, x, examples, self.size)
+                with self._functions.paused():
+                    return self._by_rule(path, product.rule, product.layer, product.weights, x)
+        shared = [x for x in tensors if x in self._shared]
+        for parameter in frozenset[int]().union(*map(self._shared.sources, shared)):
+            self._functions_of.setdefault(parameter, {})[name_of(func)] = faster(func, args, shared)
+        outs = layout[len(tensors) :]
+        if not growing:
+            args = for_one_example(func, args, *cast("Any", outs[0]))
+        produced, rebuilt = self._mapped(path, func, args, kwargs, layout)
+        if len(produced) != len(outs):
+            raise CallSequenceChangedError(path)
+        return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
+
+    def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> tuple[list[Tensor], Any]:
+        """Compute a function for each example, given its layout: see `for_each`."""
+        return self._run_for_each(path, func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
+
+    def _run_for_each(
+        self, path: str, func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
+    ) -> tuple[list[Tensor], Any]:
+        """Return `for_each`, and refuse the function if it fails."""
+        try:
+            return for_each(func, args, kwargs, inputs)
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception as error:
+            if self.record.is_finished:  # torch ends the second run of a checkpointed part by an exception
+                raise
+            got, unit = (str(error).splitlines() or [type(error).__name__])[0].rstrip("."), path.partition("[")[0]
+            name = f"the function '{name_of(func)}' with parameters of '{unit}'"
+            raise refused(name, "to run on one example", got, REMEDY, unit=unit) from error
+
+    def _inputs(self, path: str, tensors: Sequence[Tensor], layout: Layout) -> list[tuple[Tensor, int | None]]:
+        """Return tensors with their examples in dimension 0, and that dimension; None if all examples share one."""
+        found: list[tuple[Tensor, int | None]] = []
+        for x, examples in zip(tensors, layout, strict=False):
+            if examples is not None:
+                found.append((split(path, x, examples, self.size), 0))
+            else:
+                found.append((self._shared.copies(x), 0) if x in self._shared else (x, None))
+        return found
+
+    def _takes(self, product: Product) -> bool:
+        """Return whether a call can be computed by its rule: from weights, and not from copies of computed weights."""
+        moves = self._displacements is not None or self._curved
+        trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
+        return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
+
+
+def _ignore(tensor: Tensor, *_: object) -> Tensor:
+    return tensor
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the tensor, as a non-view: an in-place operation on a view would remove its edge from the graph."""
+    is_view = tensor.grad_fn is not None and tensor._is_view()
+    return cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape)) if is_view else tensor
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:  # it is the method of the class
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward

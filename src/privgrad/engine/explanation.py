@@ -1,0 +1,301 @@
+"""explain(): say how the gradient of each parameter is computed, what is slow, and what a step costs."""
+
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from statistics import median, quantiles
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from privgrad.checks.model_and_loss import check_loss, require_supported
+from privgrad.clip.clipping import ClippingAccumulator, Flat
+from privgrad.engine.factored import Factored
+from privgrad.errors import require_choice
+from privgrad.gradient.contribution import OwnExamples, Use
+from privgrad.gradient.functional import advanced, preserved, require_losses, seeded, trainable
+from privgrad.gradient.probes import unused_parameters
+from privgrad.gradient.reference import Vmap
+from privgrad.types import LossFunction, count_examples, part_of
+
+_ROUNDS = range(5, 25)  # steps of each kind, of which the median counts; more if they are short
+_SECONDS = 1.0  # enough for all of them
+_SHORT = 0.01  # seconds of a step that is mostly Python's overhead
+_FEW = 0.01  # a share of all parameters, trained and frozen, that is cheap to copy
+_NAMES = 4  # names that are written out
+_WIDE = 1.5  # a ratio of two quartiles that is worth a note
+REMEDY_OF_UNUSED = "privgrad.freeze_unused, or give examples that reach them"
+WAYS = {"rule": "by a rule", "copies": "by a copy for each example", "whole": "each example by itself"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """How the gradients of some parameters of one module are computed.
+
+    Attributes:
+        path: the path of the module that owns them, or of the module that is taken whole; empty for the model itself.
+        kind: its class.
+        way: "rule", fast; "copies", from a copy of the parameters for each example; "whole", a whole module is computed
+            for each example by itself.
+        share: its share of all trainable values, in (0, 1].
+        why: the functions that need copies, or the reason why a module is taken whole; empty for a rule.
+        remedy: what would be faster; empty if nothing is known or little is to gain.
+        parameters: their names.
+        is_cheap: whether the copies are a small part of what a step holds for each example.
+    """
+
+    path: str
+    kind: str
+    way: str
+    share: float
+    why: str = ""
+    remedy: str = ""
+    parameters: tuple[str, ...] = ()
+    is_cheap: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a model's per-example gradients are computed, and at what cost.
+
+    Attributes:
+        parts: the modules with trainable parameters, the slowest way first.
+        unused: names of the trainable parameters that the loss does not reach; `freeze_unused` freezes them.
+        seconds: the median over some steps of each kind on the given batch: "ordinary" (forward and backward) and
+            "private" (clipping too), both without noise and optimizer; empty if they were not measured.
+        ratios: the lower and the upper quartile of the ratio of a private step to the ordinary one next to it.
+        peak_mb: the memory that these two hold at most, besides the model and the batch, in MiB.
+        examples: the number of examples of that batch.
+    """
+
+    parts: list[Part]
+    unused: list[str] = field(default_factory=list[str])
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    peak_mb: Mapping[str, float] = field(default_factory=dict[str, float])
+    examples: int = 0
+    ratios: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def slow(self) -> list[Part]:
+        """The parts without a rule."""
+        return [part for part in self.parts if part.way != "rule"]
+
+    def __str__(self) -> str:
+        rows = list[str]()
+        for row in self.rows():
+            remedy = f"; {row['remedy']}" if row["remedy"] else ""
+            rows.append(f"- {row['names']}, {row['share']}: {row['computed']}: {row['why']}{remedy}")
+        return "\n".join([*rows, *self.lines()])
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the parts without a rule as rows of a table, with equal parts in one row."""
+        groups = dict[tuple[str, ...], list[Part]]()
+        for part in self.slow:
+            computed = WAYS[part.way] + (", cheap" if part.is_cheap else "")
+            why = part.why.replace(f"'{part.path}'", "") if part.way == "whole" else part.why
+            groups.setdefault((computed, why, part.remedy), []).append(part)
+        return [
+            {
+                "names": _names_of(parts),
+                "type": ", ".join(dict.fromkeys(part.kind for part in parts)),
+                "share": f"{sum(part.share for part in parts):.1%}",
+                "computed": computed,
+                "why": parts[0].why,
+                "remedy": remedy,
+            }
+            for (computed, _, remedy), parts in groups.items()
+        ]
+
+    def lines(self) -> list[str]:
+        """Return the sums over all parts as lines of text: shares, unused parameters, time and memory."""
+        lines = list[str]()
+        for way, words in WAYS.items():
+            share = sum(part.share for part in self.parts if part.way == way)
+            if share > 0:
+                lines.append(f"{share:.1%} of the parameters {words}")
+        if self.unused:
+            lines.append(f"not used by the loss ({REMEDY_OF_UNUSED}): {', '.join(self.unused)}")
+        lines.append("this holds for examples like these: others may reach other parameters, or be computed otherwise")
+        if self.seconds:
+            one, other = self.seconds["ordinary"], self.seconds["private"]
+            least, most = self.ratios
+            spread = f" ({least:.2g} to {most:.2g})" if most > _WIDE * least else ""
+            lines.append(
+                f"a step of {self.examples} examples, without noise and optimizer: {_milliseconds(other)}; an ordinary "
+                f"step takes {_milliseconds(one)}, so the ratio is {other / one:.2g}{spread}"
+            )
+            if one < _SHORT:
+                overhead = "below 10 ms, much of the time is Python's overhead"
+                lines.append(f"{overhead}: this number is smaller for a larger model or batch")
+            recurrent = {part.kind for part in self.parts if part.way == "rule"} & {"LSTM", "GRU", "RNN"}
+            if recurrent:
+                lines.append(f"{', '.join(sorted(recurrent))}: privgrad's own forward pass replaces torch's faster one")
+        if self.peak_mb:
+            one, other = self.peak_mb["ordinary"], self.peak_mb["private"]
+            lines.append(f"memory besides the model: {other:.2g} MiB, an ordinary step {one:.2g} MiB")
+        return lines
+
+
+def _names_of(parts: list[Part]) -> str:
+    if parts[0].way == "whole":
+        names = [f"'{part.path}'" if part.path else "the whole model" for part in parts]
+        noun = "modules"
+    else:
+        names = [name for part in parts for name in part.parameters]
+        noun = "parameters"
+    return ", ".join(names) if len(names) <= _NAMES else f"{', '.join(names[:2])} and {len(names) - 2} more {noun}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2g} ms" if seconds < _SHORT else f"{1000 * seconds:.0f} ms"
+
+
+def explain(
+    model: nn.Module, loss_fn: LossFunction, public_batch: Any, *, engine: Literal["factored", "vmap"] = "factored"
+) -> Explanation:
+    """Say how the gradient of each parameter would be computed, by a step on some public examples.
+
+    It measures an ordinary and a private step too, both without noise and optimizer, and takes some seconds. The answer
+    holds for examples like these. Others may reach other parameters, or need other layers.
+
+    Args:
+        model: the module, in the mode that it will be trained in. It is not changed.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        public_batch: public examples, as loss_fn takes them, with leading dimension B >= 1; best as many as a step has.
+        engine: as in PrivateGradient.
+    Returns:
+        See `Explanation`; `print` shows it.
+    Raises:
+        PrivacyError: public_batch is a batch of a plan or holds no examples, or PrivateGradient would refuse the model
+            or the loss. A parameter that the loss does not reach is no error here.
+    Privacy:
+        It uses the model and public examples only.
+    """
+    require_choice("explain", "engine", engine, ("factored", "vmap"))
+    require_supported(model)
+    unused = unused_parameters("explain", model, loss_fn, public_batch)
+    own = trainable(model)
+    for name in unused:
+        own[name].requires_grad_(False)
+    try:
+        loss_fn = OwnExamples(loss_fn)
+        check_loss(model, loss_fn, public_batch)
+        computes = Factored(model, loss_fn) if engine == "factored" else Vmap(model, loss_fn)
+        steps = _steps(computes, model, loss_fn, public_batch)
+        with seeded(0), advanced(model, keep=False):
+            for step in (*steps.values(), *steps.values()):  # the engine checks the first, second, fourth ... step
+                step()
+            seconds, ratios = _seconds(steps)
+            devices = {parameter.device for parameter in own.values()}
+            peak_mb = {name: _peak_of(step, devices) for name, step in steps.items()}
+        parts = parts_of(model, computes.uses())
+    finally:
+        for name in unused:
+            own[name].requires_grad_(True)
+    return Explanation(parts, unused, seconds, peak_mb, count_examples(public_batch), ratios)
+
+
+def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
+    """Return the parts of an explanation, the slowest way first."""
+    own, names = trainable(model), dict[tuple[str, Use], list[str]]()
+    few = _FEW * sum(p.numel() for p in model.parameters())
+    for name, use in uses.items():
+        path = use.unit if use.way == "whole" else name.rpartition(".")[0]
+        is_cheap = use.way == "copies" and (use.is_cheap or use.floats <= few)
+        names.setdefault((path, replace(use, floats=0, is_cheap=is_cheap)), []).append(name)
+    total = sum(p.numel() for p in own.values())
+    found = list[Part]()
+    for (path, use), those in names.items():
+        kind, share = type(model.get_submodule(path)).__name__, sum(own[name].numel() for name in those) / total
+        remedy = "" if use.is_cheap else use.remedy
+        found.append(Part(path, kind, use.way, share, use.why, remedy, tuple(those), use.is_cheap))
+    return sorted(found, key=lambda part: (list(WAYS).index(part.way), not part.is_cheap, part.share), reverse=True)
+
+
+def _steps(
+    engine: Factored | Vmap, model: nn.Module, loss_fn: LossFunction, examples: Any
+) -> dict[str, Callable[[], None]]:
+    """Return an ordinary and a private step, without noise and optimizer."""
+    own, size = trainable(model), count_examples(examples)
+
+    def ordinary() -> None:
+        with torch.enable_grad(), preserved(model):
+            losses = require_losses(loss_fn(model, examples), size)
+            torch.autograd.grad(losses.mean(), list(own.values()))
+
+    def private() -> None:
+        few = engine.microbatch_size(examples, size)
+        clipped = ClippingAccumulator(
+            like=own, clip=Flat(), max_grad_norm=1.0, inverse_scales={}, grouped=False, expected_size=size
+        )
+        for start in range(0, size, few):
+            clipped.add(engine(part_of(examples, slice(start, start + few))))
+        clipped.result()
+
+    return {"ordinary": ordinary, "private": private}
+
+
+def _seconds(steps: Mapping[str, Callable[[], None]]) -> tuple[dict[str, float], tuple[float, float]]:
+    """Return the median time of each step, in turns; and the quartiles of the ratio within a turn."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    end = time.perf_counter() + _SECONDS
+    for turn in range(_ROUNDS.stop):
+        if turn >= _ROUNDS.start and time.perf_counter() > end:
+            break
+        for name, step in steps.items():
+            _wait()
+            start = time.perf_counter()
+            step()
+            _wait()
+            found[name].append(time.perf_counter() - start)
+    ratios = [other / one for one, other in zip(found["ordinary"], found["private"], strict=True)]
+    least, _, most = quantiles(ratios, method="inclusive")
+    return {name: median(values) for name, values in found.items()}, (least, most)
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _peak_of(step: Callable[[], None], devices: Collection[torch.device]) -> float:
+    """Return the most memory that a step holds at a time besides what it was given, in MiB, as torch counts it.
+
+    With GPUs among the devices, only their memory counts, summed over them.
+    """
+    if gpus := [device for device in devices if device.type == "cuda"]:
+        before = 0
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+            before += torch.cuda.memory_allocated(gpu)
+        step()
+        return (sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) - before) / 2**20
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)  # else, old torch warns
+    with _without_output():
+        recorder.start()
+    try:
+        step()
+    finally:
+        with _without_output():
+            recorder.stop()
+    events: Any = recorder.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate((size for _, size in changes), initial=0)) / 2**20
+
+
+@contextmanager
+def _without_output() -> Generator[None]:
+    """Discard what the profiler writes about itself to the process's standard error."""
+    with open(os.devnull, "w") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

@@ -1,0 +1,503 @@
+"""The fast engine: one forward and one backward pass for all examples, with gradients kept as factors.
+
+`passes` computes; this file decides when to learn, when to check, and what to compute by vmap instead. The number of
+examples that are computed at once may not depend on the drawn batch, because it decides how a sum is rounded.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
+from privgrad.checks.randomness import Randomness, find_randomness, without_randomness
+from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.parametrized import Pulled, PulledDense
+from privgrad.engine.factors.weight_standardization import Projected
+from privgrad.engine.layouts import LayoutCache, example_shapes
+from privgrad.engine.passes import MemoryPlan, Passes, Point
+from privgrad.engine.self_check import (
+    require_apart_from_infinite,
+    require_apart_in_training,
+    require_same_draws,
+    require_single,
+    restored,
+    rows_to_check,
+)
+from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.contribution import Use
+from privgrad.gradient.factor import Factor
+from privgrad.gradient.functional import trainable
+from privgrad.gradient.probes import PROBED, doubled, few_of
+from privgrad.gradient.reference import CheckSchedule, Vmap
+from privgrad.gradient.refusals import (
+    REMEDY,
+    CallSequenceChangedError,
+    Reason,
+    UnitRefusedError,
+    calls_changed,
+    refused,
+)
+from privgrad.types import LossFunction, map_examples
+
+
+class Fallback:
+    """The fallback of one engine from a refused unit to vmap: for the unit, a module above it, or the whole loss.
+
+    It cannot hide a dependence between examples. Inside of a module that is taken whole, each example runs by itself.
+    Outside of it, all checks run again, and compare losses too. The bound on rounding rests on `begin_step`: after the
+    first step, no example may change how later sums are computed.
+
+    Attributes:
+        any: whether some module is taken whole.
+        reached_loss: whether even the root was refused, so that `of_losses` computes the gradients.
+        reasons: why a unit was refused, by the path of the module that was taken whole because of it.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
+        self._model, self._layouts, self._alone = model, layouts, Vmap(model, loss_fn)
+        self.any = self.reached_loss = False
+        self._is_open, self._is_accepted = True, False
+        self.reasons = dict[str, Reason]()
+        self._new = list[str]()  # the modules taken so far, until an attempt is accepted
+
+    def begin_step(self) -> None:
+        """Take no more modules whole if an earlier step was computed."""
+        self._is_open = not self._is_accepted
+
+    def reopen(self) -> None:
+        """Allow new modules in the next step; for a model whose configuration has changed."""
+        self._is_open, self._is_accepted = True, False
+
+    def take_whole(self, error: UnitRefusedError | CallSequenceChangedError) -> None:
+        """Take the unit of a refusal or a module above it whole; raise the refusal if this is not allowed."""
+        refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
+        if self.reached_loss or not self._is_open:
+            raise refusal from None
+        self._new.append(self._take(refusal.unit))
+        self.any, self.reasons[self._new[-1]] = True, refusal.reason
+
+    def accept(self) -> None:
+        """Note that an attempt has succeeded, and warn of the modules that it took whole."""
+        if self._new:
+            _warn_of(self._new, self.reasons[self._new[-1]].condition)
+        self._new, self._is_accepted = [], True
+
+    def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
+        """Return the gradient of each example's loss, computed from a batch of one."""
+        if point.along is not None:
+            return self._alone.at(examples, point.along, point.share)
+        if point.radius is None:
+            return self._alone(examples)
+        return self._alone.moved(examples, point.radius, exact=point.exact)
+
+    def _take(self, unit: str) -> str:
+        """Take a refused unit whole, or the next module above it, and return its path; above the root, take the loss.
+
+        If the unit or a module that contains it is computed by vmap already, take the next module above that one.
+        """
+        path = unit.partition("[")[0]  # a unit may be a call inside of a module, such as "body[0]"
+        taken = self._layouts.current.vmapped_units
+        holding = [other for other in taken if other == path or _is_above(other, path)]
+        if not holding:
+            self._layouts.take_whole(path)
+            return path
+        path = min(holding, key=len)
+        while path:
+            path = path.rpartition(".")[0]
+            if type(self._model.get_submodule(path)).forward is not nn.Module.forward:  # a ModuleList has none
+                self._layouts.take_whole(path)
+                return path
+        self.reached_loss = True
+        return ""
+
+
+def _warn_of(taken: Sequence[str], reason: str) -> None:
+    """Warn that modules are taken whole and slow, with the last reason. No value of the examples is in it."""
+    last = [path for path in taken if not any(_is_above(other, path) for other in taken)]
+    names = ", ".join(f"'{path}'" if path else "the whole model" for path in dict.fromkeys(last[:3]))
+    more = f" and {len(last) - 3} more" if len(last) > 3 else ""
+    warnings.warn(
+        f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For the "
+        f"fast engine, {reason}",
+        stacklevel=5,
+    )
+
+
+def _is_above(one: str, other: str) -> bool:
+    """Return whether the module at `one` contains the module at `other`."""
+    return one != other and (one == "" or other.startswith(f"{one}."))
+
+
+_WEIGHTS = Point()
+_CHEAP = 0.1  # a share of the floats that a step holds for each example
+
+Found = tuple[dict[str, Factor], Displacements | None]
+Result = TypeVar("Result")
+
+
+class Factored:
+    """An engine that computes the per-example gradients of a model as factors. It implements `contribution.Engine`.
+
+    Args:
+        model: the module. It is not changed; its forwards are replaced during a call only.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        memory_mb: MiB for the data that grow with the number of examples; at least one example is computed at once.
+            None: see `MemoryPlan`.
+    """
+
+    batches_examples = True  # they share one forward pass, and the random numbers that it draws
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._memory = MemoryPlan(model, memory_mb)
+        self._passes = Passes(model, loss_fn, self._memory)
+        self._layouts = self._passes.layouts
+        self._fallback = Fallback(model, loss_fn, self._layouts)
+        self._schedule = CheckSchedule()
+        self._randomness: Randomness = "none"  # random draws of a forward pass in the last audit
+        self._density: float | None = None  # floats of output gradients per value of an example
+
+    def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
+        """Compute the gradient of each example's own loss, a factor for each trainable parameter that it reaches.
+
+        Args:
+            examples: with leading dimension B >= 1.
+            point: where the gradients are computed; the default is the weights.
+        Raises:
+            UnsupportedModuleError: examples influence each other, or a use of a parameter cannot be attributed to them.
+        Privacy:
+            NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
+            compared with their gradients alone, and also when the sequence of calls changes. This is no proof.
+        """
+        self._schedule.begin()
+        while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
+            try:
+                if self._fallback.reached_loss:
+                    factors = self._alone(examples, point)
+                else:
+                    if not self._is_learned(point):
+                        self._audit_at(examples, point)
+                    self._layouts.recall(examples)
+                    try:
+                        try:
+                            found = self._passes.compute(examples, point)
+                        except CallSequenceChangedError:
+                            found = self._compute_again(examples, point)
+                        self._require_reached(found)
+                    except UnsupportedModuleError:
+                        if not self._schedule.is_due:
+                            raise
+                        self._audit_at(examples, point)  # a module may compute differently since the last audit
+                        found = self._compute(examples, point)
+                    self._schedule.note_size(self._passes.ambiguous)
+                    if self._schedule.is_due:
+                        self._check(examples, point, found)
+                    factors, _ = found
+            except (UnitRefusedError, CallSequenceChangedError) as error:
+                self._fallback.take_whole(error)
+            else:
+                self._fallback.accept()
+                return factors
+
+    def _falling_back(self, compute: Callable[[], Result]) -> Result:
+        """Return compute(). As long as it refuses a unit, take this or a module above whole, and compute again.
+
+        Raises:
+            UnsupportedModuleError: it refuses the model for another reason, or no more modules may be taken whole.
+        """
+        while True:
+            try:
+                found = compute()
+            except (UnitRefusedError, CallSequenceChangedError) as error:
+                self._fallback.take_whole(error)
+            else:
+                self._fallback.accept()
+                return found
+
+    def _alone(self, examples: Any, point: Point) -> dict[str, Factor]:
+        """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
+        if self._schedule.is_due:
+            with restored(self._model):
+                self._randomness = find_randomness(self._model, self._loss_fn, few_of(examples))
+                self._check_losses(examples)
+            self._schedule.is_due = False
+        return self._fallback.of_losses(examples, point)
+
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
+        """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.
+
+        A second forward and backward pass adds to each layer's output the effect of that example's displaced
+        parameters. If the layer's rule has a shorter way, no example's parameters are written out. With `exact`, the
+        result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss, by one forward pass, its
+        backward pass and a backward pass through that. Random draws are the same in both passes.
+
+        Args:
+            examples: with leading dimension B >= 1.
+            radius: >= 0. If g_i is zero or not finite, the parameters are not displaced.
+            exact: see above.
+        Returns, Raises, Privacy: as __call__.
+        """
+        return self(examples, Point(radius=radius, exact=exact))
+
+    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
+        """Compute the gradient of each example's own loss at its own point, theta + share f_i, as factors.
+
+        Args:
+            examples: with leading dimension B >= 1.
+            moved: f_i by parameter name, one row per example; parameters that are not displaced are missing.
+            share: finite.
+        Returns, Raises, Privacy: as __call__.
+        """
+        return self(examples, Point(along=moved, share=share))
+
+    def inputs(self, examples: Any) -> dict[str, Factor]:
+        """Return factors that hold the inputs of each layer, with zeros in place of the gradients of its outputs."""
+        return self._falling_back(partial(self._inputs, examples))
+
+    def _inputs(self, examples: Any) -> dict[str, Factor]:
+        if self._fallback.reached_loss:
+            remedy = "use precondition.fixed or no preconditioner"
+            raise refused("the inputs of layers", "to be found", "gradients of whole losses", remedy)
+        if not self._is_learned(_WEIGHTS):
+            self._audit(examples)
+        self._layouts.recall(examples)
+        try:
+            return self._passes.inputs(examples)
+        except CallSequenceChangedError:
+            self._audit(examples)
+        return self._passes.inputs(examples)
+
+    def uses(self) -> dict[str, Use]:
+        """Return how the last pass computed the gradient of each parameter, by name."""
+        if self._fallback.reached_loss:
+            return {name: Use("whole", "", *self._fallback.reasons[""]) for name in trainable(self._model)}
+        found = dict[str, Use]()
+        for name, use in self._passes.uses.items():
+            if use.way == "whole":
+                why, remedy = self._fallback.reasons.get(use.unit, Reason("", ""))
+                found[name] = replace(use, why=why, remedy=remedy)
+            else:
+                found[name] = replace(use, is_cheap=use.floats <= _CHEAP * self._passes.floats)
+        return found
+
+    def begin_step(self) -> None:
+        """Count a step of the training."""
+        self._passes.norms.begin_step()
+        self._fallback.begin_step()
+
+    def check_again(self) -> None:
+        """Check the next batch too, because the model's configuration has changed."""
+        self._schedule.is_due = True
+        self._density = None
+        self._fallback.reopen()
+
+    def microbatch_size(self, examples: Any, usual_size: int) -> int:
+        """Return the number of examples to compute at once.
+
+        Their gradients should stay near the processor's caches, but be much larger than the parameters.
+
+        Args:
+            examples: a batch; only the shapes of one example decide.
+            usual_size: a number of examples that batches rarely exceed. Public.
+        """
+        return self._memory.examples(usual_size, self._floats(examples))
+
+    def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
+        """Return the number of examples to compute at once in `moved`, at most `size`.
+
+        It can be smaller than in `microbatch_size`, because some layers write out their weights for each example.
+
+        Args:
+            examples: as in `microbatch_size`.
+            size: what `microbatch_size` has returned, or the user's choice.
+            exact: as in `moved`.
+        """
+        floats, written = self._floats(examples), self._passes.written_per_example(exact=exact)
+        return self._memory.displaced_examples(size, floats, written, exact=exact)
+
+    def _floats(self, examples: Any) -> int:
+        """Return about how many floats of output gradients there are per example, by the shapes of the examples."""
+        values = sum(shape.numel() for shape in example_shapes(examples))
+        # Measured once: if each pass measured again, earlier examples would decide the pass sizes of a step.
+        if self._density is None:
+            self.audit(examples)
+            self._density = self._passes.floats / max(1, values)
+        return math.ceil(self._density * values)
+
+    def audit(self, examples: Any) -> None:
+        """Learn from a few examples where each layer's tensors hold the examples, and have the next batch checked."""
+        self._falling_back(partial(self._audit, examples))
+
+    def _audit(self, examples: Any) -> None:
+        """Do what `audit` does, for the current units."""
+        self._schedule.is_due = True
+        if self._fallback.reached_loss:
+            self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
+            return
+        few = few_of(examples, salt=self._schedule.calls)
+        try:
+            self._learn(few)
+        except (CallSequenceChangedError, UnitRefusedError):  # for instance, the calls differ in evaluation mode
+            self._layouts.current.calls = None
+            raise
+        except UnsupportedModuleError as refusal:
+            self._layouts.current.calls = None
+            with self._double(refusal) as twin:
+                twin._learn(map_examples(doubled, few))
+            displaced, self._layouts.current = self._layouts.current.displaced, twin._layouts.current
+            self._layouts.current.displaced = displaced
+            self._randomness, self._passes.floats = twin._randomness, twin._passes.floats
+        self._layouts.remember(examples)
+
+    def _audit_at(self, examples: Any, point: Point) -> None:
+        """Do what `audit` does; for displaced parameters, also learn their passes, and check them on a few examples."""
+        self._audit(examples)
+        if not point.is_displaced:
+            return
+        few = few_of(examples, salt=self._schedule.calls)
+        probe = Point(radius=abs(point.share) if point.radius is None else point.radius, exact=point.exact)
+        displaced = self._layouts.current.displaced
+        try:
+            self._learn_displaced(few, probe)
+        except UnsupportedModuleError as refusal:
+            displaced.pop(point.exact, None)
+            with self._double(refusal) as twin:
+                twin._learn(map_examples(doubled, few))
+                twin._learn_displaced(map_examples(doubled, few), probe)
+            displaced[point.exact] = twin._layouts.current.displaced[point.exact]
+        self._layouts.remember(examples)
+
+    def _learn(self, few: Any) -> None:
+        """Learn the layouts, the random draws and the reached parameters from a few examples."""
+        passes = self._passes
+        with restored(self._model):
+            passes.learn(few)
+            self._randomness = find_randomness(self._model, self._loss_fn, few)
+            with without_randomness(self._model, self._randomness):
+                found = passes.compute_first(few)
+        own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
+        passes.closed_forms = {
+            id(own[name]): isinstance(factor, Projected) for name, factor in found.items() if isinstance(factor, kinds)
+        }
+        self._layouts.current.reached = set(found)
+
+    def _learn_displaced(self, few: Any, point: Point) -> None:
+        """Learn the layouts of passes with displaced parameters, and check the gradients of a few examples."""
+        try:
+            with restored(self._model):
+                self._passes.learn_displaced(few, exact=point.exact)
+                with without_randomness(self._model, self._randomness):
+                    self._require_single(few, point, self._passes.compute(few, point), range(PROBED))
+                if self._randomness != "none" and not point.exact:
+                    require_same_draws(self._passes, few, self._passes.tolerance, self._schedule.calls)
+        except NotImplementedError as error:
+            remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
+            raise refused("the loss", "to have a second derivative", error, remedy) from error
+
+    def _learn_whole(self, examples: Any, point: Point) -> None:
+        """Learn the layouts from a whole batch, because a mask may exist for some contents only."""
+        with restored(self._model):
+            self._passes.learn(examples)
+            if point.is_displaced:
+                self._passes.learn_displaced(examples, exact=point.exact)
+        self._layouts.remember(examples)
+
+    def _is_learned(self, point: Point) -> bool:
+        """Return whether the layouts of a pass at this kind of point are known."""
+        known = self._layouts.current
+        return known.calls is not None and (not point.is_displaced or point.exact in known.displaced)
+
+    def _compute(self, examples: Any, point: Point) -> Found:
+        """Return the factors of a batch; if the sequence of calls has changed, compute again with other layouts."""
+        self._layouts.recall(examples)
+        try:
+            found = self._passes.compute(examples, point)
+        except CallSequenceChangedError:
+            found = self._compute_again(examples, point)
+        self._require_reached(found)
+        return found
+
+    def _require_reached(self, found: Found) -> None:
+        """Raise UnsupportedModuleError if a parameter gets no gradient that got one from the first batch."""
+        factors, _ = found
+        lost = self._layouts.current.reached - factors.keys()
+        if lost and (lost := sorted(lost & trainable(self._model).keys())):
+            got, remedy = "a gradient of None", f"do not detach it from the loss in training mode, or {REMEDY}"
+            raise refused(", ".join(lost), "to get a gradient, as on the first batch", got, remedy)
+
+    def _compute_again(self, examples: Any, point: Point) -> Found:
+        """Return the factors of a batch whose sequence of calls differs from the current layouts.
+
+        The first attempt uses the layouts known for examples of these shapes, so loops may be longer for longer
+        sequences. The second uses those of a new audit, and the last those of the whole batch.
+        """
+        self._layouts.note_change(examples)
+        for learn in (self._audit_at, self._learn_whole):
+            try:
+                return self._passes.compute(examples, point)
+            except CallSequenceChangedError:
+                learn(examples, point)
+        return self._passes.compute(examples, point)
+
+    def _check(self, examples: Any, point: Point, found: Found) -> None:
+        """Raise UnsupportedModuleError if rows of a batch differ from single examples, in double precision too."""
+        with restored(self._model), without_randomness(self._model, self._randomness):
+            if self._randomness != "none":
+                found = self._compute(examples, point)
+            rows = rows_to_check(found[0], examples, self._schedule.calls)
+            try:
+                self._require_single(examples, point, found, rows)
+            except UnsupportedModuleError as refusal:
+                self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
+            self._check_losses(examples)
+            few = few_of(examples, salt=self._schedule.calls)
+            require_apart_from_infinite(self._passes, few, self._passes.tolerance, self._schedule.calls)
+        if self._randomness in ("numbers", "other"):  # the check above ran without these draws
+            with restored(self._model):
+                require_apart_in_training(self._passes, few, self._passes.tolerance, self._schedule.calls)
+        self._schedule.is_due = False
+
+    def _check_losses(self, examples: Any) -> None:
+        """Raise PrivacyError if losses depend on other examples."""
+        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+        # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
+        if self._fallback.any:
+            few = few_of(examples, salt=self._schedule.calls, fill=False)
+            require_apart(self._model, self._loss_fn, few, self._randomness)
+
+    def _check_in_double(
+        self, examples: Any, point: Point, rows: Sequence[int], refusal: UnsupportedModuleError
+    ) -> None:
+        """Repeat a failed comparison: in single precision, rounding may move the position of a maximum."""
+        with self._double(refusal) as twin:
+            twin._learn(few_of(examples))
+            if point.is_displaced:
+                twin._passes.learn_displaced(few_of(examples), exact=point.exact)
+            twin._require_single(examples, point, twin._passes.compute(examples, point), rows)
+
+    @contextmanager
+    def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:
+        """Yield this engine in double precision, to repeat a failed check; raise `refusal` if anything fails there."""
+        try:
+            twin = Factored(copy.deepcopy(self._model).double(), self._loss_fn)
+            twin._layouts.current.vmapped_units |= self._layouts.current.vmapped_units
+            yield twin
+        except Exception:  # the check failed again, or, for instance, the loss accepts single precision only
+            raise refusal from None
+
+    def _require_single(self, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
+        """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
+        factors, along = found
+        model, loss_fn, tolerance = self._model, self._loss_fn, self._passes.tolerance
+        suspect = self._passes.shared()
+        require_single(
+            model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact, suspect=suspect
+        )

@@ -1,0 +1,362 @@
+"""The factors of an embedding table, used alone or tied to an output layer.
+
+Shape suffixes: B examples, T positions of an example, D width.
+"""
+
+from functools import cached_property
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from privgrad.engine.factors.outer import Outer
+from privgrad.gradient.factor import (
+    Examples,
+    Factor,
+    LinearMapFactor,
+    Sum,
+    at_least_float32,
+    canceled,
+    float64_norms,
+    lost_to_underflow,
+    masked,
+    merged,
+    norms_of,
+    position_norms,
+    scale_rows,
+)
+
+
+class Bags(LinearMapFactor):
+    """The gradients of a table for one bag per example: g_i = c_i r_i^T, shape (V, D).
+
+    Here c_i holds the weights of example i's words. It is sparse; only `dense` writes it out.
+
+    Args:
+        ids_BT: words, integer, shape (B, T); the weights of a repeated word add up.
+        weight_BT: the weight of each word, shape (B, T); 0 for padding.
+        r_BD: gradient of each bag's output, shape (B, D).
+        rows: V.
+    """
+
+    def __init__(self, ids_BT: Tensor, weight_BT: Tensor, r_BD: Tensor, rows: int) -> None:
+        super().__init__(len(ids_BT), torch.Size((rows, r_BD.shape[1])))
+        self.ids_BT, self.r_BD = ids_BT.long(), at_least_float32(r_BD)
+        self.weight_BT = weight_BT.to(self.r_BD.dtype)
+
+    def __getitem__(self, examples: Examples) -> "Bags":
+        return Bags(self.ids_BT[examples], self.weight_BT[examples], self.r_BD[examples], self.shape[0])
+
+    def dense(self) -> Tensor:
+        return self._bags.to_dense()[:, :, None] * self.r_BD[:, None]
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        r_BD = self.r_BD * weight_B.to(self.r_BD.dtype)[:, None]
+        return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BD))
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        r_BD = self.r_BD.double() * weight_B.double()[:, None]
+        return cast(Tensor, torch.sparse.mm(self._bags.double().t(), r_BD))
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        same_BTS = ids_BT[:, :, None] == self.ids_BT[:, None]
+        count_BT = (same_BTS.to(self.weight_BT.dtype) @ self.weight_BT[:, :, None])[:, :, 0]
+        return count_BT[:, :, None] * self.r_BD[:, None]
+
+    def mask(self, kept_B: Tensor) -> "Bags":
+        return Bags(self.ids_BT, masked(self.weight_BT, kept_B), masked(self.r_BD, kept_B), self.shape[0])
+
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
+        return self.merge(1).scaled(scales)
+
+    def settled(self) -> "ManyBags":
+        return self.merge(1)
+
+    def merge(self, parts: int) -> "ManyBags":
+        ids, weight, r = (z.reshape(-1, parts, z.shape[1]) for z in (self.ids_BT, self.weight_BT, self.r_BD))
+        return ManyBags(ids, weight, r, self.shape[0])
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return |c| |r|, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
+
+        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales.
+        """
+        square = self._bags.values().double().square()
+        square_B = square.new_zeros(self.examples).index_add_(0, self._bags.indices()[0], square)
+        plain_B = square_B.sqrt() * norms_of(self.r_BD)
+        if inverse_scales is None:
+            return plain_B
+        # The largest entries are scaled to 1. Where squares underflow nevertheless, the norm is computed again below.
+        largest, (r_BD, r_B), (_, c_B) = inverse_scales.max(), scale_rows(self.r_BD), scale_rows(self.weight_BT)
+        scales, bags = (inverse_scales / largest).to(self.r_BD.dtype), self._bags
+        c = bags.values() / c_B.to(bags.dtype)[bags.indices()[0]]
+        shape = bags.shape
+        square = torch.sparse_coo_tensor(bags.indices(), c.square_(), shape, is_coalesced=True, check_invariants=False)
+        square_BD = cast(Tensor, torch.sparse.mm(square, scales.square_()))
+        norm_B = norms_of(square_BD.sqrt() * r_BD) * r_B * c_B * largest.double()
+        for index in lost_to_underflow(norm_B, plain_B * largest.double()):
+            norm_B[index] = self._scaled_norm(index, inverse_scales)
+        return norm_B
+
+    def _scaled_norm(self, index: int, inverse_scales: Tensor) -> Tensor:
+        # In float64, no square under- or overflows.
+        bag = self[index : index + 1]._bags
+        columns, c_T = bag.indices()[1], bag.values().double()
+        scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
+        return cast(Tensor, torch.linalg.vector_norm(scaled_TD))
+
+    @cached_property
+    def _bags(self) -> Tensor:
+        """The weights c, shape (B, V)."""
+        return _sparse(self.ids_BT, self.weight_BT, self.shape[0])
+
+
+class ManyBags(LinearMapFactor):
+    """The gradients of a table for several bags per example: g_i = sum over j of c_ij r_ij^T, shape (V, D).
+
+    Under user-level privacy, a user's documents are the bags.
+
+    Args:
+        ids_BJT: words, integer, shape (B, J, T).
+        weight_BJT: the weight of each word, shape (B, J, T); 0 for padding.
+        r_BJD: gradients of the bags' outputs, shape (B, J, D).
+        rows: V.
+    """
+
+    def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
+        super().__init__(len(ids_BJT), torch.Size((rows, r_BJD.shape[2])))
+        self.ids_BJT, self.r_BJD = ids_BJT, at_least_float32(r_BJD)
+        self.weight_BJT = weight_BJT.to(self.r_BJD.dtype)
+
+    def __getitem__(self, examples: Examples) -> "ManyBags":
+        return ManyBags(self.ids_BJT[examples], self.weight_BJT[examples], self.r_BJD[examples], self.shape[0])
+
+    def dense(self) -> Tensor:
+        out = self.r_BJD.new_zeros(self.examples, *self.shape)
+        for index in range(self.examples):
+            words_W, rows_WD = self._rows(index)
+            out[index, words_W] = rows_WD
+        return out
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        r_BJD = self.r_BJD * weight_B.to(self.r_BJD.dtype)[:, None, None]
+        bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.flatten(0, 1), self.shape[0])
+        return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        r_BJD = self.r_BJD.double() * weight_B.double()[:, None, None]
+        bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.double().flatten(0, 1), self.shape[0])
+        return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    @property
+    def positions(self) -> int:
+        return self.ids_BJT.shape[1]
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        return self.read_bags(ids_BT[..., None], torch.ones_like(ids_BT[..., None], dtype=self.r_BJD.dtype))
+
+    def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
+        read = list[Tensor]()
+        for index, (ids_JT, weight_JT) in enumerate(zip(ids_BJT, weight_BJT, strict=True)):
+            words_W, rows_WD = self._rows(index)
+            position_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
+            weight_JT = torch.where(words_W[position_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
+            read.append(F.embedding_bag(position_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
+        return torch.stack(read)
+
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
+        if scales.shape[1] > 1:
+            return super().scaled(scales)
+        of_words_V = scales.expand(self.shape[0], 1)[:, 0]
+        return ManyBags(self.ids_BJT, self.weight_BJT * of_words_V[self.ids_BJT], self.r_BJD, self.shape[0])
+
+    def settled(self) -> "ManyBags":
+        return self
+
+    def mask(self, kept_B: Tensor) -> "ManyBags":
+        return ManyBags(self.ids_BJT, masked(self.weight_BJT, kept_B), masked(self.r_BJD, kept_B), self.shape[0])
+
+    def merge(self, parts: int) -> "ManyBags":
+        ids, weight, r = (merged(z, parts) for z in (self.ids_BJT, self.weight_BJT, self.r_BJD))
+        return ManyBags(ids, weight, r, self.shape[0])
+
+    def __add__(self, other: Factor) -> Factor:
+        if isinstance(other, Bags):
+            return self + other.merge(1)
+        if not isinstance(other, ManyBags) or other.ids_BJT.shape[2] != self.ids_BJT.shape[2]:
+            return super().__add__(other)
+        ids_BJT, weight_BJT = torch.cat([self.ids_BJT, other.ids_BJT], 1), [self.weight_BJT, other.weight_BJT]
+        return ManyBags(ids_BJT, torch.cat(weight_BJT, 1), torch.cat([self.r_BJD, other.r_BJD], 1), self.shape[0])
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        weight_BJT = self.weight_BJT.abs()
+        if inverse_scales is not None:
+            weight_BJT = weight_BJT * inverse_scales.amax(1)[self.ids_BJT]
+        return (weight_BJT.sum(2).double() * position_norms(self.r_BJD)).sum(1)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the norms from the rows that each example reads, after its bags have been added up."""
+        norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)
+        for index in range(self.examples):
+            words_W, rows_WD = self._rows(index)
+            if inverse_scales is not None:
+                rows_WD = rows_WD * inverse_scales[words_W]
+            norm_B[index] = float64_norms(float64_norms(rows_WD))
+        return norm_B
+
+    def _rows(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return an example's distinct words, sorted, and the rows of g_i for them; all other rows are zero."""
+        ids_JT = self.ids_BJT[index]
+        words_W, position_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
+        bags = _sparse(position_JT, self.weight_BJT[index], len(words_W))
+        return words_W, cast(Tensor, torch.sparse.mm(bags.t(), self.r_BJD[index]))
+
+
+def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
+    """Return bags as rows of a sparse matrix (J, columns); the weights of repeated words are added up."""
+    rows_JT = torch.arange(len(ids_JT), device=ids_JT.device)[:, None].expand_as(ids_JT)
+    indices, shape = torch.stack([rows_JT.flatten(), ids_JT.flatten()]), (len(ids_JT), columns)
+    return torch.sparse_coo_tensor(indices, weight_JT.flatten(), shape, check_invariants=False).coalesce()
+
+
+class Rows(LinearMapFactor):
+    """The gradients of an embedding table: row v of g_i is the sum of r_it over all t with ids_it = v.
+
+    Args:
+        ids_BT: row numbers that each example reads, integer, shape (B, T).
+        r_BTD: gradients of the rows read, shape (B, T, D).
+        rows: number of rows V of the table, whose shape is (V, D).
+    """
+
+    def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
+        super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))
+        self.ids_BT, self.r_BTD = ids_BT.long(), at_least_float32(r_BTD)
+
+    def __getitem__(self, examples: Examples) -> "Rows":
+        return Rows(self.ids_BT[examples], self.r_BTD[examples], self.shape[0])
+
+    def dense(self) -> Tensor:
+        rows, width = self.shape
+        out = self.r_BTD.new_zeros(self.examples * rows, width)
+        return out.index_add_(0, self._keys(), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
+        return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)  # each part would need a whole table
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)
+        r_BTD = self.r_BTD.double() * weight_B.double()[:, None, None]
+        return total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+
+    @property
+    def positions(self) -> int:
+        return self.ids_BT.shape[1]
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        products_BTS = x_BTI @ self.r_BTD.mT
+        ids_BTS = self.ids_BT[:, None].expand_as(products_BTS)
+        return x_BTI.new_zeros(*x_BTI.shape[:2], self.shape[0]).scatter_add(2, ids_BTS, products_BTS)
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        if self.shape.numel() < ids_BT.shape[1] * self.ids_BT.shape[1]:  # the table is smaller than the comparison
+            return super().read(ids_BT)
+        return (ids_BT[:, :, None] == self.ids_BT[:, None]).to(self.r_BTD.dtype) @ self.r_BTD
+
+    def scaled(self, scales: Tensor) -> "Rows":
+        return Rows(self.ids_BT, self.r_BTD * scales.expand(self.shape)[self.ids_BT], self.shape[0])
+
+    def settled(self) -> LinearMapFactor:
+        return self if self.ids_BT.shape[1] < self.shape[0] else self.written_out()
+
+    def mask(self, kept_B: Tensor) -> "Rows":
+        return Rows(self.ids_BT, masked(self.r_BTD, kept_B), self.shape[0])
+
+    def merge(self, parts: int) -> "Rows":
+        ids_BT = self.ids_BT.reshape(self.examples // parts, -1)
+        return Rows(ids_BT, merged(self.r_BTD, parts), self.shape[0])
+
+    def __add__(self, other: Factor) -> Factor:
+        if isinstance(other, Rows):
+            ids_BT = torch.cat([self.ids_BT, other.ids_BT], 1)
+            return Rows(ids_BT, torch.cat([self.r_BTD, other.r_BTD], 1), self.shape[0])
+        if isinstance(other, Outer):
+            return TiedTable(other, self)
+        return super().__add__(other)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
+        return position_norms(r_BTD).sum(1)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the norms from the rows that each example reads.
+
+        An example may read a row several times: these gradients are added up before the row's norm is taken, as in
+        docs/mathematics.md (1.6).
+        """
+        keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
+        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
+        if inverse_scales is not None:
+            rows *= inverse_scales[keys % self.shape[0]]
+        square = float64_norms(rows).square()
+        return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
+
+    def _keys(self) -> Tensor:
+        """Return a number that identifies each pair (example, id), shape (B T,)."""
+        example_B = torch.arange(self.examples, device=self.ids_BT.device)
+        return (self.ids_BT + example_B[:, None] * self.shape[0]).flatten()
+
+
+class TiedTable(Sum):
+    """The gradients of an embedding table that is also the output layer: Outer + Rows.
+
+    The norms need no gradient of the size of the table for each example.
+
+    Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s), with G from
+        the output layer and R from the embedding. See docs/mathematics.md (1.7).
+    """
+
+    def __init__(self, outer: Outer, rows: Rows) -> None:
+        super().__init__([outer, rows])
+        self.outer, self.rows = outer, rows
+
+    def __getitem__(self, examples: Examples) -> "TiedTable":
+        return TiedTable(self.outer[examples], self.rows[examples])
+
+    def mask(self, kept_B: Tensor) -> "TiedTable":
+        return TiedTable(self.outer.mask(kept_B), self.rows.mask(kept_B))
+
+    def __add__(self, other: Factor) -> Factor:
+        if isinstance(other, Outer):
+            return TiedTable(cast(Outer, self.outer + other), self.rows)
+        if isinstance(other, Rows):
+            return TiedTable(self.outer, cast(Rows, self.rows + other))
+        return super().__add__(other)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        parts_B = torch.stack([self.outer.norms(inverse_scales), self.rows.norms(inverse_scales)])
+        square_B = parts_B.square().sum(0) + 2 * torch.cat(
+            [cast(TiedTable, part)._inner_products(inverse_scales) for part in self._split(1)]
+        )
+        norm_B = square_B.clamp(min=0).sqrt()
+        for index in cast("list[int]", canceled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
+            norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
+        return norm_B
+
+    def _inner_products(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return each example's <G, R>, both times the inverse scales if there are any; shape (B,), float64."""
+        ids_BS, r_BSD = self.rows.ids_BT, self.rows.r_BTD
+        if inverse_scales is not None:
+            r_BSD = r_BSD * inverse_scales[ids_BS].square()
+        b_BTS = self.outer.b_BTO.gather(2, ids_BS[:, None].expand(-1, self.outer.b_BTO.shape[1], -1))
+        return (b_BTS * (self.outer.a_BTI @ r_BSD.mT)).sum((1, 2), dtype=torch.float64)

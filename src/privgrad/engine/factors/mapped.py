@@ -1,0 +1,277 @@
+"""Per-example gradients of layers whose inputs are multiplied by a public matrix, still factored where possible.
+
+A matrix may enlarge errors of rounding. `Mapped.term_bound` counts this, so that clipping writes an example out if its
+terms cancel.
+
+Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P the shape of a parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from privgrad.engine.factors.conv import Convolution
+from privgrad.engine.factors.outer import Outer, RowRanges
+from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, largest_scale, term_bound_of
+
+_ROUNDED = 1.001  # room for the rounding of the powers of a matrix
+
+
+@dataclass(frozen=True)
+class InputMap:
+    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
+
+    Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
+
+    Attributes:
+        matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
+        bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
+            the gradients of the layer's outputs.
+        transposed: whether the weight has shape (I, O) instead of (O, I, ...).
+    """
+
+    matrix: Tensor
+    bias: str | None = None
+    transposed: bool = False
+
+    @property
+    def inner(self) -> Tensor:
+        """The part of U for the layer's own inputs."""
+        own = self.matrix.shape[0] - (self.bias is not None)
+        return self.matrix[:own] if self.matrix.dim() == 1 else self.matrix[:own, :own]
+
+    @property
+    def constant(self) -> tuple[Tensor, Tensor]:
+        """The vector that the constant 1 adds to the mapped inputs, shape (I,), and the factor of the constant."""
+        if self.matrix.dim() == 1:
+            return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
+        return self.matrix[:-1, -1], self.matrix[-1, -1]
+
+    @cached_property
+    def bound(self) -> float:
+        """A number that the spectral norm of U does not exceed.
+
+        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U. See
+        docs/mathematics.md (2.9).
+        """
+        matrix = self.matrix.double()
+        size = float(matrix.abs().max())
+        if matrix.dim() == 1 or size == 0:
+            return size
+        matrix = matrix / size
+        square = matrix.mT @ matrix
+        fourth = square @ square
+        return size * float((fourth @ fourth).abs().sum(1).max()) ** (1 / 8) * _ROUNDED
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
+        if self.bias is None or self.matrix.dim() == 1:
+            return self.linear(x)
+        rows = torch.addmm(self.constant[0].to(x), x.reshape(-1, x.shape[-1]), self.inner.to(x))
+        return rows.view(x.shape)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """Return `inner` times vectors, shape (..., I)."""
+        inner = self.inner.to(x)
+        return x * inner if inner.dim() == 1 else x @ inner
+
+    def of_constant(self, x: Tensor) -> Tensor:
+        """Return the mapped constant for inputs of shape (..., I): shape (...,)."""
+        across, own = self.constant
+        return x @ across.to(x) + own.to(x)
+
+    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> Tensor:
+        """Return the mapped gradients of a weight, from gradients of weight and bias that are written out."""
+        mapped = self.linear(weight_BOI)
+        return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
+
+
+class _Known:
+    """The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def of_inputs(self, x: Tensor, own: InputMap) -> Tensor:
+        """Return `own.of_inputs(x)`."""
+        views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
+        place = (id(own.matrix), own.bias is None, *views)
+        if place not in self._found:
+            # To hold x and the matrix keeps their memory and their identity from other tensors.
+            self._found[place] = x, own.matrix, own.of_inputs(x)
+        return self._found[place][2]
+
+
+def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
+    """Return the gradients of a chunk after each map has been applied to its layer's inputs.
+
+    Args:
+        chunk: factors by parameter name. A parameter that no loss reaches is missing.
+        maps: by the name of a weight.
+    """
+    found, known = dict(chunk), _Known()
+    for name, own in maps.items():
+        if name not in chunk:
+            continue
+        if own.bias is not None and own.bias not in chunk:
+            own = replace(own, matrix=own.inner, bias=None)
+        bias = None if own.bias is None else chunk[own.bias]
+        found[name], mapped_bias = _mapped(chunk[name], bias, own, known)
+        if own.bias is not None and mapped_bias is not None:
+            found[own.bias] = mapped_bias
+    return found
+
+
+def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -> tuple[Factor, Factor | None]:
+    """Return the mapped factors of a weight and its bias."""
+    if isinstance(weight, Scaled) and isinstance(weight.inner, Outer | RowRanges | Convolution):
+        inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own, known)
+        return inner * weight.share, None if inner_bias is None else inner_bias * weight.share
+    if isinstance(weight, Outer):
+        return _mapped_outer(weight, own, known)
+    if isinstance(weight, RowRanges) and all(isinstance(part, Outer) for _, part in weight.parts):
+        pairs = [(row, *_mapped_outer(cast(Outer, part), own, known)) for row, part in weight.parts]
+        biases: list[tuple[int, Factor]] = [(row, part) for row, _, part in pairs if part is not None]
+        joined = RowRanges(biases, weight.shape[:1]) if biases else None
+        return RowRanges([(row, part) for row, part, _ in pairs], weight.shape), joined
+    if isinstance(weight, Convolution) and (weight.by_inner_products or weight.has_fewer_patches):
+        patches, patches_bias = _mapped_outer(weight.of_patches(), own, known)
+        return Viewed(patches, weight.shape), patches_bias
+    mapped = Mapped(weight, bias, own)
+    if bias is None:
+        return mapped, None
+    if isinstance(weight, Convolution):
+        return mapped, Dense(_bias_of_convolution(weight, own))
+    return mapped, Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
+
+
+def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
+    """Return the mapped factors of a linear map's weight and bias."""
+    inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
+    mapped = known.of_inputs(inputs, own)
+    bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
+    return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
+
+
+def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
+    """Return the mapped gradients of a convolution's bias, shape (B, O), without writing out those of its weight."""
+    geometry, x, b = weight.geometry, weight.x, weight.b
+    across, constant = (part.to(x) for part in own.constant)
+    kernel = across.view(1, *weight.shape[1:]).expand(geometry.groups, *weight.shape[1:])
+    sizes = (geometry.stride, geometry.padding, geometry.dilation)
+    shares = torch.convolution(x, kernel, None, *sizes, False, [0] * len(geometry.kernel), geometry.groups) + constant
+    # The sum over positions of the output gradient times the mapped constant of the patch there.
+    grads = b.reshape(len(b), geometry.groups, -1, *b.shape[2:]) * shares[:, :, None]
+    return grads.reshape(weight.examples, weight.parts, weight.shape[0], -1).sum((1, 3))
+
+
+class Mapped(Factor):
+    """The mapped gradients of a weight that has no closed form: they are written out, a few examples at a time.
+
+    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term.
+
+    Args:
+        weight: the gradients g_i of the weight.
+        bias: those of its bias; None if the map has none.
+        own: the map.
+    """
+
+    usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix
+
+    def __init__(self, weight: Factor, bias: Factor | None, own: InputMap) -> None:
+        super().__init__(weight.examples, weight.shape)
+        self.weight, self.bias, self.own = weight, bias, own
+
+    def __getitem__(self, examples: Examples) -> "Mapped":
+        return Mapped(self.weight[examples], None if self.bias is None else self.bias[examples], self.own)
+
+    def dense(self) -> Tensor:
+        bias = None if self.bias is None else at_least_float32(self.bias.dense())
+        return self._of_gradients(self.weight.dense(), bias)
+
+    def bias_dense(self) -> Tensor:
+        """Return the mapped gradients of the bias, shape (B, O)."""
+        grads_BOI, bias = self._inputs_last(self.weight.dense()), cast(Factor, self.bias).dense()
+        across, constant = (part.to(grads_BOI) for part in self.own.constant)
+        return grads_BOI @ across + bias * constant
+
+    def parts(self) -> "list[Mapped]":
+        """Split the factor into parts whose gradients fit into the cache."""
+        return cast("list[Mapped]", self._split())
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B).to(torch.promote_types(weight_B.dtype, torch.float32))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.exact_sum(weight_B)[None]
+        return self._of_gradients(self.weight.exact_sum(weight_B)[None], bias)[0]
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.exact_sum(weight_B)
+
+    def mask(self, kept_B: Tensor) -> "Mapped":
+        return Mapped(self.weight.mask(kept_B), None if self.bias is None else self.bias.mask(kept_B), self.own)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        """Return |U| times the bounds of g_i and of its bias, because the product may cancel what g_i does not."""
+        terms_B = term_bound_of(self.weight, None)
+        if self.bias is not None:
+            terms_B = terms_B + term_bound_of(self.bias, None)
+        return largest_scale(inverse_scales) * self.own.bound * terms_B
+
+    @property
+    def positions(self) -> int:
+        return self.weight.positions
+
+    def _inputs_last(self, grads_BP: Tensor) -> Tensor:
+        return grads_BP.mT if self.own.transposed else grads_BP.flatten(2)
+
+    def _of_gradients(self, grads_BP: Tensor, bias_BO: Tensor | None) -> Tensor:
+        mapped = self.own.of_gradients(self._inputs_last(grads_BP), bias_BO)
+        return (mapped.mT if self.own.transposed else mapped).reshape(grads_BP.shape)
+
+
+class Viewed(Factor):
+    """The gradients of an `Outer` of shape (O, I), viewed with another shape P of as many values."""
+
+    def __init__(self, inner: Outer, shape: torch.Size) -> None:
+        super().__init__(inner.examples, shape)
+        self.inner = inner
+
+    def __getitem__(self, examples: Examples) -> "Viewed":
+        return Viewed(self.inner[examples], self.shape)
+
+    def dense(self) -> Tensor:
+        return self.inner.dense().view(self.examples, *self.shape)
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.weighted_sum(weight_B).view(self.shape)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.inner.sum_in_parts(weight_B).view(self.shape)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.exact_sum(weight_B).view(self.shape)
+
+    def mask(self, kept_B: Tensor) -> "Viewed":
+        return Viewed(self.inner.mask(kept_B), self.shape)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return self.inner.term_bound(self._flat(inverse_scales))
+
+    @property
+    def positions(self) -> int:
+        return self.inner.positions
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return self.inner.norms(self._flat(inverse_scales))
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return self.inner.inner_products(direction.view(self.inner.shape))
+
+    def _flat(self, inverse_scales: Tensor | None) -> Tensor | None:
+        return None if inverse_scales is None else inverse_scales.reshape(self.inner.shape)

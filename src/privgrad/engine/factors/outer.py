@@ -1,0 +1,492 @@
+"""The factor of a linear map's weight, a sum of outer products over positions, and factors that contain it.
+
+Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
+"""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from privgrad.gradient.factor import (
+    CANCELED,
+    TINY,
+    Dense,
+    Examples,
+    Factor,
+    LinearMapFactor,
+    Sum,
+    added_up,
+    as_linear_map,
+    at_least_float32,
+    canceled,
+    examples_per_block,
+    float64_norms,
+    largest_scale,
+    lost_to_underflow,
+    masked,
+    merged,
+    native_norms,
+    norms_of,
+    position_norms,
+    scale_rows,
+    sum_of_products,
+    sum_of_rows,
+    term_bound_of,
+)
+from privgrad.processes import blocks, is_on_processor
+
+_ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
+_SMALL = 1 << 18  # entries of a gradient that a device other than the CPU writes out while it would start few kernels
+
+
+class Outer(LinearMapFactor):
+    """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
+
+    docs/mathematics.md (1.1) derives them, and (1.2) to (1.5) their norms, their term bound and their weighted sum.
+
+    Args:
+        a_BTI: inputs, shape (B, T, I).
+        b_BTO: gradients of the outputs, shape (B, T, O).
+    Attributes:
+        keeps: whether `norms` keeps the gradients for `weighted_sum` if it writes them out. `passes` sets it.
+    """
+
+    def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
+        super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
+        self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
+        self.keeps = False
+        self._kept: Tensor | None = None
+        self._of_b = _PositionNorms(self.b_BTO)
+
+    def with_inputs(self, a_BTI: Tensor) -> "Outer":
+        """Return the gradients of another weight, whose outputs have the same gradients."""
+        found = Outer(a_BTI, self.b_BTO)
+        found._of_b = self._of_b  # both term bounds need these norms, which are computed once
+        return found
+
+    def __getitem__(self, examples: Examples) -> "Outer":
+        found = Outer(self.a_BTI[examples], self.b_BTO[examples])
+        found._kept = None if self._kept is None else self._kept[examples]
+        return found
+
+    def dense(self) -> Tensor:
+        return self.b_BTO.mT @ self.a_BTI if self._kept is None else self._kept
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        if self._kept is not None:
+            return Dense(self._kept).weighted_sum(weight_B)
+        b_TO, a_TI = self._weighted(weight_B)
+        return b_TO.mT @ a_TI
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        if self._kept is not None:
+            return Dense(self._kept).sum_in_parts(weight_B)
+        return sum_of_products(*self._weighted(weight_B))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
+        size = self._per_block(self.positions * sum(self.shape))
+        for start in range(0, self.examples, size):
+            part = slice(start, start + size)
+            b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
+            total.addmm_(b_BTO.flatten(0, 1).mT, self.a_BTI[part].double().flatten(0, 1))
+        return total
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        positions, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
+        # Inner products of positions, where these take fewer operations than g_i itself: docs/mathematics.md (1.8).
+        if positions[0] * positions[1] * (inputs + outputs) <= sum(positions) * inputs * outputs:
+            return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
+        return super().apply(x_BTI)
+
+    def is_faster_written_out(self, positions: int) -> bool:
+        """Return whether g_i added to a common weight takes fewer operations than two products with an input.
+
+        These give the input's output and gradient.
+        """
+        outputs, inputs = self.shape
+        products = 2 * positions * self.positions * (inputs + outputs)
+        written = self.positions if self._kept is None else 0
+        return products > (written + _ADDED) * inputs * outputs
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        b_BTS = self.b_BTO.gather(2, ids_BT[:, None].expand(-1, self.b_BTO.shape[1], -1))
+        return b_BTS.mT @ self.a_BTI
+
+    def written_out(self) -> Dense:
+        return Dense(self.dense())
+
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
+        if scales.shape[0] == 1:
+            return Outer(self.a_BTI * scales, self.b_BTO)
+        return Outer(self.a_BTI, self.b_BTO * scales.mT) if scales.shape[1] == 1 else super().scaled(scales)
+
+    def settled(self) -> LinearMapFactor:
+        return self if self.has_few_positions else self.written_out()
+
+    def transposed(self) -> "Outer":
+        return Outer(self.b_BTO, self.a_BTI)
+
+    def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return b and a with the positions of all examples in one dimension, one of them times the weights."""
+        a_BTI, b_BTO = self.a_BTI, self.b_BTO
+        weight_B11 = weight_B.to(b_BTO.dtype).view(-1, 1, 1)
+        if a_BTI.shape[2] < b_BTO.shape[2]:  # the smaller one, to save time
+            a_BTI = a_BTI * weight_B11
+        else:
+            b_BTO = b_BTO * weight_B11
+        if not b_BTO.is_contiguous():  # recurrent layers keep time first in memory
+            a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
+        return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
+
+    def mask(self, kept_B: Tensor) -> "Outer":
+        found = Outer(masked(self.a_BTI, kept_B), masked(self.b_BTO, kept_B))
+        # The others are computed in the same way, and so rounded in the same way, whichever examples are masked.
+        found._kept = None if self._kept is None else masked(self._kept, kept_B)
+        return found
+
+    def gram(self) -> Tensor:
+        if self.a_BTI.shape[1] > 1:
+            return super().gram()
+        a_BI, b_BO = self.a_BTI.flatten(1), self.b_BTO.flatten(1)
+        return (a_BI @ a_BI.mT) * (b_BO @ b_BO.mT)
+
+    def merge(self, parts: int) -> "Outer":
+        return Outer(merged(self.a_BTI, parts), merged(self.b_BTO, parts))
+
+    def __add__(self, other: Factor) -> Factor:
+        if isinstance(other, Outer):
+            return Outer(torch.cat([self.a_BTI, other.a_BTI], 1), torch.cat([self.b_BTO, other.b_BTO], 1))
+        return super().__add__(other)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        if self.positions == 1:
+            return None
+        if inverse_scales is None:
+            return (position_norms(self.a_BTI) * self._of_b.norms()).sum(1)
+        of_outputs, of_inputs = bounding_product(inverse_scales)
+        return (position_norms(self.a_BTI * of_inputs) * position_norms(self.b_BTO * of_outputs)).sum(1)
+
+    @property
+    def positions(self) -> int:
+        return self.a_BTI.shape[1]
+
+    @property
+    def has_few_positions(self) -> bool:
+        """Whether inner products of positions take fewer operations than the gradients themselves."""
+        outputs, inputs = self.shape
+        return self.positions * (inputs + outputs) < inputs * outputs
+
+    @property
+    def _is_cheap_written_out(self) -> bool:
+        """Whether a device other than the CPU writes a gradient out in less time than it starts further kernels."""
+        # The number of examples must not decide: the norms of all others would be rounded differently.
+        return not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the norms by the cheapest exact formula for the shapes.
+
+        For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions relative
+        to the size of the parameter, without scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise the
+        gradients are written out in chunks. docs/mathematics.md (1.3), (2.2) and (1.2), in this order.
+        """
+        positions, inputs = self.positions, self.shape[1]
+        if positions == 1 and inverse_scales is None:
+            return norms_of(self.a_BTI) * norms_of(self.b_BTO)
+        if positions == 1:
+            scales = at_least_float32(cast(Tensor, inverse_scales))
+            largest, square = _unit_squares(scales)
+            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(self._per_block(inputs))]
+            norm_B = torch.cat(parts) * largest
+            for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
+                norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
+            return norm_B
+        if inverse_scales is None and self.has_few_positions and not self._is_cheap_written_out:
+            chunks = self._split(self._per_block(positions**2))
+            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
+        if self.keeps:
+            self._kept = self.dense()
+            return Dense(self._kept).norms(inverse_scales)
+        return super().norms(inverse_scales) if self._kept is not None else self._norms_in_place(inverse_scales)
+
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.b_BTO)
+
+    def _norms_in_place(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return `Factor.norms` in the same memory for all chunks, since to allocate takes as long as to fill."""
+        chunks, found = cast("list[Outer]", self._split()), list[Tensor]()
+        scratch_BOI = self.a_BTI.new_empty(chunks[0].examples, *self.shape)
+        # Scales in a wider precision must not be rounded to that of the gradients.
+        is_wider = inverse_scales is not None and torch.result_type(scratch_BOI, inverse_scales) != scratch_BOI.dtype
+        for chunk in chunks:
+            with torch.no_grad():  # torch refuses to write into given memory where it records a graph
+                grads_BOI = torch.bmm(chunk.b_BTO.mT, chunk.a_BTI, out=scratch_BOI[: chunk.examples])
+                if inverse_scales is not None and not is_wider:
+                    grads_BOI.mul_(inverse_scales)
+            found.append(norms_of(grads_BOI, inverse_scales if is_wider else None))
+        return torch.cat(found)
+
+    def norms_by_inner_products(self) -> Tensor:
+        """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
+        a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
+        a_BT, b_BT = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BTT, b_BTT))
+        bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
+        square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
+        # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
+        lost_B = square_B <= CANCELED * bound_B.square()
+        lost_B |= self.underflowing(a_BT, b_BT)
+        norm_B = square_B.clamp(min=0).sqrt()
+        again = lost_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
+        return norm_B
+
+    def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
+        """Return which examples have a position whose squares underflow on one side and are large on the other.
+
+        The result is bool, shape (B,). The arguments are the norms of the positions, if they are known.
+        """
+        a_BT = native_norms(self.a_BTI) if a_BT is None else a_BT
+        b_BT = native_norms(self.b_BTO) if b_BT is None else b_BT
+        found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
+        for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
+            lost_BT = (small_BT < TINY) & (large_BT > 1)
+            always = not is_on_processor(x_BTD)  # there, the answer takes longer than the work
+            if x_BTD.shape[2] > 0 and (always or bool(lost_BT.any())):  # exact zeros, as at padding, hide nothing
+                nonzero_BT = (x_BTD.amax(2) != 0) | (x_BTD.amin(2) != 0)
+                found_B |= (lost_BT & nonzero_BT).any(1)
+        return found_B
+
+    def _scaled_norms(self, square: Tensor) -> Tensor:
+        """Return sqrt(b^2 W . a^2) for one position, with W the squared inverse scales.
+
+        All terms are positive, so none cancel. Squares may underflow, although the largest entries of W and b are 1.
+        """
+        b_BO, b_B = scale_rows(self.b_BTO[:, 0])
+        square_BI = b_BO.square_() @ square.to(b_BO.dtype)
+        return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
+
+
+class _PositionNorms:
+    """The norms of the positions of a tensor, for all factors that share it."""
+
+    def __init__(self, x_BTD: Tensor) -> None:
+        self.x_BTD = x_BTD
+        self._known: tuple[int, Tensor] | None = None
+
+    def norms(self) -> Tensor:
+        """Return `position_norms`, shape (B, T), computed again only if the tensor was written to."""
+        if self.x_BTD.is_inference():  # such a tensor does not count writes
+            return position_norms(self.x_BTD)
+        if self._known is None or self._known[0] != self.x_BTD._version:
+            self._known = self.x_BTD._version, position_norms(self.x_BTD)
+        return self._known[1]
+
+
+def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return r, shape (O,), and c, shape (I,), with s_oi <= r_o c_i for scales s: docs/mathematics.md (2.3)."""
+    scales_OI = inverse_scales.flatten(2).amax(2) if inverse_scales.dim() > 2 else inverse_scales
+    of_outputs = scales_OI.amax(1)
+    return of_outputs, (scales_OI / of_outputs[:, None]).amax(0)
+
+
+@dataclass
+class _UnitSquares:
+    """The squares of one tensor of scales, and the version of the tensor that they belong to."""
+
+    version: int
+    largest: float
+    square: Tensor
+
+
+_unit_squares_of: MutableMapping[Tensor, _UnitSquares] = WeakTensorKeyDictionary()
+
+
+def _unit_squares(scales: Tensor) -> tuple[float, Tensor]:
+    """Return the largest scale, and the squares of the scales divided by it; cached until the scales change."""
+    known = None if scales.is_inference() else _unit_squares_of.get(scales)
+    if known is None or known.version != scales._version:
+        largest = largest_scale(scales)
+        square = torch.empty_like(scales) if known is None else known.square
+        for scale, squared in blocks(scales, square):
+            torch.div(scale, largest, out=squared).square_()
+        if scales.is_inference():
+            return largest, square
+        known = _unit_squares_of[scales] = _UnitSquares(scales._version, largest, square)
+    return known.largest, known.square
+
+
+Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
+
+
+class Combined(LinearMapFactor):
+    """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
+
+    The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
+
+    Args:
+        inner: h_i, shape (O, F): `Rows`, or a sum of them.
+        rows: y, shape P, which is (O, F) after F is flattened.
+        along_BO: factors of y_o.
+        level_BO: constants that are added to all entries of a row.
+        square_BO: |g_io|^2 up to rounding errors of |h_io|^2, or None if it is not known.
+    """
+
+    usual_terms: ClassVar[float] = 32.0  # as for other computed weights, see `parametrized.Pulled`
+
+    def __init__(
+        self, inner: Factor, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
+    ) -> None:
+        super().__init__(inner.examples, rows.shape)
+        self.inner = inner
+        self.rows = rows
+        self.along_BO = along_BO
+        self.level_BO = level_BO
+        self.square_BO = square_BO
+
+    def __getitem__(self, examples: Examples) -> "Combined":
+        square_BO = None if self.square_BO is None else self.square_BO[examples]
+        return Combined(self.inner[examples], self.rows, self.along_BO[examples], self.level_BO[examples], square_BO)
+
+    def dense(self) -> Tensor:
+        out_BOF = torch.addcmul(self.level_BO[:, :, None], self.along_BO[:, :, None], self.rows.flatten(1))
+        return out_BOF.add_(self.inner.dense()).view(self.examples, *self.shape)
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.sum_in_parts(weight_B)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        along_O, level_O = (sum_of_rows(weight_B, x) for x in (self.along_BO, self.level_BO))
+        rows_OF = self.rows.flatten(1).to(along_O.dtype)
+        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], rows_OF)
+        return shared_OF.add(self._inner_sum(weight_B)).view(self.shape)
+
+    def _inner_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.sum_in_parts(weight_B)
+
+    def _inner_terms(self) -> Tensor:
+        return term_bound_of(self.inner, None)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        along_O, level_O = (weight_B.double() @ x.double() for x in (self.along_BO, self.level_BO))
+        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.double().flatten(1))
+        return (self.inner.exact_sum(weight_B) + shared_OF).view(self.shape)
+
+    @property
+    def positions(self) -> int:
+        return self.inner.positions
+
+    def mask(self, kept_B: Tensor) -> "Combined":
+        along_BO, level_BO = masked(self.along_BO, kept_B), masked(self.level_BO, kept_B)
+        square_BO = None if self.square_BO is None else masked(self.square_BO, kept_B)
+        return Combined(self.inner.mask(kept_B), self.rows, along_BO, level_BO, square_BO)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        if inverse_scales is not None or self.square_BO is None:
+            return super().norms(inverse_scales)
+        square_B = self.square_BO.sum(1, dtype=torch.float64)
+        norm_B = square_B.clamp(min=0).sqrt()
+        again = canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B) | self._underflowing()
+        for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
+            norm_B[index] = Factor.norms(self[index : index + 1])[0]
+        return norm_B
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
+        along_B = native_norms(self.along_BO * native_norms(self.rows.flatten(1)))
+        level_B = native_norms(self.level_BO) * self.rows[0].numel() ** 0.5
+        return largest_scale(inverse_scales) * (self._inner_terms() + along_B.double() + level_B.double())
+
+    def _underflowing(self) -> Tensor:
+        lost_B = torch.zeros_like(self.along_BO[:, 0], dtype=torch.bool)
+        for part in self.inner.parts if isinstance(self.inner, Sum) else [self.inner]:
+            lost_B |= part.underflowing() if isinstance(part, Outer) else False
+        return lost_B
+
+    def of_patches(self) -> "Combined":
+        """Return the gradients as gradients of a linear map of patches, shape (O, F)."""
+        return Combined(self.inner, self.rows.flatten(1), self.along_BO, self.level_BO)
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        shared_BTO = (x_BTI @ self.rows.mT) * self.along_BO[:, None]
+        shared_BTO += x_BTI.sum(2, keepdim=True) * self.level_BO[:, None]
+        return shared_BTO + as_linear_map(self.inner).apply(x_BTI)
+
+
+def by_rows(h: Rows, scale_BO: Tensor) -> Rows:
+    """Return every row of every example times its own number."""
+    if isinstance(h, Outer):
+        return Outer(h.a_BTI, h.b_BTO * scale_BO[:, None])
+    return Dense(h.grads_BP * scale_BO[:, :, None])
+
+
+class RowRanges(Factor):
+    """Factors for ranges of rows of a parameter, such as of a packed attention projection; all other rows are zero.
+
+    Args:
+        parts: pairs (first row, factor), for row ranges that do not overlap.
+        shape: shape of the parameter.
+    """
+
+    def __init__(self, parts: list[tuple[int, Factor]], shape: torch.Size) -> None:
+        super().__init__(parts[0][1].examples, shape)
+        self.parts = parts
+
+    def __getitem__(self, examples: Examples) -> "RowRanges":
+        return RowRanges([(row, part[examples]) for row, part in self.parts], self.shape)
+
+    def dense(self) -> Tensor:
+        first = self.parts[0][1].dense()
+        out = first.new_zeros(self.examples, *self.shape)
+        for row, part in self.parts:
+            out[:, row : row + part.shape[0]] += part.dense()
+        return out
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self._joined([part.weighted_sum(weight_B) for _, part in self.parts])
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self._joined([part.sum_in_parts(weight_B) for _, part in self.parts])
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self._joined([part.exact_sum(weight_B) for _, part in self.parts])
+
+    def mask(self, kept_B: Tensor) -> "RowRanges":
+        return RowRanges([(row, part.mask(kept_B)) for row, part in self.parts], self.shape)
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return added_up([part.inner_products(direction[row : row + part.shape[0]]) for row, part in self.parts])
+
+    def merge(self, parts: int) -> "RowRanges":
+        return RowRanges([(row, part.merge(parts)) for row, part in self.parts], self.shape)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        norms = [part.norms(self._scales(inverse_scales, row, part)) for row, part in self.parts]
+        return float64_norms(torch.stack(norms, dim=1))
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return added_up([term_bound_of(part, self._scales(inverse_scales, row, part)) for row, part in self.parts])
+
+    @property
+    def positions(self) -> int:
+        return max(part.positions for _, part in self.parts)
+
+    def _scales(self, inverse_scales: Tensor | None, row: int, part: Factor) -> Tensor | None:
+        return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
+
+    def _joined(self, sums: list[Tensor]) -> Tensor:
+        out = sums[0].new_zeros(self.shape)
+        for (row, _), value in zip(self.parts, sums, strict=True):
+            out[row : row + len(value)] += value
+        return out
+
+    def __add__(self, other: Factor) -> Factor:
+        if not isinstance(other, RowRanges):
+            return super().__add__(other)
+        joined = dict(self.parts)
+        for row, part in other.parts:
+            joined[row] = joined[row] + part if row in joined else part
+        return RowRanges(sorted(joined.items(), key=lambda pair: pair[0]), self.shape)

@@ -1,0 +1,493 @@
+"""The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
+
+A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
+to the weight, and `Pulled` multiplies them with the transposed Jacobian. Clipping judges by the norm of the Jacobian
+how far a sum may be rounded.
+
+Shape suffixes: B examples, P a parameter's shape.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from privgrad.engine.factors.conv import Convolution
+from privgrad.engine.factors.outer import Outer
+from privgrad.gradient.factor import (
+    TINY,
+    Dense,
+    Examples,
+    Factor,
+    added_up,
+    at_least_float32,
+    canceled,
+    examples_per_block,
+    flattened,
+    float64_norms,
+    largest_scale,
+    native_norms,
+    norms_of,
+    term_bound_of,
+)
+
+_LEAST = 16  # entries of a row, with fewer of which three numbers per row say too little
+_EXACT = 64  # times the resolution of the weight: how far products may differ from those of the map
+
+
+class RowMap:
+    """J^T for a weight w whose row o depends on row o of a parameter alone.
+
+    Computes, with u_o = w_o / |w_o| and <.> the mean over a row:
+        scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o,
+    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
+
+    Args:
+        unit_OF: u.
+        numbers: scale, level and along, each of shape (O,); along only, for one number per row.
+        shape: P, the parameter's shape.
+    """
+
+    def __init__(self, unit_OF: Tensor, numbers: tuple[Tensor, ...], shape: torch.Size) -> None:
+        self.unit_OF, self.numbers, self.shape = unit_OF, numbers, shape
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether the parameter has one number per row."""
+        return len(self.numbers) == 1
+
+    @cached_property
+    def spectral_norm(self) -> float:
+        """The norm of J, from its eigenvalues in the plane of u and the constant row, and outside: (3.15)."""
+        if self.is_per_row:
+            return float(self.numbers[0].abs().max())
+        scale_O, level_O, along_O = (numbers.double() for numbers in self.numbers)
+        square_O = (self.unit_OF.double().sum(1).square() / self.unit_OF.shape[1]).clamp(max=1.0)
+        trace_O = 2 * scale_O + level_O + along_O
+        apart_O = (level_O - along_O).square() + 4 * level_O * along_O * square_O
+        return float(torch.maximum(scale_O.abs(), (trace_O.abs() + apart_O.clamp(min=0).sqrt()) / 2).max())
+
+    def pull(self, grads: Tensor) -> Tensor:
+        """Return the products of J^T with rows of gradients, (rows, *weight.shape) -> (rows, *P)."""
+        h_BOF = grads.flatten(2)
+        unit_BO = cast(Tensor, torch.linalg.vecdot(h_BOF, self.unit_OF))
+        if self.is_per_row:
+            return self.along(unit_BO)
+        scale_O, level_O, along_O = self.numbers
+        level_BO, along_BO = h_BOF.mean(2) * level_O, unit_BO * along_O
+        pulled_BOF = torch.addcmul(level_BO[:, :, None], along_BO[:, :, None], self.unit_OF)
+        return pulled_BOF.addcmul_(h_BOF, scale_O[:, None]).view(-1, *self.shape)
+
+    def along(self, unit_BO: Tensor) -> Tensor:
+        """Return the products for a parameter with one number per row, shape (B, *P), from u_o . h_o."""
+        return (unit_BO * self.numbers[-1]).view(-1, *self.shape)
+
+    def norms(self, sums: "RowSums") -> tuple[Tensor, Tensor]:
+        """Return the norms of the products, shape (B,), float64, and which rounding may have spoiled: (3.14)."""
+        (scale_O, level_O, along_O), fan_in = self.numbers, self.unit_OF.shape[1]
+        square_BO = scale_O.square() * sums.square + (along_O + 2 * scale_O) * along_O * sums.along.square()
+        square_BO += (level_O + 2 * scale_O) * level_O * fan_in * sums.mean.square()
+        square_BO += 2 * level_O * along_O * self.unit_OF.sum(1) * sums.mean * sums.along
+        square_B = square_BO.sum(1, dtype=torch.float64)
+        spoiled_B = sums.spoiled | canceled(square_B, self.spectral_norm * sums.bound) | ~torch.isfinite(square_B)
+        return square_B.clamp(min=0).sqrt(), spoiled_B
+
+
+class RowSums(NamedTuple):
+    """Sums over each row h_o of gradients, from which the norms of all `RowMap` products follow."""
+
+    square: Tensor  # |h_o|^2, shape (B, O)
+    mean: Tensor  # <h_o>, shape (B, O)
+    along: Tensor  # u_o . h_o, shape (B, O)
+    bound: Tensor  # on the norms of all terms of h, to which rounding errors are in proportion; shape (B,), float64
+    spoiled: Tensor  # whether squares have under- or overflowed, shape (B,)
+
+    @classmethod
+    def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
+        """Return the sums for gradients with respect to a weight, and for rows u; these may have any length."""
+        # By inner products of patches or positions where these take fewer operations, as in docs/mathematics.md (3.6).
+        outer = _is_outer(grads)
+        floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
+        few = examples_per_block(floats, unit_OF)
+        parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
+        sums = [cls._of_outer(part, unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
+        return cls(*map(torch.cat, zip(*sums, strict=True)))
+
+    @classmethod
+    def _of_outer(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
+        if isinstance(grads, Convolution):
+            h, along_BO = grads.of_patches(), grads.row_products(unit_OF)
+        else:
+            h = cast(Outer, grads)
+            along_BO = ((h.a_BTI @ unit_OF.mT) * h.b_BTO).sum(1)
+        a_BTT = h.a_BTI @ h.a_BTI.mT
+        a_BT, b_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt(), native_norms(h.b_BTO)
+        square_BO = ((a_BTT @ h.b_BTO) * h.b_BTO).sum(1)
+        mean_BO = (h.a_BTI.mean(2)[:, None] @ h.b_BTO)[:, 0]
+        bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)
+        return cls(square_BO, mean_BO, along_BO, bound_B, h.underflowing(a_BT, b_BT))
+
+    @classmethod
+    def _of_dense(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
+        h_BOF = grads.dense().flatten(2)
+        square_BO, unit_BO = (cast(Tensor, torch.linalg.vecdot(h_BOF, other)) for other in (h_BOF, unit_OF))
+        bound_B = square_BO.sum(1, dtype=torch.float64).sqrt()
+        lost_B = ~((bound_B >= TINY) & torch.isfinite(bound_B))
+        if bool(lost_B.any()):  # squares underflow, unless the gradient is zero
+            lost_B[lost_B.clone()] = (h_BOF[lost_B] != 0).flatten(1).any(1)
+        return cls(square_BO, h_BOF.mean(2), unit_BO, bound_B, lost_B)
+
+
+class SharedSums:
+    """The `RowSums` of one layer's gradients, computed once for all parameters from which its weight is computed."""
+
+    def __init__(self, grads: Factor) -> None:
+        self._grads = grads
+        self._found: RowSums | None = None
+
+    def of(self, row_map: RowMap) -> RowSums:
+        """Return the sums for a map; those of a weight have the same u."""
+        if self._found is None:
+            self._found = RowSums.of(self._grads, row_map.unit_OF)
+        return self._found
+
+
+def _is_outer(grads: Factor) -> bool:
+    """Return whether inner products take fewer operations than the gradients."""
+    if isinstance(grads, Outer):
+        return grads.has_few_positions
+    return isinstance(grads, Convolution) and grads.by_inner_products
+
+
+def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *, verified: bool) -> RowMap | None:
+    """Return the map of a weight's Jacobian with respect to a parameter, or None if it has no such form.
+
+    Computes: J^T h for a random h that is not orthogonal to u or to the constant row. Least squares give three numbers
+    for the F entries of each row, and the map of these must give all entries. A Jacobian of another form may pass by
+    chance for one h: for instance, if it multiplies u with the product of h and a row other than u. It does not pass
+    for a second one.
+
+    Args:
+        weight: w.
+        parameter: a parameter from which w is computed, shaped like w or with one number per row of w.
+        pull: function from h to J^T h.
+        verified: whether the second product is already known to agree, as in an earlier step.
+    """
+    if weight.dim() < 2 or weight[0].numel() < _LEAST or weight.dtype != parameter.dtype:
+        return None
+    like_weight = parameter.shape == weight.shape
+    per_row = parameter.dim() > 0 and len(parameter) == parameter.numel() == len(weight)
+    if not (like_weight or per_row):
+        return None
+    w_OF = weight.detach().flatten(1)
+    length_O = native_norms(w_OF)
+    if not bool((length_O > 0).all() & torch.isfinite(length_O).all()):
+        return None
+    unit_OF, root = w_OF / length_O[:, None], w_OF.shape[1] ** 0.5
+    random_OF = _random(w_OF)
+    probe_OF = torch.add(random_OF, unit_OF, alpha=root).add_(1.0)
+    pulled = pull(probe_OF.view_as(weight))
+    if like_weight:
+        own = _fit(unit_OF, probe_OF, pulled.flatten(1))
+    else:
+        own = (pulled.flatten() / cast(Tensor, torch.linalg.vecdot(probe_OF, unit_OF)),)
+    row_map = RowMap(unit_OF, own, parameter.shape)
+    if like_weight and not _agree(row_map, probe_OF, pulled):
+        return None
+    if verified:
+        return row_map
+    other_OF = random_OF.flip(1).sub_(unit_OF, alpha=2 * root).add_(3.0)
+    return row_map if _agree(row_map, other_OF, pull(other_OF.view_as(weight))) else None
+
+
+def _fit(unit_OF: Tensor, h_OF: Tensor, pulled_OF: Tensor) -> tuple[Tensor, ...]:
+    """Return the numbers whose map comes closest to the product, row by row."""
+
+    def products(a_OF: Tensor, b_OF: Tensor) -> Tensor:
+        return cast(Tensor, torch.linalg.vecdot(a_OF, b_OF)).double()
+
+    # The product is a combination of three rows: h, ones and u.
+    h_O, unit_O, pulled_O = (x_OF.sum(1).double() for x_OF in (h_OF, unit_OF, pulled_OF))
+    along_O, one_O = products(unit_OF, h_OF), torch.ones_like(h_O)
+    gram = [[products(h_OF, h_OF), h_O, along_O], [h_O, h_OF.shape[1] * one_O, unit_O], [along_O, unit_O, one_O]]
+    sides = [products(h_OF, pulled_OF), pulled_O, products(unit_OF, pulled_OF)]
+    matrix_O33 = torch.stack([torch.stack(row, 1) for row in gram], 1)
+    solution_O3 = cast(Tensor, torch.linalg.solve_ex(matrix_O33, torch.stack(sides, 1))[0])
+    of_rows = torch.stack([one_O, h_OF.shape[1] / h_O, 1 / along_O])
+    return tuple((solution_O3.mT * of_rows).to(h_OF.dtype).unbind(0))
+
+
+def _agree(row_map: RowMap, h_OF: Tensor, pulled: Tensor) -> bool:
+    """Return whether the map gives this product, up to rounding errors of its terms."""
+    error_O = native_norms((row_map.pull(h_OF[None])[0] - pulled).view(len(h_OF), -1))
+    terms_O = native_norms(h_OF) * torch.stack([numbers.abs() for numbers in row_map.numbers]).sum(0)
+    return bool((error_O <= _EXACT * torch.finfo(h_OF.dtype).eps * terms_O).all())
+
+
+def _random(like_OF: Tensor) -> Tensor:
+    """Return rows of normal numbers, drawn with a fixed seed."""
+    rows, length = like_OF.shape
+    # Windows of one long row take less time to draw.
+    drawn = torch.randn(rows + length, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return drawn.to(like_OF).unfold(0, length, 1)[:rows]
+
+
+_ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
+_STEPS, _GROWTH = 32, 1.25  # the norm of J is measured again after so many steps, or if J grew by this factor
+_SHARES = random.Random()  # independent of every stream that a user seeds
+
+
+class Jacobian:
+    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed, for every example.
+
+    Args:
+        weight: the weight, with its graph.
+        parameter: a leaf of that graph.
+        norm: an upper bound on the spectral norm of J, or a function that returns one; if there are no `rows`.
+        rows: a function that returns J in closed form, or None if J has no such form.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        parameter: Tensor,
+        norm: "float | Callable[[Jacobian], float]",
+        rows: "Callable[[Jacobian], RowMap | None] | None" = None,
+    ) -> None:
+        self.weight = weight
+        self.parameter = parameter
+        self._norm = norm
+        self._rows = rows
+
+    @cached_property
+    def rows(self) -> RowMap | None:
+        """J in closed form, or None."""
+        return None if self._rows is None else self._rows(self)
+
+    def pull(self, grad: Tensor, *, batched: bool = False) -> Tensor:
+        """Return the vector-Jacobian product J^T grad, shaped like the parameter; with `batched`, one per row."""
+        grad = grad.to(self.weight.dtype)
+        if self.rows is not None:
+            return self.rows.pull(grad) if batched else self.rows.pull(grad[None])[0]
+        return self.product(grad, batched=batched)
+
+    def product(self, grad: Tensor, *, batched: bool = False) -> Tensor:
+        """Return what `pull` returns, by autograd."""
+        return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
+
+    @cached_property
+    def norm(self) -> float:
+        """The upper bound on the spectral norm of J."""
+        if self.rows is not None:
+            return self.rows.spectral_norm
+        return self._norm(self) if callable(self._norm) else self._norm
+
+    def stretch(self, u: Tensor) -> float:
+        """Return |J^T u| for a vector u of length 1."""
+        return float(float64_norms(self.pull(u).flatten()))
+
+    def measured_norm(self, start: Tensor) -> float:
+        """Estimate twice the spectral norm of J by the power method; infinite if torch cannot compute J u.
+
+        Computes: repeats u = J J^T u / |u| from a fixed start, and takes the largest |J^T u| / |u|. With c the share of
+        the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm. That is 0.53 for a
+        start in a million dimensions, and close to 1 if one direction dominates.
+
+        Privacy:
+            The estimate depends on the weights alone, which are public: no data can be built to hide from it.
+        """
+        u, largest = start.to(self.weight), 0.0
+        try:
+            with torch.enable_grad():
+                for _ in range(_ROUNDS):
+                    u = (u / native_norms(u.flatten())).detach().requires_grad_()
+                    (pulled,) = torch.autograd.grad(self.weight, self.parameter, u, create_graph=True)
+                    stretch = float(float64_norms(pulled.detach().flatten()))
+                    largest = max(largest, stretch)
+                    if not 0 < stretch < math.inf or not pulled.requires_grad:
+                        break
+                    (u,) = torch.autograd.grad(pulled, u, pulled.detach())
+        except RuntimeError:  # an operation without a second derivative
+            return math.inf
+        return _MARGIN * largest if largest < math.inf else math.inf
+
+
+class JacobianNorms:
+    """A cache of what is known of Jacobians: their norms, each kept for some steps, and their closed forms.
+
+    A step usually changes weights little, but may change J at once, for instance where a gate opens. So each step
+    computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
+
+    Privacy:
+        The norm decides how each example is summed, so all passes of a step have the same one. The number of passes is
+        private. If norms were measured again after so many passes, one example could decide when.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[object, _Measured] = {}
+        self._maps: dict[object, tuple[Tensor, RowMap | None]] = {}  # of this step, with the weights that they fit
+        self._verified: dict[object, tuple[int, bool]] = {}  # the period, and whether there was a map
+        self._step: int | None = None
+
+    def begin_step(self) -> None:
+        """Count a step of the training. Without steps, every pass compares |J^T u|."""
+        self._step = 0 if self._step is None else self._step + 1
+        self._maps.clear()
+
+    def of(self, key: object, jacobian: Jacobian) -> float:
+        """Return the norm of the key's Jacobian, from the cache or measured now."""
+        step, known = self._step, self._found.get(key)
+        if known is not None and known.start.shape != jacobian.weight.shape:
+            known = None
+        if known is not None and step is not None and known.step == step:
+            return known.norm
+        if known is None:  # a unit vector, drawn uniformly from the sphere with a fixed seed
+            fixed = torch.Generator().manual_seed(0)
+            start = torch.randn(jacobian.weight.shape, generator=fixed, dtype=torch.float64)
+            start = (start / native_norms(start.flatten())).to(jacobian.weight.detach())
+        else:
+            start = known.start.to(jacobian.weight)
+        stretch, period = jacobian.stretch(start), None if step is None else step // _STEPS
+        if known is None or known.period != period or not stretch <= _GROWTH * known.stretch:
+            known = _Measured(jacobian.measured_norm(start), start, stretch, period, step)
+        self._found[key] = known._replace(step=step)
+        return known.norm
+
+    def rows(self, key: object, jacobian: Jacobian) -> RowMap | None:
+        """Return the closed form of the key's Jacobian, or None; found in each step, and verified now and then."""
+        weight, known = jacobian.weight.detach(), self._maps.get(key)
+        if known is not None and torch.equal(known[0], weight):
+            return known[1]
+        period = None if self._step is None else self._step // _STEPS
+        last, exists = self._verified.get(key, (None, False))
+        recent = period is not None and last == period
+        if recent and not exists:  # the next attempt is many steps later
+            return None
+        # A weight that changes within a step is not the one that was verified.
+        found = found_map(weight, jacobian.parameter, jacobian.product, verified=recent and known is None)
+        if period is not None and known is None:  # later passes of a step, whose number is private, decide nothing
+            self._maps[key], self._verified[key] = (weight, found), (period, found is not None)
+        return found
+
+
+class _Measured(NamedTuple):
+    norm: float
+    start: Tensor  # of length 1
+    stretch: float  # |J^T start| when the norm was measured
+    period: int | None  # the period of _STEPS steps in which the norm was measured
+    step: int | None  # the last step that used the norm
+
+
+class Pulled(Factor):
+    """The gradients of a parameter from which a layer computes its weight: g_i = J^T h_i.
+
+    Args:
+        inner: h_i, gradients with respect to the weight.
+        jacobian: J, the same for every example.
+        apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for backward passes
+            that are not additive, and for half precision: all examples would share the rounding errors of a large sum.
+        sums: shared by all parameters of the weight; None: its own.
+    """
+
+    usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
+
+    def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool, sums: SharedSums | None = None) -> None:
+        super().__init__(inner.examples, jacobian.parameter.shape)
+        self.inner = inner
+        self.jacobian = jacobian
+        self.apart = apart
+        self.sums = SharedSums(inner) if sums is None else sums
+
+    def __getitem__(self, examples: Examples) -> "Pulled":
+        return self._like(self.inner[examples])
+
+    def dense(self) -> Tensor:
+        grads_BP = self.inner.dense()
+        if self.examples == 0:
+            return at_least_float32(grads_BP.new_zeros(0, *self.shape))
+        if self.examples == 1:
+            return at_least_float32(self.jacobian.pull(grads_BP[0])[None])
+        return at_least_float32(self.jacobian.pull(grads_BP, batched=True))
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the norms, from sums over rows if J has a closed form, and from written-out gradients otherwise."""
+        rows = self.jacobian.rows
+        if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
+            return super().norms(inverse_scales)
+        norm_B, spoiled_B = rows.norms(self.sums.of(rows))
+        again = spoiled_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(self[again])
+        return norm_B
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        if self.examples == 0 or not self.apart:
+            summed = self.inner.weighted_sum(weight_B)
+            return self.jacobian.pull(summed) if self.examples else summed.new_zeros(self.shape)
+        parts = self._split()
+        ends = accumulate(part.examples for part in parts)
+        pairs = zip(parts, ends, strict=True)
+        sums = [Dense(p.dense()).sum_in_parts(weight_B[end - p.examples : end]) for p, end in pairs]
+        return sums[0] if len(sums) == 1 else added_up([each.double() for each in sums])
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.sum_and_rounding(weight_B)[0]
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        """Return J^T times the sum, and an estimate of the rounding errors of this product.
+
+        Computes: the product twice, once with the sum times a random number. The results differ by rounding errors.
+        These may be far larger than |J| suggests, because J may itself be a small difference of large terms. For
+        instance, weight_norm may project nearly all of a gradient away. The estimate is infinite if the product is
+        longer than the known norm of J allows, so that this norm is out of date.
+        """
+        if self.apart or self.examples == 0:
+            return self.weighted_sum(weight_B), 0.0
+        summed = self.inner.sum_in_parts(weight_B)
+        pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
+        moved = self.jacobian.pull(share * summed) / share - pulled
+        if self._outgrows(summed, pulled):
+            return pulled, math.inf
+        return pulled, float(norms_of(at_least_float32(moved)[None], inverse_scales))
+
+    @property
+    def worth_keeping(self) -> bool:
+        return self.inner.worth_keeping
+
+    def written_out(self) -> "PulledDense":
+        rows = self.jacobian.rows
+        if rows is not None and rows.is_per_row and self.examples > 0:
+            return PulledDense(rows.along(self.sums.of(rows).along))
+        return PulledDense(super().written_out().grads_BP)
+
+    def mask(self, kept_B: Tensor) -> "Pulled":
+        return self._like(self.inner.mask(kept_B))
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return torch.cat([flattened(part.dense()) @ direction.flatten() for part in self._split()])
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        """Return |J| times the bound of h_i, or None if each example's product is computed by itself."""
+        if self.apart:
+            return None
+        return largest_scale(inverse_scales) * self.jacobian.norm * term_bound_of(self.inner, None)
+
+    @property
+    def positions(self) -> int:
+        return self.inner.positions
+
+    def _outgrows(self, summed: Tensor, pulled: Tensor) -> bool:
+        """Return whether J^T times the sum is longer than the norm of J allows."""
+        return not float(norms_of(pulled[None])) <= 1.01 * self.jacobian.norm * float(norms_of(summed[None]))
+
+    def _like(self, inner: Factor) -> "Pulled":
+        return Pulled(inner, self.jacobian, apart=self.apart)
+
+
+class PulledDense(Dense):
+    """Gradients of such a parameter, multiplied with J^T one by one and written out in full."""

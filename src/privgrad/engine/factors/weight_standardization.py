@@ -1,0 +1,368 @@
+"""Weight standardization, and per-example gradients through it in closed form.
+
+The general way is `parametrized.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
+moved weights follow from means and inner products of rows. docs/mathematics.md (3.1) to (3.12) derive the formulas, and
+the docstrings below cite them by number.
+
+Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.engine.factors.conv import Convolution
+from privgrad.engine.factors.displacement import Displacement
+from privgrad.engine.factors.outer import Combined, Outer, Rows, by_rows
+from privgrad.engine.factors.parametrized import Jacobian, RowMap, RowSums
+from privgrad.gradient.factor import (
+    Dense,
+    Examples,
+    Factor,
+    LinearMapFactor,
+    Sum,
+    at_least_float32,
+    masked,
+    native_norms,
+)
+
+
+class WeightStandardization(nn.Module):
+    """A parametrization that gives each output channel mean 0 and variance 1 / fan-in, times a gain.
+
+    `models.ws_conv2d` registers it. This room has the gradients of the parameters behind it.
+
+    Args:
+        channels: number of gains to learn, which are 1 at first; None: there is no gain.
+    Reference:
+        De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4). The paper takes the
+        larger of the two terms under the root instead of their sum.
+    """
+
+    def __init__(self, channels: int | None = None) -> None:
+        super().__init__()
+        self.gain = None if channels is None else nn.Parameter(torch.ones(channels, 1, 1, 1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        # layer_norm is one operator with one derivative: private training may need them for each example.
+        fan_in = weight[0].numel()
+        unit = F.layer_norm(weight.flatten(1), (fan_in,), eps=_added(fan_in))
+        weight = (unit / fan_in**0.5).view_as(weight)
+        return weight if self.gain is None else self.gain * weight
+
+
+def _added(fan_in: int) -> float:
+    """Return the constant that is added to the variance of a row."""
+    return 1e-4 / fan_in
+
+
+class Projected(Combined):
+    """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
+
+    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). So q is h without its mean and
+    without its part along the standardized row y_o.
+
+    Args:
+        grads: h: a `Convolution` of few positions, or `Dense` rows.
+        rows: y, shape P.
+        scale_1O: scale_o, the same for all examples.
+        numbers: mean of h_io, mean of y_o h_io and |q_io|^2, each of shape (B, O).
+        bound_B: a bound on the norms of the terms of h, float64.
+        lost_B: whether squares of h underflow.
+    """
+
+    def __init__(
+        self,
+        grads: Factor,
+        rows: Tensor,
+        scale_1O: Tensor,
+        numbers: tuple[Tensor, ...],
+        bound_B: Tensor,
+        lost_B: Tensor,
+    ) -> None:
+        LinearMapFactor.__init__(self, grads.examples, rows.shape)
+        self._grads = grads
+        self.rows = rows
+        self._scale_1O = scale_1O
+        self._numbers = numbers
+        self._bound_B = bound_B
+        self._lost_B = lost_B
+        mean_BO, along_BO, square_BO = numbers
+        self.along_BO, self.level_BO = -scale_1O * along_BO, -scale_1O * mean_BO
+        self.square_BO = scale_1O.double().square() * square_BO
+
+    @cached_property
+    def parts(self) -> tuple[Rows, tuple[Tensor, ...]]:
+        """The gradients h as rows; and scale, mean, along and |q|^2."""
+        mean_BO, along_BO, square_BO = self._numbers
+        return _rows_of(self._grads), (self._scale_1O.expand_as(mean_BO), mean_BO, along_BO, square_BO)
+
+    @cached_property
+    def inner(self) -> Rows:  # pyright: ignore[reportIncompatibleVariableOverride], computed where it is needed only
+        h, (scale_BO, *_) = self.parts
+        return by_rows(h, scale_BO)
+
+    def __getitem__(self, examples: Examples) -> "Projected":
+        numbers = tuple(x[examples] for x in self._numbers)
+        bound_B, lost_B = self._bound_B[examples], self._lost_B[examples]
+        return Projected(self._grads[examples], self.rows, self._scale_1O, numbers, bound_B, lost_B)
+
+    def mask(self, kept_B: Tensor) -> "Projected":
+        numbers = tuple(masked(x, kept_B) for x in self._numbers)
+        bound_B, lost_B = masked(self._bound_B, kept_B), self._lost_B & kept_B
+        return Projected(self._grads.mask(kept_B), self.rows, self._scale_1O, numbers, bound_B, lost_B)
+
+    def _inner_sum(self, weight_B: Tensor) -> Tensor:
+        return self._grads.sum_in_parts(weight_B).flatten(1) * self._scale_1O.mT
+
+    def _inner_terms(self) -> Tensor:
+        return self._bound_B * float(self._scale_1O.abs().max())
+
+    def _underflowing(self) -> Tensor:
+        return self._lost_B
+
+    @property
+    def positions(self) -> int:
+        return self._grads.positions
+
+
+class StandardizedWeight:
+    """A convolution's weight that WeightStandardization computes, and its derivatives in closed form.
+
+    Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean) and k_o = gain_o / sqrt(F). Here r_o is the inverse root of
+    the row's variance plus the added constant. Let <.> be the mean over a row. A gradient h_o with respect to w_o gives
+        g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
+    with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
+    and ones, and so is everything that is computed from g below (see `Combined`).
+
+    Args:
+        parametrization: torch's parametrization of the weight by v ("original") and the gain, common to all examples.
+    """
+
+    def __init__(self, parametrization: nn.Module) -> None:
+        self.own = dict(parametrization.named_parameters())
+        v, gain = at_least_float32(self.own["original"].detach()), self.own.get("0.gain")
+        self.fan_in = v[0].numel()
+        rows_OF, _, inverse_O1 = torch.native_layer_norm(v.flatten(1), (self.fan_in,), None, None, _added(self.fan_in))
+        self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
+        k_O = torch.ones_like(inverse_O1) if gain is None else at_least_float32(gain.detach())
+        self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
+        # (3.2): <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
+        self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
+
+    @classmethod
+    def of(cls, parametrization: nn.Module) -> "StandardizedWeight | None":
+        """Return the weight of this parametrization, or None unless it is WeightStandardization alone, unchanged."""
+        steps, own = list(cast(nn.ModuleList, parametrization)), dict(parametrization.named_parameters())
+        if [type(step) for step in steps] != [WeightStandardization] or not own.keys() <= {"original", "0.gain"}:
+            return None
+        held = vars(steps[0])
+        changed = "forward" in held or bool(held["_forward_hooks"]) or bool(held["_forward_pre_hooks"])
+        fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
+        return cls(parametrization) if fits and not changed else None
+
+    def rows_of(self, jacobian: Jacobian) -> RowMap:
+        """Return the weight's Jacobian with respect to v or the gain in closed form, for `parametrized.Pulled`."""
+        y_OF, shape = self.rows.flatten(1), jacobian.parameter.shape
+        length_O = native_norms(y_OF)
+        unit_OF = y_OF / length_O.clamp(min=torch.finfo(y_OF.dtype).tiny)[:, None]
+        if jacobian.parameter is not self.own["original"]:
+            return RowMap(unit_OF, (length_O / self.fan_in**0.5,), shape)
+        scale_O = (self.inverse_1O * self.k_1O)[0]
+        return RowMap(unit_OF, (scale_O, -scale_O, -scale_O * length_O.square() / self.fan_in), shape)
+
+    def takes(self, grads: Factor) -> bool:
+        """Return whether `pull` is cheaper for these gradients than the general way, `parametrized.Pulled`."""
+        return isinstance(grads, Convolution) and grads.by_inner_products
+
+    def moved(self, displacements: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
+        """Return the weight of each example at moved parameters, or None if the closed form does not apply.
+
+        It applies if the displacements are along one gradient that `pull` returned, of few positions.
+        """
+        few = self.knows(displacements) and isinstance(self.along(displacements)[0].inner, Outer)
+        return MovedStandardizedWeight(self, displacements) if few else None
+
+    def knows(self, displacements: Mapping[str, Displacement]) -> bool:
+        """Return whether the displacements are along one gradient that `pull` returned."""
+        return "original" in displacements and isinstance(displacements["original"].factor, Projected)
+
+    def pull(self, grads: Factor) -> dict[Tensor, Factor]:
+        """Return gradients with respect to each parameter, given gradients with respect to the weight."""
+        h = grads if self.takes(grads) else _rows_of(grads)
+        sums = RowSums.of(h, self.rows.flatten(1))
+        mean_BO, along_BO = sums.mean, sums.along / self.fan_in
+        square_BO = sums.square - self.fan_in * _taken(mean_BO, along_BO, self.level_1O, self.lost_1O)
+        numbers, scale_1O = (mean_BO, along_BO, square_BO), self.inverse_1O * self.k_1O
+        pulled = Projected(h, self.rows, scale_1O, numbers, sums.bound, sums.spoiled)
+        return self.named(pulled, self.fan_in**0.5 * along_BO)
+
+    def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
+        """Return the displacement of the weight when its parameters move, to first order.
+
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9). Here
+        D u = r (u - y <y u>) is the derivative (3.3) of y along a u whose rows have mean 0.
+        """
+        g, share_B1, gain_BO = self.along(displacements)
+        scale_BO = share_B1 * self.inverse_1O * self.k_1O
+        along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
+        moved = Combined(by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
+        return Displacement(moved, along_BO.new_ones(moved.examples))
+
+    def curved(
+        self, total: Factor, more: Factor | None, displacements: Mapping[str, Displacement]
+    ) -> dict[Tensor, Factor]:
+        """Return `pull` of the gradients, plus the curvature of the weight itself.
+
+        BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
+        to its parameters. That term is the derivative of <h, tangent> with h held constant, where `pull` made g from h.
+
+        Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
+            - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
+            <h, D u> / sqrt(F) along the gain.
+            These are (3.11) and (3.12).
+
+        Args:
+            total: gradients with respect to the weight, including the change of the output gradient by curvature.
+            more: the term that curvature adds to them through the layer's input; None: there is none.
+            displacements: of the parameters along g, by name.
+        """
+        g, s_B1, m_BO = self.along(displacements)
+        h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
+        r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
+        of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
+        of_y_BO = r_1O * self.k_1O * along_BO * slope_BO - (scale_BO.square() * square_BO) / fan_in
+        of_gain_BO = square_BO + fan_in * along_BO.square() * self.lost_1O
+        of_gain_BO = s_B1 * r_1O * (scale_BO * of_gain_BO - slope_BO * fan_in * along_BO) / fan_in**0.5
+
+        first, rest = _rows_of(total), None if more is None else _rows_of(more)
+        mean_tBO, along_tBO = self._means(first)
+        if rest is not None:
+            mean_tBO, along_tBO = (x + y for x, y in zip((mean_tBO, along_tBO), self._means(rest), strict=True))
+        inner = own = _sum(first, scale_BO, h, of_h_BO)
+        inner_square_BO = _products(own, own)
+        if rest is not None:
+            rest = by_rows(rest, scale_BO)
+            inner_square_BO += 2 * _products(own, rest) + _products(rest, rest)
+            inner = _both(own, rest)
+        # <inner> and <y inner>: the projection removes both; then of_y is added along y.
+        inner_mean_BO = scale_BO * mean_tBO + of_h_BO * mean_BO
+        inner_along_BO = scale_BO * along_tBO + of_h_BO * along_BO
+        y_BO = s_B1 * r_1O * of_y_BO - inner_along_BO
+        of_rows_BO = y_BO * (1 - self.lost_1O) - 2 * inner_mean_BO * self.level_1O
+        square_BO = y_BO * (2 * inner_along_BO + of_rows_BO) - inner_mean_BO.square()
+        square_BO = inner_square_BO + fan_in * square_BO
+        found = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
+        return self.named(found, fan_in**0.5 * along_tBO + of_gain_BO)
+
+    def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
+        """Return the factors by parameter, for the parameters that are trained."""
+        found = {
+            name: original if name == "original" else Dense(gain_BO.view(-1, *p.shape)) for name, p in self.own.items()
+        }
+        return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
+
+    def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
+        """Return (<h>, <y h>), each of shape (B, O)."""
+        return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
+
+    def slope(self, g: Projected) -> Tensor:
+        """Return <y g> of (3.8), the mean over each row of y times g, shape (B, O)."""
+        scale_BO, mean_BO, along_BO, _ = g.parts[1]
+        return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
+
+    def along(self, displacements: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
+        """Return (g, s, m): v moves by s_i g_i, and k by m."""
+        v, gain = displacements["original"], displacements.get("0.gain")
+        m_BO = v.share.new_zeros(len(v.share), 1) if gain is None else gain.dense().flatten(1) / self.fan_in**0.5
+        return cast(Projected, v.factor), v.share[:, None], m_BO
+
+
+class MovedStandardizedWeight:
+    """A standardized weight at each example's own parameters, moved along gradients g that `pull` returned.
+
+    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
+    of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
+
+    Args:
+        common: the weight at the parameters that all examples share.
+        displacements: of the parameters along g, by name.
+    """
+
+    def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
+        self._common = common
+        g, s_B1, m_BO = common.along(displacements)
+        r_1O, added = common.inverse_1O, _added(common.fan_in)
+        variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * g.square_BO / common.fan_in)
+        self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
+        self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
+        square_BO = g.square_BO.to(m_BO.dtype) / common.fan_in
+        along_BO = of_y_BO + share_BO * g.along_BO
+        self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
+        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
+            2 * of_y_BO * common.slope(g) + share_BO * square_BO
+        )
+        self._lost_BO = 1 - moved_BO
+        self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
+
+    def displacement(self) -> Displacement:
+        """Return the displacement of each example's weight from the common weight."""
+        rows, k_BO = self._rows, self._k_BO
+        along_BO = k_BO * rows.along_BO - self._common.k_1O
+        moved = Combined(by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
+        return Displacement(moved, along_BO.new_ones(moved.examples))
+
+    def pull(self, grads: Factor) -> dict[Tensor, Factor]:
+        """Return gradients with respect to each parameter, given gradients with respect to each example's weight."""
+        rows, fan_in = self._rows, self._common.fan_in
+        h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
+        mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in
+        scale_BO = self._inverse_BO * self._k_BO
+        square_BO = _products(h, h) - fan_in * _taken(mean_BO, along_BO, self._level_BO, self._lost_BO)
+        square_BO = scale_BO.double().square() * square_BO
+        y_BO = -scale_BO * along_BO
+        inner = _both(by_rows(h, scale_BO), by_rows(cast(Rows, rows.inner), y_BO))
+        level_BO = y_BO * rows.level_BO - scale_BO * mean_BO
+        pulled = Combined(inner, rows.rows, y_BO * rows.along_BO, level_BO, square_BO)
+        return self._common.named(pulled, fan_in**0.5 * along_BO)
+
+
+def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor) -> Tensor:
+    """Return the mean square of h less that of h - <h> - y <y h>, from <h>, <y h>, <y> and 1 - <y y>: (3.5)."""
+    return mean_BO.square() + along_BO.square() * (1 + lost_BO) - 2 * mean_BO * along_BO * level_BO
+
+
+def _rows_of(grads: Factor) -> Rows:
+    """Return gradients of a convolution's weight as rows, written out unless they are of few positions."""
+    if isinstance(grads, Convolution) and grads.by_inner_products:
+        return grads.of_patches()
+    return Dense(grads.dense().flatten(2))
+
+
+def _both(one: Rows, other: Rows) -> Factor:
+    """Return the sum of both; the inputs of Outer factors are not copied."""
+    return one + other if isinstance(one, Dense) else Sum([one, other])
+
+
+def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
+    """Return the sum of both, each row times its own number; Outer factors must have the same inputs."""
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        return Outer(one.a_BTI, torch.addcmul(one.b_BTO * one_BO[:, None], other.b_BTO, other_BO[:, None]))
+    return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))
+
+
+def _products(h: Rows, other: LinearMapFactor | Tensor) -> Tensor:
+    """Return inner products of the rows of h with those of a factor or of a common matrix, shape (B, O)."""
+    if isinstance(h, Outer):
+        found_BTO = other.apply(h.a_BTI) if isinstance(other, LinearMapFactor) else h.a_BTI @ other.mT
+        return (found_BTO * h.b_BTO).sum(1)
+    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, LinearMapFactor) else other))
+
+
+def _sums(h: Rows) -> Tensor:
+    """Return the sums over each row, shape (B, O)."""
+    return (h.a_BTI.sum(2, keepdim=True).mT @ h.b_BTO)[:, 0] if isinstance(h, Outer) else h.grads_BP.sum(2)

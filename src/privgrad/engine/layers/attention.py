@@ -1,0 +1,189 @@
+"""A forward of nn.MultiheadAttention that computes the same and exposes the outputs of its projections.
+
+The module passes its weights to one functional, so no hook sees the projections' outputs. Here each output goes through
+a tap. Parameters enter detached: their gradients come from the factors of the taps alone.
+
+Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, O outputs of a projection.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.outer import RowRanges
+from privgrad.engine.layers.base import (
+    Tap,
+    is_trained,
+    moved_output,
+    of_linear_map,
+    register_forward,
+    require_unwritten,
+    tapped,
+    values_of,
+)
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.functional import version_of
+
+_NAME = "MultiheadAttention"
+
+
+@register_forward(nn.MultiheadAttention)
+def attention_forward(
+    module: nn.MultiheadAttention,
+    tap: Tap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    displacements: Displacements | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute module(query, key, value, ...) with a tap at the output of each projection.
+
+    All arguments but `tap` and `displacements`, and the result, are as in torch. A tensor that is used in several roles
+    has one projection and one tap. For a packed parameter, a tap has the factors of some of its rows; other taps have
+    those of the other rows.
+
+    Raises:
+        UnsupportedModuleError: the inputs are nested, or have no batch dimension.
+        PrivacyError: a mask has a wrong shape or dtype, or is missing.
+    Privacy:
+        NOT private. Each example's gradients depend on that example, the weights and its own dropout draws alone.
+    """
+    if query.is_nested or query.dim() != 3:
+        got = "a nested tensor" if query.is_nested else f"a tensor of shape {tuple(query.shape)}"
+        remedy = "give a batch of padded sequences, of size 1 for a single one"
+        raise expected(_NAME, "query", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
+    if is_causal and attn_mask is None:
+        remedy = "give the causal mask, since is_causal only describes attn_mask"
+        raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
+    q_BTE, k_BSE, v_BSE = _projected(module, tap, displacements, query, key, value)
+    shape = (len(q_BTE), module.num_heads, q_BTE.shape[1], k_BSE.shape[1])
+    mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
+    # In this case torch, too, uses is_causal and not the mask.
+    hint = is_causal and key_padding_mask is None and not need_weights
+    k_BSE, v_BSE = _with_appended(module, tap, displacements, k_BSE, v_BSE)
+    if mask is not None:  # every query may attend to the appended keys
+        mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
+    q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
+    dropout, weights = module.dropout if module.training else 0.0, None
+    if need_weights:
+        weights = _weights(q_BHTD, k_BHSD, mask, dropout)
+        mixed_BHTD = weights @ v_BHSD
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        used = None if hint else mask
+        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, used, dropout, is_causal=hint)
+    mixed, out = mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj
+    output = _linear(tap, displacements, mixed, out.weight, out.bias)
+    return output if module.batch_first else output.transpose(0, 1), weights
+
+
+def _heads(module: nn.MultiheadAttention, tensor: Tensor) -> Tensor:
+    (size, length, width), heads = tensor.shape, cast(int, module.num_heads)
+    return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
+
+
+def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
+    return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
+
+
+def _projected(
+    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, *roles: Tensor
+) -> list[Tensor]:
+    """Return queries, keys and values, each of shape (B, length, E); roles of one tensor share a product and a tap."""
+    query, key, value = roles
+    weight, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
+    packed = [own for own in (weight, bias) if own is not None]
+    groups = [(0, 1), (1, 2), (2, 3)]
+    if weight is not None and key is value:
+        groups = [(0, 3)] if query is key else [(0, 1), (1, 3)]
+    found: list[Tensor] = []
+    for first, end in groups:
+        part = slice(first * module.embed_dim, end * module.embed_dim)
+        rows = None if end - first == 3 else dict.fromkeys(packed, part)
+        inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
+        own = getattr(module, f"{'qkv'[first]}_proj_weight") if weight is None else weight
+        found += _linear(tap, displacements, inputs, own, bias, rows).chunk(end - first, 2)
+    return found
+
+
+def _linear(
+    tap: Tap,
+    displacements: Displacements | None,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Mapping[Tensor, slice] | None = None,
+) -> Tensor:
+    """Return inputs weight^T + bias, passed through the tap; of parameters in `rows`, with these rows only."""
+    used, version = rows or {}, version_of(inputs)
+
+    def values(own: Tensor) -> Tensor:
+        return own.detach()[used[own]] if own in used else own.detach()
+
+    def factors(grad_BTO: Tensor) -> dict[Tensor, Factor]:
+        require_unwritten(_NAME, inputs, version)
+        found = of_linear_map(weight, bias, inputs.detach(), grad_BTO)
+        return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
+
+    output = F.linear(inputs, values(weight), None if bias is None else values(bias))
+    if displacements is not None:
+        output = moved_output(output, inputs, weight, bias, displacements, rows=used)
+    return tapped(tap, output, factors)
+
+
+def _with_appended(
+    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, k_BSE: Tensor, v_BSE: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values with those that the module appends: parameters and zeros."""
+    if module.bias_k is not None and module.bias_v is not None:
+        k_BSE = torch.cat([k_BSE, _repeated(tap, displacements, module.bias_k, len(k_BSE))], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, displacements, module.bias_v, len(v_BSE))], 1)
+    if module.add_zero_attn:
+        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    return k_BSE, v_BSE
+
+
+def _repeated(tap: Tap, displacements: Displacements | None, bias: Tensor, size: int) -> Tensor:
+    """Return a key or value that is a parameter, repeated for every example and tapped: shape (B, 1, E)."""
+
+    def factors(grad_B1E: Tensor) -> dict[Tensor, Factor]:
+        return {bias: Dense(grad_B1E.unsqueeze(1))} if is_trained(bias) else {}
+
+    own = values_of(bias, displacements, size)
+    return tapped(tap, own.expand(size, 1, -1) if own.dim() == 3 else own[:, 0], factors)
+
+
+def _merged(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor | None:
+    """Return both masks as one tensor that is added to the scores, of a shape that broadcasts to (B, H, T, S)."""
+    size, heads, length, keys = shape
+    shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
+        "attn_mask": {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape},
+        "key_padding_mask": {(size, keys): (size, 1, 1, keys)},
+    }
+    merged: Tensor | None = None
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is None:
+            continue
+        if tuple(mask.shape) not in shapes[name] or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            condition = f"to be of shape {' or '.join(map(str, shapes[name]))}, and boolean or floating point"
+            got = f"shape {tuple(mask.shape)} and {mask.dtype}"
+            raise expected(_NAME, name, condition, got, "give a mask of this shape and such a dtype")
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+        mask = mask.reshape(shapes[name][tuple(mask.shape)])
+        merged = mask if merged is None else merged + mask
+    return merged

@@ -1,0 +1,353 @@
+"""The two ways to describe a layer: a rule, and a forward with taps.
+
+A `Rule` is for a layer with one weight: its forward pass, and the per-example gradients of its parameters. A forward
+with taps is for a layer that computes several linear maps, such as attention. It computes the same as the module, and
+passes the output of each map through a tap, with a function from the gradient of that output to factors. `capture`
+finds both by the type of the layer, and puts them in place of the layer's forward. Below them are the helpers of the
+rules and forwards.
+
+Shape suffixes: B examples, R rows of all examples, T positions of an example, I inputs, O outputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from privgrad.engine.factors.displacement import Displacement, Displacements
+from privgrad.engine.factors.outer import Outer
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factor import Dense, Factor, at_least_float32, sum_over
+from privgrad.gradient.functional import own_parameters
+
+# (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use in its place
+Tap = Callable[[Tensor, Callable[[Tensor], dict[Tensor, Factor]]], Tensor]
+Weights = Mapping[str, Tensor]  # a layer's parameters by name
+Moves = Mapping[str, Displacement]  # their displacements by name; parameters that do not move are missing
+
+
+class Rule(ABC):
+    """The forward pass of one layer type, and the factors of its parameters' gradients.
+
+    Parameters are passed as tensors, because a parametrization may compute the layer's own from others. A rule must
+    use these tensors, never the layer's own.
+
+    Attributes:
+        parameters: names of the layer's parameters that the rule knows.
+        has_delta: whether the rule implements `delta`; if not, moved parameters are written out for every example.
+        is_bilinear: whether the gradient of "weight" is bilinear in the input and the output gradient, and all other
+            gradients depend on the output gradient alone. This must hold for the rule and the input that `bilinear`
+            returns.
+    Privacy:
+        A wrong rule breaks the guarantee: see `register_rule`.
+    """
+
+    parameters: tuple[str, ...] = ("weight", "bias")
+    has_delta = False
+    is_bilinear = False
+
+    @abstractmethod
+    def forward(self, layer: Any, parameters: Weights, x: Tensor) -> Tensor:
+        """Return layer(x), computed with these parameters.
+
+        Examples are in dimension 0 of the input and of the output.
+        """
+
+    @abstractmethod
+    def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
+        """Return the per-example gradients of the named parameter, one row per example.
+
+        A Hessian product calls it again for "weight", with other tensors as x and grad, so `is_bilinear` must hold.
+
+        Args:
+            layer: the module, or the options of a functional call.
+            name: name of the parameter.
+            parameters: all parameters of the layer, by name.
+            x: input, shape (B, ...).
+            grad: gradient of each example's loss with respect to the output, shape (B, ...).
+        Privacy:
+            Each row is clipped by the norm of this factor. Row i must depend on example i only.
+        """
+
+    def delta(self, layer: Any, displacements: Moves, x: Tensor) -> Tensor:
+        """Return the change of the output when each example's parameters move.
+
+        It is for layers whose output is affine in their parameters.
+
+        Args:
+            layer: the module.
+            displacements: by parameter name; parameters that do not move are missing.
+            x: input, shape (B parts, ...): an example may have several rows.
+        Returns:
+            A tensor that broadcasts to the output.
+        """
+        raise NotImplementedError
+
+    def moved(self, layer: Any, parameters: Weights, displacements: Moves, x: Tensor) -> Tensor:
+        """Return the layer's output at moved parameters; the arguments are as in `forward` and `delta`."""
+        output = self.forward(layer, parameters, x)
+        return output + self.delta(layer, displacements, x).to(output.dtype)
+
+    def bilinear(self, layer: Any, x: Tensor) -> "tuple[Rule, Tensor]":
+        """Return a bilinear rule for the parameters, and the input of that rule.
+
+        A layer that first computes something else from x, such as a normalization, does so here. torch must be able to
+        take second derivatives of this.
+        """
+        return self, x
+
+    def supports(self, layer: Any) -> bool:
+        """Return whether the rule is correct for this layer's options; if not, the layer has no rule."""
+        return True
+
+
+_RULES: dict[type[nn.Module] | str, Rule] = {}
+_FORWARDS: dict[type[nn.Module] | str, Callable[..., Any]] = {}
+
+RuleType = TypeVar("RuleType", bound=Rule)
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Callable[[type[RuleType]], type[RuleType]]:
+    """Register a Rule for layers of exactly these types, as a class decorator.
+
+    A rule counts in the whole process.
+
+    Args:
+        layers: module classes, or qualified names ("package.module.Class") of classes that are not to be imported.
+        replace: whether to replace the way in which privgrad itself computes such a layer.
+
+    Example:
+        @register_rule(MyLinear)
+        class MyLinearRule(Rule): ...
+
+    Raises:
+        PrivacyError: the decorated class is not a Rule, or a layer is neither a module class nor a qualified name; or
+            privgrad computes the layer itself, and `replace` is not set.
+    Privacy:
+        A wrong rule breaks the guarantee. The first batch checks the rule on up to four examples, to half a percent (in
+        half precision to five). Test it yourself against `engine="vmap"`.
+    """
+
+    def register(rule: type[RuleType]) -> type[RuleType]:
+        if not (isinstance(rule, type) and issubclass(rule, Rule)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            condition, remedy = "to be a subclass of Rule", "derive it from Rule"
+            raise expected("register_rule", "the decorated class", condition, rule, remedy)
+        for layer in layers:
+            named = isinstance(layer, str) and "." in layer
+            known = isinstance(layer, type) and issubclass(layer, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not named and not known:
+                remedy = "give the module class, or its name as 'package.module.Class'"
+                raise expected("register_rule", "a layer", "to be a module class or a qualified name", layer, remedy)
+            before = [key for key in (*_RULES, *_FORWARDS) if _name_of(key) == _name_of(layer)]
+            if not replace and any(key in _FORWARDS or is_built_in(_RULES[key]) for key in before):
+                remedy = "register it for a subclass of your own, or with replace=True for the whole process"
+                raise expected("register_rule", "a layer", "without a rule of privgrad", _name_of(layer), remedy)
+            for key in before:
+                _RULES.pop(key, None)
+                _FORWARDS.pop(key, None)
+            _RULES[layer] = rule()
+        return rule
+
+    return register
+
+
+def _name_of(layer: type[nn.Module] | str) -> str:
+    return layer if isinstance(layer, str) else f"{layer.__module__}.{layer.__qualname__}"
+
+
+def is_built_in(rule: Rule) -> bool:
+    """Return whether a rule is part of privgrad."""
+    return type(rule).__module__.startswith("privgrad.")
+
+
+def find_rule(layer: nn.Module) -> Rule | None:
+    """Return the rule for this layer, or None.
+
+    A subclass of a known type or a layer with a replaced forward has none, because it may compute anything. Nor has a
+    layer with options or parameters that the rule does not know.
+    """
+    kind = parametrize.type_before_parametrizations(layer)
+    rule = _RULES.get(kind) or _RULES.get(_name_of(kind))
+    if rule is None or "forward" in vars(layer) or not rule.supports(layer):
+        return None
+    return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
+
+
+def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
+    """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
+
+    A type is a module class, or a qualified name as in `register_rule`. If the forward has an optional keyword argument
+    `displacements` (of each example's parameters; None if they do not move), it computes each example with its own
+    moved parameters; else such a layer is computed by vmap.
+
+    Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
+    taps, or in different rows, its factors are added up.
+    """
+
+    def register(forward: Forward) -> Forward:
+        _FORWARDS.update(dict.fromkeys(layers, forward))
+        return forward
+
+    return register
+
+
+def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward with taps for this layer, or None.
+
+    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
+    """
+    kind = type(layer)
+    forward = _FORWARDS.get(kind) or _FORWARDS.get(_name_of(kind))
+    if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
+        return None
+    return forward
+
+
+def takes_displacements(layer: nn.Module) -> bool:
+    """Return whether the layer's forward with taps has an argument `displacements`."""
+    return "displacements" in (getattr(find_forward(layer), "__kwdefaults__", None) or {})
+
+
+def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Factor]]) -> Tensor:
+    """Pass a tensor through the tap, with a gradient also if its inputs have none."""
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tap(tensor, factors)
+
+
+def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Tensor) -> dict[Tensor, Factor]:
+    """Return the factors of a linear map's weight and bias, from its inputs and the gradients of its outputs.
+
+    Those that are not trained, such as tensors that are no parameters, have none.
+    """
+    return of_linear_maps([(weight, bias, a_BTI)], b_BTO)
+
+
+def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
+    """Return `of_linear_map` for maps (weight, bias, inputs) whose outputs have the same gradients.
+
+    The sum over positions and the norms of positions depend on these gradients alone, and are computed once.
+    """
+    found: dict[Tensor, Factor] = {}
+    outer: Outer | None = None
+    sum_BO: Tensor | None = None
+    for weight, bias, a_BTI in maps:
+        if is_trained(weight):
+            outer = Outer(a_BTI, b_BTO) if outer is None else outer.with_inputs(a_BTI)
+            add_to(found, {weight: outer})
+        if is_trained(bias):  # several biases may share the sum, since no factor writes to its tensors
+            sum_BO = sum_over(at_least_float32(b_BTO), 1) if sum_BO is None else sum_BO
+            add_to(found, {bias: Dense(sum_BO)})
+    return found
+
+
+def add_to(found: dict[Tensor, Factor], more: Mapping[Tensor, Factor]) -> dict[Tensor, Factor]:
+    """Add factors to those of the same parameters in `found`, and return `found`."""
+    for parameter, factor in more.items():
+        found[parameter] = found[parameter] + factor if parameter in found else factor
+    return found
+
+
+def is_trained(tensor: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Return whether a tensor is a parameter with gradients."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def require_unwritten(layer: str, inputs: Tensor, version: int) -> None:
+    """Raise UnsupportedModuleError if inputs have another version than in the forward pass."""
+    if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
+        # torch's own backward pass refuses such a change, too.
+        condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
+        raise expected(layer, "inputs", condition, got, "use an operation that is not in place", UnsupportedModuleError)
+
+
+def displacement_of(parameter: Tensor, displacements: Displacements | None) -> Displacement | None:
+    """Return the displacement of a parameter; None if it does not move."""
+    return None if displacements is None else displacements.of({"": parameter}).get("")
+
+
+def values_of(parameter: Tensor, displacements: Displacements | None, rows: int) -> Tensor:
+    """Return a parameter, shape P, or one for each row if it moves, shape (R, *P)."""
+    displacement = displacement_of(parameter, displacements)
+    if displacement is None:
+        return parameter.detach()
+    moved = displacement.added_to(parameter.detach())
+    return moved.repeat_interleave(rows // len(moved), 0)
+
+
+def moved_linear(x_TRI: Tensor, weight: Tensor, bias: Tensor | None, displacements: Displacements | None) -> Tensor:
+    """Return (W + D_i) x + bias for every position, shape (T, R, O), with a graph to x.
+
+    The bias is what `values_of` returns, or a sum of such tensors.
+    """
+    displacement = displacement_of(weight, displacements)
+    output = F.linear(x_TRI, weight.detach(), bias if bias is not None and bias.dim() == 1 else None)
+    if bias is not None and bias.dim() == 2:
+        output = output + bias
+    if displacement is not None:
+        output = output + _applied(displacement, x_TRI.transpose(0, 1)).transpose(0, 1).to(output.dtype)
+    return output
+
+
+def moved_output(
+    output_RTO: Tensor,
+    x_RTI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    displacements: Displacements,
+    *,
+    rows: Mapping[Tensor, slice],
+) -> Tensor:
+    """Return the output of a linear map at its parameters, with the effect of their displacements added.
+
+    The weight, shape (O, I), and the bias are parameters, or these `rows` of parameters.
+    """
+    of_weight = displacement_of(weight, displacements)
+    if of_weight is not None:
+        if weight in rows:
+            of_weight = Displacement(Dense(of_weight.dense()[:, rows[weight]]), torch.ones_like(of_weight.share))
+        output_RTO = output_RTO + _applied(of_weight, x_RTI).to(output_RTO.dtype)
+    if bias is not None and (of_bias := displacement_of(bias, displacements)) is not None:
+        moved_RO = of_bias.for_rows(x_RTI)[:, rows.get(bias, slice(None))]
+        output_RTO = output_RTO + moved_RO[:, None].to(output_RTO.dtype)
+    return output_RTO
+
+
+def _applied(displacement: Displacement, x_RTI: Tensor) -> Tensor:
+    """Return D_i x for every position, shape (R, T, O)."""
+    x_BTI = at_least_float32(x_RTI).reshape(len(displacement.share), -1, x_RTI.shape[2])
+    return by_rows(displacement.apply(x_BTI), x_RTI.shape[:2])
+
+
+def of_channels(displacement: Displacement, x: Tensor) -> Tensor:
+    """Return a bias's displacement for each row of x, shaped to broadcast over positions: (rows, C, 1, ...)."""
+    rows = displacement.for_rows(x)
+    return rows.view(*rows.shape, *[1] * (x.dim() - 2))
+
+
+def is_half(weight: Tensor) -> bool:
+    """Return whether products with a weight have half precision; a sum with a displacement would lose much of it."""
+    return weight.itemsize < 4 or torch.is_autocast_enabled(weight.device.type)
+
+
+def in_positions(x: Tensor) -> Tensor:
+    """Reshape (B, ..., width) to (B, T, width)."""
+    if x.dim() == 2:
+        return x[:, None]
+    return x.reshape(len(x), x[:1, ..., 0].numel(), x.shape[-1]) if len(x) else x.reshape(0, 1, x.shape[-1])
+
+
+def by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
+    """Reshape (B, T, D) to (*shape, D), where shape has all rows of all examples."""
+    return values_BTD.reshape(*shape, values_BTD.shape[-1])
+
+
+def of_bags(displacement: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted sums of the rows of a table's displacement, for bags (rows, T): shape (rows, D)."""
+    shape = (len(displacement.share), -1, ids.shape[1])
+    return by_rows(displacement.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])

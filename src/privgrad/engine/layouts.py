@@ -1,0 +1,266 @@
+"""Find the dimension in which each tensor of a layer's call holds the examples, and rearrange tensors by it.
+
+A row must be attributed to its own example. The dimension of the examples is learned from two batches of different
+sizes, and a tensor is refused if it has no such dimension.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from privgrad.engine.shared_values import Call
+from privgrad.errors import PrivacyError, UnsupportedModuleError
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
+
+
+class ExampleDim(NamedTuple):
+    """The dimension of a tensor that holds the examples, in order, and the number of rows per example."""
+
+    dim: int
+    rows: int
+
+
+# The dimension of the examples in each tensor of a call; None for a tensor that all examples share. The layout () of a
+# function's call says that its result cannot be attributed to examples.
+Layout = tuple[ExampleDim | None, ...]
+
+
+def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
+    """Return the layout of a call, from the same call with sizes[0] and with sizes[1] examples.
+
+    It refuses calls that differ in more than the size of one dimension per tensor.
+    """
+    dims, other_dims = [len(shape) for shape in one.shapes], [len(shape) for shape in other.shapes]
+    if dims != other_dims:
+        got = f"tensors of {dims} dimensions with {sizes[0]} examples, {other_dims} with {sizes[1]}"
+        raise refused(f"the calls of '{one.name}'", "not to depend on the examples", got, REMEDY, unit=one.name)
+    return tuple(_example_dim(one.name, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
+
+
+def require_rows(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Return x, whose dimension 0 holds the examples."""
+    if examples.dim != 0:
+        raise misplaced(path, f"dimension {examples.dim}")
+    if len(x) != size * examples.rows:
+        raise CallSequenceChangedError(path)
+    return x
+
+
+def split(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Return (..., B rows, ...) as (B, ..., rows, ...)."""
+    dim, rows = examples
+    if x.dim() <= dim or x.shape[dim] != size * rows:
+        raise CallSequenceChangedError(path)
+    return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0)
+
+
+def joined(path: str, x: Tensor, examples: ExampleDim) -> Tensor:
+    """Return (B, ..., rows, ...) as (..., B rows, ...), as the module itself would return it."""
+    dim, rows = examples
+    if x.dim() < dim + 2 or x.shape[dim + 1] != rows:
+        raise misplaced(path, f"an output of shape {tuple(x.shape[1:])} per example")
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _example_dim(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> ExampleDim | None:
+    """Return the dimension that grows with the batch; None if no dimension grows."""
+    growing = [dim for dim in range(len(more)) if more[dim] != fewer[dim]]
+    if not growing:
+        return None
+    dim = growing[0]
+    if len(growing) > 1 or more[dim] * sizes[1] != fewer[dim] * sizes[0] or more[dim] % sizes[0] != 0:
+        raise misplaced(path, f"shape {tuple(more)} with {sizes[0]} examples, {tuple(fewer)} with {sizes[1]}")
+    return ExampleDim(dim, more[dim] // sizes[0])
+
+
+class Calls(list[tuple[str, Layout]]):
+    """Path and layout of each call, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = list[tuple[torch.Size, ...]]()  # of the tensors that each call was learned from
+
+    def learn(self, call: Call, layout: Layout) -> None:
+        """Add a call with its layout."""
+        self.append((call.name, layout))
+        self.shapes.append(call.shapes)
+
+
+@dataclass
+class Layouts:
+    """The calls of a model's units in one forward pass, with the place of the examples in each tensor."""
+
+    calls: Calls | None = None  # None before an audit
+    vmapped_units: set[str] = field(default_factory=set[str])  # paths of units that are computed by vmap
+    # the same two for displaced parameters, by whether Hessian products are computed
+    displaced: dict[bool, tuple[Calls, set[str]]] = field(default_factory=dict[bool, tuple[Calls, set[str]]])
+    reached: set[str] = field(default_factory=set[str])  # names of the parameters with gradients
+
+    def copied(self) -> "Layouts":
+        """Return a copy with sets and dicts of its own."""
+        return replace(
+            self, vmapped_units=set(self.vmapped_units), displaced=dict(self.displaced), reached=set(self.reached)
+        )
+
+
+class LayoutCache:
+    """The current layouts, and those of earlier audits.
+
+    A loop may be longer for longer examples. The engine then switches to the layouts of examples of the same shapes.
+    """
+
+    def __init__(self) -> None:
+        self.current = Layouts()  # the next pass uses them
+        self._known = dict[Any, Layouts]()
+        self._changed = set[Any]()  # shapes for which the calls differed from the current layouts
+
+    def take_whole(self, path: str) -> None:
+        """Forget all layouts, and compute a module by vmap from now on."""
+        self.current = Layouts(vmapped_units=self.current.vmapped_units | {path})
+        self._known.clear()
+        self._changed.clear()
+
+    def remember(self, examples: Any) -> None:
+        """Keep the current layouts for examples of these shapes."""
+        self._known[example_shapes(examples)] = self.current.copied()
+
+    def note_change(self, examples: Any) -> None:
+        """Note that examples of these shapes need other layouts than the current ones, and switch to them if known."""
+        self._changed.add(example_shapes(examples))
+        self.recall(examples)
+
+    def recall(self, examples: Any) -> None:
+        """Switch to the layouts of examples of these shapes, if such examples needed other layouts before."""
+        shapes = example_shapes(examples)
+        if shapes in self._changed and (known := self._known.get(shapes)) is not None:
+            found = known.copied()
+            found.displaced = self.current.displaced | found.displaced
+            self.current = found
+
+
+def example_shapes(examples: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of one example's tensors."""
+    return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
+
+
+_SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: those of an expert are neighbors
+
+
+class CallRecord:
+    """The calls of one forward pass.
+
+    Args:
+        layouts: path and layout of each call, in order; None while they are being learned.
+        size: the number of examples.
+        earlier: the record of the first pass that learns, in the second one; else None.
+    Attributes:
+        learned: path and layout of each call, after the second pass that learns.
+        paths: the paths of the calls so far, if layouts are known.
+        functions: all calls of functions, in the first pass that learns.
+        is_finished: whether the forward pass has ended; later calls belong to parts that are computed again.
+        is_ambiguous: whether some tensor has another dimension as large as that of the examples. By its sizes, the
+            examples could be in either.
+    """
+
+    def __init__(self, layouts: Calls | None, size: int, earlier: "CallRecord | None" = None) -> None:
+        self._layouts, self._size, self._earlier = layouts, size, earlier
+        self.learned, self.paths, self.functions = Calls(), list[str](), list[Call]()
+        self.is_finished = self.is_ambiguous = False
+        self._units = list[Call]()
+        self._by_shapes = dict[Any, Layout | None]()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether layouts are being learned."""
+        return self._layouts is None
+
+    @property
+    def needs_functions(self) -> bool:
+        """Whether calls of functions are recorded; not if no call that was learned needs it."""
+        return self._layouts is None or any(None in layout or "[" in path for path, layout in self._layouts)
+
+    def enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
+        """Return the layout of the next call; refuse one that was not learned at this place with such tensors."""
+        key = path, tuple(x.shape for x in tensors)
+        if self.is_finished:
+            found = self._by_shapes.get(key)
+            if found is None:
+                raise CallSequenceChangedError(path)
+            return found
+        index, layouts = len(self.paths), self._layouts or Calls()
+        if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
+            raise CallSequenceChangedError(path)
+        layout = layouts[index][1]
+        if not all(map(self._fits, tensors, layout, layouts.shapes[index])):
+            raise CallSequenceChangedError(path)
+        if self._by_shapes.setdefault(key, layout) != layout:
+            self._by_shapes[key] = None  # no way to know which of the two is computed again
+        self.paths.append(path)
+        return layout
+
+    def _fits(self, x: Tensor, examples: ExampleDim | None, learned: torch.Size) -> bool:
+        """Return whether a tensor has as many rows per example as it was learned with, or its shape if it has none."""
+        if examples is None:  # a tensor of another size may hold chosen rows, whose number depends on the batch
+            return x.shape == learned
+        rows = self._size * examples.rows
+        self.is_ambiguous |= x.shape.count(rows) > 1
+        return x.dim() == len(learned) and x.shape[examples.dim] == rows
+
+    def learn_unit(self, path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Layout | None:
+        """Record a call of a unit, and return its layout; None in the first pass."""
+        call = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
+        self._units.append(call)
+        if self._earlier is None:
+            return None
+        index, before = len(self._units) - 1, self._earlier._units
+        if index >= len(before) or before[index].name != path:
+            raise self._others(before[index].name if index < len(before) else "no call", path)
+        layout = find_layout(before[index], call, (self._earlier._size, self._size))
+        self.learned.learn(call, layout)
+        return layout
+
+    def learn_function(
+        self, path: str, name: str, index: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> Layout:
+        """Record a call of a function in the second pass, and return its layout; () if it cannot be attributed.
+
+        Its path is that of a unit with the name in brackets, and `index` the number of calls of any function before.
+        """
+        earlier, layout = self._earlier, Layout()
+        known = earlier.functions[index].name if earlier is not None and index < len(earlier.functions) else None
+        other = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
+        if earlier is not None and known == name and name not in _SORTED:
+            one = Call(path, earlier.functions[index].shapes)
+            with suppress(UnsupportedModuleError):
+                layout = find_layout(one, other, (earlier._size, self._size))
+            # If examples go in and a result has no dimension for them, it mixes them.
+            if any(layout) and None in layout[len(inputs) :]:
+                layout = Layout()
+        self.learned.learn(other, layout)
+        return layout
+
+    def unattributed(self, unit: str) -> list[str]:
+        """Return the functions with shared values of a unit whose results could not be attributed to examples."""
+        names = [path for path, layout in self._layouts or () if path.startswith(f"{unit}[") and not layout]
+        return list(dict.fromkeys(path.removeprefix(f"{unit}[").removesuffix("]") for path in names))
+
+    def finish(self) -> None:
+        """End the record after the forward pass, and refuse it if it made fewer calls than were learned."""
+        self.is_finished = True
+        if self._layouts is not None and len(self.paths) != len(self._layouts):
+            raise CallSequenceChangedError(self._layouts[len(self.paths)][0])
+        if self._earlier is not None and len(self._units) != len(self._earlier._units):
+            raise self._others(self._earlier._units[len(self._units)].name, "no call")
+
+    def _others(self, with_more: str, with_fewer: str) -> PrivacyError:
+        """Return the error for a model whose units are called in another order with one more example."""
+        pairs = ((with_more, self._size + 1), (with_fewer, self._size))
+        got = " and ".join(f"{path!r} with {size} examples" for path, size in pairs)
+        unit = with_fewer if with_more == "no call" else with_more
+        remedy = f"call each layer on all examples, or {REMEDY}"
+        return refused("the calls of layers", "not to depend on the examples", got, remedy, unit=unit)

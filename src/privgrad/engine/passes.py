@@ -1,0 +1,436 @@
+"""The forward and backward passes of the fast engine: from examples to factors, with layouts that an audit has learned.
+
+A pass trusts its layouts; `factored` decides when to learn and check them.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
+
+from privgrad.engine.capture import Capture
+from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.parametrized import JacobianNorms, Pulled
+from privgrad.engine.factors.weight_standardization import StandardizedWeight
+from privgrad.engine.layers.base import find_rule, takes_displacements
+from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
+from privgrad.engine.units import HvpTerms, Tap, units, use_of
+from privgrad.errors import PrivacyError
+from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
+from privgrad.gradient.contribution import Use
+from privgrad.gradient.factor import Dense, Factor, at_least_float32
+from privgrad.gradient.functional import differentiable, named_parameters, preserved, require_losses, trainable
+from privgrad.gradient.reference import shares
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, unseen
+from privgrad.processes import is_on_processor
+from privgrad.types import LossFunction, count_examples, map_examples
+
+_TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
+_FEW = 1 << 22  # floats of output gradients that are never split in two passes, however small the model is
+_ON_DEVICE = 1 << 26  # both of these numbers on a device other than the CPU, where a pass costs a fixed time
+
+
+class MemoryPlan:
+    """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
+
+    In all methods, `floats` is the number of floats of output gradients per example.
+
+    Args:
+        model: the module.
+        memory_mb: MiB for the data that grow with the number of examples: half for output gradients, half for
+            gradients that are kept from the norms to the sum. None: a multiple of the model's size.
+    """
+
+    def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
+        self._model = model
+        self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
+
+    def examples(self, usual_size: int, floats: int) -> int:
+        """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
+        together, few, size = self._limits()
+        most = max(1, together // max(1, floats))
+        if self._room is None and usual_size * floats > max(few, 12 * size):
+            # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
+            # ordinary training.
+            most = min(most, -(-usual_size // 2))
+        return -(-usual_size // -(-usual_size // most))
+
+    def displaced_examples(self, size: int, floats: int, written: int, *, exact: bool) -> int:
+        """Return the number of examples per pass with displaced parameters, at most the public number at the weights.
+
+        For each example, `written` parameters are written out. With `exact`, Hessian products are computed.
+        """
+        together, few, trained = self._limits()
+        if exact and size * floats > max(few, 2 * trained):
+            # The graph of the backward pass needs about as much memory as the graph of the forward pass.
+            size = -(-size // 2)
+        # Twice: the weights themselves, and their gradients.
+        return max(1, min(size, together // max(1, 2 * written)))
+
+    def room(self, floats: int) -> int:
+        """Return how many floats of written-out gradients per example may be kept from the norms to the sum."""
+        return floats // 4 if self._room is None else min(floats, self._room)
+
+    def _limits(self) -> tuple[int, int, int]:
+        """Return three numbers of floats: to hold for one pass, never to split in two passes, and trainable values."""
+        parameters = [parameter for _, parameter in named_parameters(self._model)]
+        size = sum(int(parameter.numel()) for parameter in parameters if parameter.requires_grad)
+        on_processor = all(map(is_on_processor, parameters[:1]))  # a model is on one device
+        together, few = (_TOGETHER, _FEW) if on_processor else (_ON_DEVICE, _ON_DEVICE)
+        return max(together, 4 * size) if self._room is None else self._room, few, size
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The result of a backward pass that can be differentiated again."""
+
+    taps: Sequence[Tap]
+    grads: Sequence[Tensor | None]  # at the taps; None for a tap that the losses do not reach
+    of_sources: Sequence[Tensor | None]  # of the taps' sources; None if there is none, or the losses do not reach it
+
+    @property
+    def detached(self) -> list[Tensor | None]:
+        """The gradients at the taps, without their graph."""
+        return [None if grad is None else grad.detach() for grad in self.grads]
+
+
+def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
+    """Compute the gradients of the summed losses at the taps and their sources, with a graph for a second pass."""
+    edges = [tap.edge for tap in taps]
+    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
+    grads = gradients_at([*edges, *sources], [losses.sum()], create_graph=True)
+    rest = iter(grads[len(taps) :])
+    return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
+
+
+def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
+    """Compute the gradients at the taps with the Hessian's terms added, and the other terms for the weight gradients.
+
+    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then
+    phi = sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight enters phi
+    twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which gives the
+    pair (d phi / d (gradient of x), b).
+    """
+    total = first.detached
+    # Only the gradient of phi is needed: <delta, d b> + <b, d delta>.
+    ends: list[Tensor] = []
+    others: list[Tensor] = []
+    for tap, grad in zip(first.taps, first.grads, strict=True):
+        delta = tap.delta(displacements) if tap.delta and grad is not None else None
+        if delta is not None:
+            pair = cast(Tensor, grad), delta.expand_as(cast(Tensor, grad))
+            for end, other in (pair, pair[::-1]):
+                if end.requires_grad:
+                    ends.append(end)
+                    others.append(other.detach().to(end.dtype))
+    if not ends:  # the losses are linear in all outputs: only the computation of weights has curvature
+        pairs = zip(first.taps, total, strict=True)
+        return total, [
+            HvpTerms(grad, None, displacements) if tap.curved and grad is not None else None for tap, grad in pairs
+        ]
+    inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
+    added = gradients_at([*(tap.edge for tap in first.taps), *inner], ends, others)
+    rest = iter(added[len(first.taps) :])
+    terms: list[HvpTerms | None] = []
+    for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
+        curved = next(rest) if back is not None and back.requires_grad else None
+        terms.append(HvpTerms(grad, curved, displacements) if tap.curved and grad is not None else None)
+    pairs = zip(total, added, strict=False)  # `added` continues with the gradients of the inner edges
+    return [grad if grad is None or add is None else grad + add for grad, add in pairs], terms
+
+
+_TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """The point at which each example's gradient is computed. The default is the current weights."""
+
+    radius: float | None = None  # the distance from the weights, along the example's own gradient
+    exact: bool = False  # whether to compute the Hessian's product with that displacement, instead of displacing
+    along: Mapping[str, Factor] | None = None  # a displacement by parameter name, one row per example
+    share: float = 0.0  # what multiplies `along`
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether the point differs from the weights."""
+        return self.radius is not None or self.along is not None
+
+    def doubled(self) -> "Point":
+        """Return the point in double precision."""
+        along = {name: Dense(factor.dense().double()) for name, factor in (self.along or {}).items()}
+        return replace(self, along=along or None)
+
+
+class Passes:
+    """The passes over one model and loss.
+
+    Args:
+        model: the module. Its forwards are replaced during a pass only.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        memory: says how many written-out gradients to keep.
+    Attributes:
+        layouts: where the tensors of each call hold the examples.
+        closed_forms: by id of a parameter from which a weight is computed, whether its gradient has a closed form. The
+            displacement of any other one is written out.
+        ambiguous: the number of examples in the last pass, if some tensor had another dimension of that size; else 0.
+        half: whether any output gradient of the last pass is in half precision.
+        floats: the number of floats of output gradients per example in the last pass.
+        norms: the norms of the Jacobians of computed weights.
+        uses: how the gradient of each parameter was computed in the last pass.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._memory = memory
+        self.norms = JacobianNorms()
+        self.layouts = LayoutCache()
+        self.closed_forms = dict[int, bool]()
+        self.half, self.floats, self.ambiguous = False, 0, 0
+        self.uses = dict[str, Use]()
+
+    @property
+    def tolerance(self) -> float:
+        """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
+        return _TOLERANCE_HALF if self.half else _TOLERANCE
+
+    def compute(self, examples: Any, point: Point) -> tuple[dict[str, Factor], Displacements | None]:
+        """Return the gradients at a point as factors, and the displacements of the parameters.
+
+        It raises CallSequenceChangedError if the model makes other calls than the current layouts have.
+        """
+        if point.radius is not None and point.exact:
+            return self._curved(examples, point.radius)
+        displacements = self._displacements(examples, point)
+        known = self.layouts.current
+        calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
+        capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self.norms)
+        with self._forward(capture, examples) as losses:
+            edges = [tap.edge for tap in capture.taps]
+            if not edges or not losses.requires_grad:
+                return {}, displacements
+            # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on a unit's output.
+            with refusing_in_place():
+                grads = gradients_at(edges, [losses.sum()])
+        return self._collected(losses, capture, grads), displacements
+
+    def inputs(self, examples: Any) -> dict[str, Factor]:
+        """Return factors with the inputs of each layer, and zeros as gradients of its outputs; errors as `compute`."""
+        known = self.layouts.current
+        capture = Capture(self._model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
+        with self._forward(capture, examples) as losses:
+            return self._collected(losses, capture, [tap.zeros for tap in capture.taps], room=0)
+
+    def learn(self, few: Any) -> None:
+        """Learn the layouts of a pass at the weights from a few examples."""
+        self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
+
+    def learn_displaced(self, few: Any, *, exact: bool) -> None:
+        """Learn the layouts of a pass with displaced parameters."""
+        vmapped = self.layouts.current.vmapped_units
+        vmapped = vmapped | {p for p, unit in units(self._model, vmapped) if not self._displaces_cheaply(unit, exact)}
+        self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
+
+    def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
+        """Return the displacements radius g_i / |g_i|, where |g_i| is the norm over all parameters."""
+        if not first:  # no example reaches a trainable parameter
+            return Displacements({}, torch.zeros(0))
+        parameters = trainable(self._model)
+        # Write out gradients that were pulled through a parametrization: they are needed more than once.
+        first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
+        share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
+        share_B = share_B.to(torch.promote_types(next(iter(parameters.values())).dtype, torch.float32))
+        if not bool(moving_B.all()):
+            first = {name: factor.mask(moving_B) for name, factor in first.items()}
+        return Displacements({id(parameters[name]): factor for name, factor in first.items()}, share_B)
+
+    def written_per_example(self, *, exact: bool) -> int:
+        """Return the number of parameters of which a pass with displaced parameters writes out one copy per example."""
+        each = [
+            unit
+            for _, unit in units(self._model)
+            if parametrize.is_parametrized(unit) or not self._displaces_cheaply(unit, exact)
+        ]
+        parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
+        return sum(p.numel() for p in parameters if not self.closed_forms.get(id(p), False))
+
+    def compute_first(self, few: Any) -> dict[str, Factor]:
+        """Return the factors at the weights, right after `learn`, with an error that explains why losses fail."""
+        try:
+            return self.compute(few, Point())[0]
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception:
+            self._require_runs(few)
+            raise
+
+    def _require_runs(self, few: Any) -> None:
+        """Raise UnsupportedModuleError if the losses fail because the engine replaces the forwards of units.
+
+        The same losses have succeeded with the unchanged layers. The usual cause is an output that a layer computes
+        once for all examples, and that has one row per example here. This only explains an error.
+        """
+        known = self.layouts.current
+        capture = Capture(self._model, known.calls or Calls(), count_examples(few), known.vmapped_units)
+        try:
+            with self._forward(capture, few):
+                return
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception as error:
+            got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            if (shared := self.shared(len(capture.record.paths))) is not None:
+                condition = "to be broadcast over the examples, not repeated"
+                raise refused(f"the shared output of '{shared}'", condition, got, REMEDY, unit=shared) from error
+            if capture.record.paths:
+                last = capture.record.paths[-1]
+                condition = "to have the output of the unchanged layer"
+                raise refused(f"the layer '{last}'", condition, got, REMEDY, unit=last) from error
+
+    def shared(self, before: int | None = None) -> str | None:
+        """Return the last unit among the first `before` calls that computes a value for all examples, for errors."""
+        calls = list(self.layouts.current.calls or Calls())[:before]
+        # A layout lists inputs, then outputs; () is unattributed. "unit[function]" is a call that errors cannot name.
+        shared = (path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1]))
+        return next((path for path in shared if "[" not in path), None)
+
+    def _displacements(self, examples: Any, point: Point) -> Displacements | None:
+        """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
+        if point.along is not None:
+            parameters, rows = trainable(self._model), next(iter(point.along.values())).examples
+            share_B = next(iter(parameters.values())).new_full((rows,), point.share)
+            along = {id(parameters[name]): factor for name, factor in point.along.items()}
+            return Displacements(along, at_least_float32(share_B))
+        if point.radius is None:
+            return None
+        with torch.random.fork_rng():  # both passes have the same random draws
+            first, _ = self.compute(examples, Point())
+        return self.displacements_of(first, point.radius)
+
+    def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
+        """Return the gradients plus their Hessians' products with the displacements, in one forward pass."""
+        calls, vmapped = self.layouts.current.displaced[True]
+        capture = Capture(self._model, calls, count_examples(examples), vmapped, curved=True, norms=self.norms)
+        with differentiable(twice=True), self._forward(capture, examples) as losses:
+            if not capture.taps or not losses.requires_grad:
+                return {}, Displacements({}, torch.zeros(0))
+            first = backward(losses, capture.taps)
+            found = self._collected(losses, capture, first.detached)
+            if not found:
+                return {}, Displacements({}, torch.zeros(0))
+            along = self.displacements_of(found, radius)
+            grads, terms = curvature(first, along)
+        return self._collected(losses, capture, grads, terms), along
+
+    @contextmanager
+    def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
+        """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
+        with torch.enable_grad(), preserved(self._model), capture:
+            losses = require_losses(self._loss_fn(self._model, examples), capture.size)
+            capture.finish()
+            self.ambiguous = capture.size if capture.record.is_ambiguous else 0
+            refuse_reentrant(losses)
+            _require_seen(losses, capture)
+            yield losses
+
+    def _collected(
+        self,
+        losses: Tensor,
+        capture: Capture,
+        grads: Sequence[Tensor | None],
+        terms: Sequence[HvpTerms | None] | None = None,
+        *,
+        room: int | None = None,
+    ) -> dict[str, Factor]:
+        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
+
+        Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
+        the memory plan says. Those of linear maps are kept if they are no larger than the gradient at their tap.
+        """
+        names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
+        self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
+        self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
+        factors: dict[str, Factor] = {}
+        self.uses = uses = dict[str, Use]()
+        vmapped = self.layouts.current.vmapped_units
+        room = self._memory.room(self.floats) if room is None else room
+        with torch.autocast(losses.device.type, enabled=False):
+            for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
+                _require_unwritten(tap)
+                if grad is None and tap.is_copy:
+                    grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
+                if grad is None:
+                    continue
+                own = terms[index] if terms else None
+                for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
+                    name = names[id(parameter)]
+                    uses[name] = use_of(tap, vmapped, uses.get(name))
+                    if factor.examples == 0:  # the unit was called on no rows
+                        factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
+                    if factor.examples != size:
+                        if factor.examples % size != 0:
+                            raise misplaced(tap.path, "rows that are no multiple of the number of examples")
+                        factor = factor.merge(factor.examples // size)
+                    if isinstance(factor, Outer):
+                        factor.keeps = parameter.numel() <= grad.numel() // size
+                    if factor.worth_keeping and parameter.numel() <= room:
+                        factor, room = factor.written_out(), room - int(parameter.numel())
+                    factors[name] = factors[name] + factor if name in factors else factor
+        return factors
+
+    def _learned(self, few: Any, vmapped: set[str]) -> Calls:
+        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
+
+        def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
+            capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
+            with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
+                self._loss_fn(self._model, batch)
+                capture.finish()
+            return capture.record
+
+        # The larger batch repeats an example: some models choose a layer's arguments by the values in the batch.
+        return recorded(few, recorded(map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few))).learned
+
+    def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
+        """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
+        if not exact and takes_displacements(unit):
+            return True
+        rule = find_rule(unit)
+        if rule is None or not rule.has_delta:
+            return False
+        if not exact or not parametrize.is_parametrized(unit):
+            return not exact or rule.is_bilinear
+        computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
+        originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
+        return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
+
+
+def _require_unwritten(tap: Tap) -> None:
+    """Raise UnsupportedModuleError if a tensor that the tap's factors need was written to since its call."""
+    for tensor, version in tap.inputs:
+        if tensor._version != version:
+            got = f"{tensor._version - version} in-place writes"
+            remedy = "work on a copy, as ordinary training requires too"
+            raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
+
+
+def _require_seen(losses: Tensor, capture: Capture) -> None:
+    """Raise an error if the graph of the losses reaches a parameter: the capture has not seen some use of it.
+
+    Units and copies are computed from detached parameters.
+    """
+    names = {id(parameter): name for name, parameter in capture.trained.items()}
+    for source in sources([losses]):
+        name = names.get(id(source))
+        if name is not None:
+            unit = name.rpartition(".")[0]
+            if not capture.record.needs_functions:  # no earlier batch needed to see the calls of functions
+                raise CallSequenceChangedError(unit)
+            raise unseen(name, capture.record.unattributed(unit))

@@ -1,0 +1,311 @@
+"""The values that a model computes once for all examples, and the torch functions that use them.
+
+Such values are its parameters, and what follows from them alone: a parameter that is expanded, a table of relative
+positions, a weight computed from other parameters. Where one meets the examples, each example gets its own copy, and
+the gradients at the copies are the per-example gradients. Copy i must depend on example i, the model and public numbers
+only, and in `for_each` no example's values may reach another example.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.batching_rules import OF_ALL
+from privgrad.gradient.functional import batched, unseen_by_checkpoints, version_of
+from privgrad.gradient.refusals import REMEDY, refused
+
+
+@dataclass
+class _Value:
+    tensor: Tensor
+    version: int
+    trained: bool
+    unit: str
+    compute: Callable[[], Tensor] | None  # its copies; None for a parameter, and while layouts are being learned
+    inputs: Sequence[tuple[Tensor, int]] = ()  # what it was computed from, with the versions
+    copies: Tensor | None = None
+    sources: frozenset[int] = frozenset()  # the ids of the parameters among these
+
+
+class SharedValues:
+    """The shared values of one forward pass.
+
+    A value keeps the graph of its parameters. So a use that is not seen leads from the losses to a parameter, and
+    `passes` refuses it.
+
+    Args:
+        parameters: pairs of a path and a trainable parameter; the path is that of the module that owns it.
+        copies_of: path and parameter -> its copies, shape (B, *P).
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
+        self._copies_of = copies_of
+        self._values = {
+            id(p): _Value(p, p._version, True, unit, None, sources=frozenset([id(p)])) for unit, p in parameters
+        }
+        self._parameters = set(self._values)
+
+    def __contains__(self, tensor: object) -> bool:
+        value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
+        # The forward of an autograd.Function is seen, but not its backward: its result has a graph only afterwards.
+        return value is not None and value.tensor.requires_grad == value.trained
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a trainable parameter."""
+        return id(tensor) in self._parameters
+
+    def unit(self, tensor: Tensor) -> str:
+        """Return the path of the module to blame for a value: the owner of its first parameter."""
+        return self._values[id(tensor)].unit
+
+    def sources(self, tensor: Tensor) -> frozenset[int]:
+        """Return the ids of the parameters that a value was computed from; none if it is no shared value."""
+        return self._values[id(tensor)].sources if tensor in self else frozenset()
+
+    def add(
+        self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
+    ) -> None:
+        """Add a value that was computed from shared values and from constants alone; a known value stays as it is.
+
+        Args:
+            tensor: the value, with the graph of its parameters.
+            unit: see `unit`.
+            compute: returns its copies, shape (B, *value). It runs at the first use, in the modes of the present.
+            inputs: the tensors that it reads.
+        """
+        if tensor not in self:
+            device = tensor.device.type
+            autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            modes = _Modes(device, torch.is_grad_enabled(), autocast, dtype)
+            delayed = None if compute is None else partial(_within, modes, compute)
+            versions = [(x, version_of(x)) for x in inputs]
+            sources = frozenset[int]().union(*map(self.sources, inputs))
+            value = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions, sources=sources)
+            self._values[id(tensor)] = value
+
+    def rewrite(
+        self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
+    ) -> None:
+        """Follow an operation that has changed a value in place, which is no parameter.
+
+        Its version was `version` before. `compute` takes the copies before, and returns those after as other tensors.
+        """
+        before = self._values[id(tensor)]
+        if before.version == version:  # else another operation changed it, through a view
+            del self._values[id(tensor)]
+            self.add(tensor, before.unit, lambda: compute(self._computed(before)), inputs)
+            self._values[id(tensor)].sources |= before.sources
+
+    def copies(self, tensor: Tensor) -> Tensor:
+        """Return one copy of a value for each example, shape (B, *value); refuse a value that was written to."""
+        value = self._values[id(tensor)]
+        if value.version != tensor._version:
+            raise _written_to(value.unit)
+        return self._computed(value)
+
+    def _computed(self, value: _Value) -> Tensor:
+        """Return the copies of a value as it was when it was added."""
+        if value.copies is None:
+            if any(version_of(x) != version for x, version in value.inputs):
+                raise _written_to(value.unit)
+            compute = value.compute
+            value.copies = self._copies_of(value.unit, value.tensor) if compute is None else compute()
+        return value.copies
+
+
+def _written_to(unit: str) -> UnsupportedModuleError:
+    # The write was through a view, or after the value was read.
+    name, remedy = f"what '{unit}' computes once", f"work on a copy, or {REMEDY}"
+    return refused(name, "not to be changed in place", "an in-place write", remedy, unit=unit)
+
+
+class _Modes(NamedTuple):
+    """The modes that decide how an operation is computed."""
+
+    device: str
+    grad: bool
+    autocast: bool
+    dtype: torch.dtype
+
+
+def _within(modes: _Modes, compute: Callable[[], Tensor]) -> Tensor:
+    autocast = torch.autocast(modes.device, modes.dtype, enabled=modes.autocast)
+    with unseen_by_checkpoints(), torch.set_grad_enabled(modes.grad), autocast:
+        return compute()
+
+
+# Functions that read no values, so that shared values need no copies there. Their calls are not recorded.
+_METADATA = {
+    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_meta", "is_mps", "is_quantized", "is_nested", "_version", "nbytes"),
+    *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "is_contiguous"),
+    *("is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "data_ptr", "untyped_storage"),
+    *("__len__", "__hash__", "__repr__", "__format__", "_is_view", "new_zeros", "new_ones", "new_empty", "new_full"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+}
+
+
+class Additive(TorchFunctionMode):
+    """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters.
+
+    The rule of the unit adds up the gradients of all examples at these weights. A hook would see this sum, and need not
+    be additive. The unit at `path` is then taken whole, and computed for each example.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OF_ALL:
+            raise _of_all(self._path, func)
+        return func(*args, **(kwargs or {}))
+
+
+class Call(NamedTuple):
+    """A call: the function's name or the unit's path, and the shapes of the tensors in its arguments and result."""
+
+    name: str
+    shapes: tuple[torch.Size, ...]
+
+
+class FunctionCalls(TorchFunctionMode):
+    """A mode that passes calls with a shared value among their arguments to `take`, and uses its result.
+
+    Args:
+        shared: the shared values of the pass.
+        take: function, args, kwargs -> the result of the call.
+        record: a list for all calls, which are not passed to `take` then; None: no record.
+    Attributes:
+        count: the number of calls so far, of any function but those of `_METADATA`.
+    """
+
+    def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], record: list[Call] | None) -> None:
+        super().__init__()
+        self._shared, self._take, self._record = shared, take, record
+        self.count, self._is_paused = 0, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or (name := name_of(func)) in _METADATA:
+            return func(*args, **kwargs)
+        if func is Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
+        self.count += 1
+        if func in OF_ALL and args[0] in self._shared:
+            raise _of_all(self._shared.unit(args[0]), func)
+        if self._record is not None:
+            output = func(*args, **kwargs)
+            self._record.append(Call(name, tuple(x.shape for x in tensors_in([args, kwargs, output]))))
+            return output
+        if self._has_shared(args) or (kwargs and self._has_shared(kwargs.values())):
+            return self._take(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _has_shared(self, arguments: Any) -> bool:
+        """Return whether a shared value is among the arguments, or in tuples and lists among them."""
+        for argument in arguments:
+            if argument in self._shared:
+                return True
+            if isinstance(argument, tuple | list) and self._has_shared(argument):
+                return True
+        return False
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Let all calls pass, for a unit whose parameters the engine handles itself."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+
+def _of_all(unit: str, func: Any) -> UnsupportedModuleError:
+    name, condition = f"what '{unit}' computes once", "to have no hooks, and no operations on memory"
+    return refused(name, condition, name_of(func), f"leave them out, or {REMEDY}", unit=unit)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a torch function or of a tensor's attribute."""
+    name = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def for_each(
+    func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
+) -> tuple[list[Tensor], Any]:
+    """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
+
+    Args:
+        func: the function.
+        args: its arguments; `inputs` replaces the tensors among them, in order.
+        kwargs: the same.
+        inputs: pairs of a tensor and the dimension of its examples, 0; None: the same for each example.
+    Returns:
+        The tensors in the result, with the examples in dimension 0; and a function that puts others in their place.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    found: Any = None
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        nonlocal found
+        remaining = iter(tensors)
+        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own_args, own_kwargs = tree_unflatten(filled, structure)
+        found = tree_flatten(func(*own_args, **own_kwargs))
+        if func is Tensor.__setitem__:  # it returns nothing, but vmap needs a result
+            return [own_args[0]]
+        return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
+
+    if func in _BROADCAST:
+        dims = max(x.dim() - (dim is not None) for x, dim in inputs)
+        produced = call(
+            *(x if dim is None else x.view(len(x), *[1] * (dims + 1 - x.dim()), *x.shape[1:]) for x, dim in inputs)
+        )
+    else:
+        with unseen_by_checkpoints():
+            produced = batched(call, tuple(dim for _, dim in inputs))(*(tensor for tensor, _ in inputs))
+
+    def rebuilt(tensors: Sequence[Tensor]) -> Any:
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
+
+    return ([] if func is Tensor.__setitem__ else produced), rebuilt
+
+
+def for_one_example(func: Any, args: Any, dim: int, rows: int) -> Any:
+    """Return the arguments of a call that repeats a tensor for the examples, changed to one example's.
+
+    An example has `rows` rows in dimension `dim` of the result.
+    """
+    if name_of(func) not in ("expand", "broadcast_to", "repeat", "tile"):
+        return args
+    sizes = list(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
+    own = args[0].shape[dim - len(sizes)] if len(sizes) - dim <= args[0].dim() else 1
+    sizes[dim] = rows if name_of(func) in ("expand", "broadcast_to") else rows // own
+    return (args[0], sizes)
+
+
+# Functions whose inputs broadcast, so that a further dimension in front keeps examples apart.
+_BROADCAST = {
+    *(Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add, Tensor.add_, torch.add),
+    *(Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, Tensor.sub, Tensor.sub_, torch.sub),
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul, Tensor.mul_, torch.mul),
+    *(Tensor.__truediv__, Tensor.__rtruediv__, Tensor.__itruediv__, Tensor.div, Tensor.div_, torch.div),
+    *(torch.where, Tensor.where, F.scaled_dot_product_attention),
+}

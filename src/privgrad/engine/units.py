@@ -1,0 +1,465 @@
+"""The units of a model, whose calls the fast engine computes itself: by a layer's rule, or by vmap.
+
+`units` finds them. `LayerCall` is one call by a rule: row i of its factors must depend on example i only. `VmappedUnit`
+is one call by vmap, with a copy of the parameters for each example: no attribute and no argument may carry one
+example's values to another example. A `Tap` is a place in the graph where a gradient is computed. A parameter that is
+in no unit, or in two, is used by functions (see `capture`) or refused.
+"""
+
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
+from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
+from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
+from privgrad.engine.layers.base import Rule, add_to, displacement_of, find_forward, find_rule, is_built_in
+from privgrad.engine.shared_values import Additive
+from privgrad.errors import PrivacyError
+from privgrad.gradient.autograd_graph import is_additive, sources
+from privgrad.gradient.contribution import Use
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.functional import (
+    Mended,
+    batched,
+    named_parameters,
+    own_parameters,
+    preserved,
+    unseen_by_checkpoints,
+    version_of,
+    weight_hooks,
+)
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused
+
+
+@dataclass
+class Tap:
+    """A place in the graph where a gradient is computed, with the function from it to gradients of parameters."""
+
+    path: str  # the unit's, for messages
+    edge: GradientEdge  # where the gradient is computed
+    zeros: Tensor  # a gradient of zeros at the edge; it takes no memory
+    # gradient at the edge -> factors by parameter; if `curved`, HvpTerms are its second argument
+    factors: Callable[..., Mapping[Tensor, Factor]]
+    inputs: list[tuple[Tensor, int]]  # the tensors that `factors` uses, with their versions, to detect in-place writes
+    # for Hessian products: displacements of the parameters -> their effect on this tensor, to first order
+    delta: Callable[[Displacements], Tensor | None] | None = None
+    source: Tensor | None = None  # for Hessian products: the unit's input, if gradients flow to it
+    curved: bool = False  # whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge
+    is_copy: bool = False  # whether it leads to copies of a parameter; their gradients are zero if no loss uses it
+    # the functions that need these copies, each with what would be faster; for `use_of`
+    functions: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class HvpTerms:
+    """The terms that a Hessian-vector product adds to a layer's gradients, besides the gradient at its output."""
+
+    first: Tensor  # the gradient at the output, without the Hessian's part
+    source: Tensor | None  # what multiplies `first` in the weight gradient, if anything does
+    displacements: Displacements  # of the parameters: the vectors of the product
+
+
+_RULE = Use("rule")
+
+
+def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
+    """Return how a tap computes gradients, or the parameter's other taps so far if their way is slower."""
+    if not tap.is_copy:
+        return other or _RULE
+    if tap.path in vmapped_units:
+        return Use("whole", tap.path)
+    if other is not None and other.way == "whole":
+        return other
+    remedies = dict.fromkeys(tap.functions.values())
+    remedy = "" if "" in remedies else ", ".join(remedies)
+    return Use("copies", tap.path, ", ".join(tap.functions), remedy, tap.zeros[:1].numel())
+
+
+def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the units with their paths: modules with a rule or a forward of their own, and those that are taken whole.
+
+    Each unit is yielded once. No module within a unit is a unit elsewhere.
+    """
+    seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
+    yield from _units(model, "", whole, seen)
+
+
+def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(model) in seen:
+        return
+    seen.add(id(model))
+    if path in whole or find_forward(model) is not None or (_owns(model) and find_rule(model) is not None):
+        if any(p.requires_grad for _, p in named_parameters(model)):
+            yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
+
+
+def _owns(module: nn.Module) -> bool:
+    """Return whether a module has trainable parameters of its own, or weights computed from such."""
+    return any(p.requires_grad for p in own_parameters(module).values()) or parametrize.is_parametrized(module)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
+_FIXED = (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Generator)
+_MOST = 10_000  # most objects to examine per argument
+
+
+class Watched:
+    """A record of the contents of a layer's arguments, to detect that its forward changes one, such as a cache.
+
+    If one example's pass fills an argument, the next example reads it.
+    """
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        # Tensors, numbers, functions and modules are skipped.
+        self._before = [(leaf, _reached(leaf)) for leaf in leaves if not isinstance(leaf, (Tensor, *_FIXED))]
+
+    def changed(self) -> str | None:
+        """Return the class name of the first argument whose contents have changed; None if none has."""
+        for leaf, reached in self._before:
+            if not all(_same(_parts(holder), parts) for holder, parts in reached):
+                return type(leaf).__name__
+        return None
+
+
+def _reached(leaf: Any) -> list[tuple[Any, list[tuple[Any, Any]]]]:
+    """List (holder, its parts) for all objects that can be reached from a leaf."""
+    found: list[tuple[Any, list[tuple[Any, Any]]]] = []
+    waiting, seen = [leaf], {id(leaf)}
+    while waiting and len(found) < _MOST:
+        holder = waiting.pop()
+        found.append((holder, parts := _parts(holder)))
+        for _, part in parts:
+            if not isinstance(part, _FIXED) and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+    return found
+
+
+def _parts(holder: Any) -> list[tuple[Any, Any]]:
+    """List the contents of a holder as (key, value); for a tensor, its version, which counts writes."""
+    if isinstance(holder, Tensor):
+        return [("version", version_of(holder))]
+    parts: list[tuple[Any, Any]] = list(getattr(holder, "__dict__", {}).items())
+    for kind in type(holder).__mro__:
+        slots = cast("Iterable[str]", vars(kind).get("__slots__", ()))
+        parts += [(name, getattr(holder, name, None)) for name in slots if isinstance(slots, tuple | list)]
+    if isinstance(holder, Mapping):
+        parts += list(cast("Mapping[Any, Any]", holder).items())
+    elif isinstance(holder, list | tuple | set | frozenset | deque):
+        parts += [("item", item) for item in cast("Iterable[Any]", holder)]
+    return parts
+
+
+def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
+    """Return whether two lists of `_parts` hold the same objects or equal plain values, in the same order."""
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(_alike(a[0], b[0]) and _alike(a[1], b[1]) for a, b in pairs)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+
+
+class VmappedUnit:
+    """One call of a unit by vmap. The gradients at each example's copy of the parameters are its gradients.
+
+    Args:
+        path: the unit's path, for messages.
+        module: the unit.
+        forward: the unit's own forward.
+        arguments: the arguments of the call, as (args, kwargs).
+    Attributes:
+        tensors: the tensors among the arguments.
+    """
+
+    def __init__(self, path: str, module: nn.Module, forward: Any, arguments: Any) -> None:
+        self._path = path
+        self._module = module
+        self._forward = forward
+        self._arguments = arguments
+        self._leaves, self._structure = tree_flatten(arguments)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._watched = Watched(self._leaves)
+        self._unit = _Unit(module, forward)
+        self._frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+        self._found: Any = None  # the leaves and the structure of the last output
+
+    def plain(self) -> Any:
+        """Return the output for all examples together, without per-example gradients."""
+        args, kwargs = self._arguments
+        output = self._forward(*args, **kwargs)
+        require_unchanged(self._path, self._watched)
+        return output
+
+    def output(self, copies: Mapping[str, Tensor], inputs: Sequence[tuple[Tensor, int | None]], size: int) -> Any:
+        """Return the tensors in the output, each with the B examples in dimension 0.
+
+        Args:
+            copies: each example's own trained parameters by name, of shape (B, *P).
+            inputs: the tensors among the arguments, with the dimension of their examples; None: all examples share it.
+            size: B.
+        """
+        # Dropout draws in the order of memory, and BAM's second pass needs equal draws.
+        tensors, dims = [x.contiguous() for x, _ in inputs], [dim for _, dim in inputs]
+        versions = [x._version for x in tensors]
+        try:
+            with self._isolated(), unseen_by_checkpoints():
+                produced = batched(self._single, (0, *dims), module=self._module)(copies, *tensors)
+        except Exception:  # an operation without a rule in vmap
+            require_unchanged(self._path, self._watched)
+            if writes := sum(x._version - version for x, version in zip(tensors, versions, strict=True)):
+                name, got = f"the input of '{self._path}'", f"{writes} in-place writes"
+                raise refused(name, "not to be changed in place", got, f"work on a copy, or {REMEDY}") from None
+            produced = self._one_by_one(copies, tensors, dims, size)
+        require_unchanged(self._path, self._watched)
+        return produced
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the last output, with these tensors in place of its own."""
+        remaining, (leaves, structure) = iter(tensors), self._found
+        return tree_unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+    def _single(self, parameters: Mapping[str, Tensor], *inputs: Tensor) -> list[Tensor]:
+        """Return the tensors in one example's output, and note its structure."""
+        remaining = iter(inputs)
+        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(filled, self._structure)
+        state = {f"module.{name}": p for name, p in (*parameters.items(), *self._frozen.items())}
+        self._found = tree_flatten(functional_call(self._unit, state, args, kwargs))
+        return [leaf for leaf in self._found[0] if isinstance(leaf, Tensor)]
+
+    def _one_by_one(
+        self, copies: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
+    ) -> list[Tensor]:
+        """Return the tensors in the outputs of all examples, each computed by itself."""
+        rows: list[list[Tensor]] = []
+        for i in range(size):
+            own = [x if dim is None else x[i].clone() for x, dim in zip(inputs, dims, strict=True)]
+            try:
+                with Mended(several=False), self._isolated():  # sparse gradients of single examples cannot be stacked
+                    rows.append(self._single({name: p[i].clone() for name, p in copies.items()}, *own))
+            except PrivacyError:
+                raise
+            except Exception as error:
+                got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise refused(f"'{self._path}'", "to run on one example", got, REMEDY, unit=self._path) from error
+            require_unchanged(self._path, self._watched)
+        if len({len(row) for row in rows}) != 1:  # the outputs differ in their number of tensors
+            raise CallSequenceChangedError(self._path) from None
+        return [torch.stack(row) for row in zip(*rows, strict=True)]
+
+    def _isolated(self) -> AbstractContextManager[None]:
+        """Undo changes of attributes: they hold one example's values, which must not reach others in the loop."""
+        return preserved(self._module, self._path, but=("_parameters", "_buffers"))
+
+
+class _Unit(nn.Module):
+    """A module with a given forward, so that functional_call can replace its parameters around that forward."""
+
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+        self._computed = weight_hooks(vars(module))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # torch's old weight_norm and spectral_norm compute a weight in a hook; here again, from replaced parameters.
+        before = {name: getattr(self.module, name) for name in self._computed}
+        try:
+            for hook in self._computed.values():
+                hook(self.module, args)
+            return self._forward(*args, **kwargs)
+        finally:
+            for name, weight in before.items():
+                setattr(self.module, name, weight)
+
+
+def copies_of(parameter: Tensor, size: int, displacements: Displacements | None) -> Tensor:
+    """Return each example's own copy of a parameter, displaced if it moves; shape (B, *P), with gradients."""
+    own, displacement = parameter.detach(), displacement_of(parameter, displacements)
+    copies = own.expand(size, *own.shape) if displacement is None else displacement.added_to(own)
+    return copies.requires_grad_()
+
+
+def dense_displacement(parameter: Tensor, displacements: Displacements) -> Tensor | None:
+    """Return each example's displacement of a parameter, shape (B, *P); None if it does not move."""
+    displacement = displacement_of(parameter, displacements)
+    return None if displacement is None else displacement.dense()
+
+
+def written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
+    """Return the factor of a parameter whose gradients are written out."""
+    return {parameter: Dense(grads_BP)}
+
+
+def require_unchanged(path: str, watched: Watched) -> None:
+    """Raise UnsupportedModuleError if a unit changed an argument: examples could then read each other's values."""
+    kind = watched.changed()
+    if kind is not None:
+        remedy = f"call it without (model.config.use_cache = False for a cache of transformers), or {REMEDY}"
+        condition, got = "to stay unchanged during its forward", f"a changed {kind}"
+        raise refused(f"the arguments of '{path}'", condition, got, remedy, unit=path)
+
+
+class LayerCall:
+    """One call of a layer by its rule, with detached weights.
+
+    A call refers neither to its output nor to the `Capture` that made it. A cycle of references would keep the pass in
+    memory until garbage collection.
+
+    Args:
+        path: the layer's path, for messages.
+        rule: the layer's rule.
+        layer: the module, or the options of a functional call.
+        weights: the layer's weights by name; a weight may be computed from parameters, and then has a graph.
+        x: the input, with examples in dimension 0.
+        norms: measured norms of Jacobians.
+        curved: whether the call is part of a Hessian product.
+    Attributes:
+        x: the input that the gradients of the weights are computed from.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rule: Rule,
+        layer: Any,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        norms: JacobianNorms,
+        *,
+        curved: bool,
+    ) -> None:
+        self._path = path
+        self._layer = layer
+        self._weights = weights
+        self._norms = norms
+        self._curved = curved
+        self._detached = {name: w.detach().requires_grad_(w.requires_grad) for name, w in weights.items()}
+        self._parametrizations = _parametrizations(layer, weights)
+        known = {name: StandardizedWeight.of(own) for name, own in self._parametrizations.items()}
+        self._standardized = {name: weight for name, weight in known.items() if weight is not None}
+        self._per_sample: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
+        self._rule, self.x = rule.bilinear(layer, x) if curved else (rule, x)
+        if curved and self.x.requires_grad:
+            self.x = cast(Tensor, torch.ops.aten._unsafe_view(self.x, self.x.shape))  # a node for this layer only
+
+    def forward(self, displacements: Displacements | None) -> Tensor:
+        """Return the output, at each example's own parameters if these are displaced."""
+        if displacements is not None:
+            self._per_sample = self._per_sample_weights(displacements)
+            moved = displacements.of(self._weights)
+            moved |= {name: weight.displacement() for name, weight in self._per_sample.items()}
+            if moved:
+                return self._rule.moved(self._layer, self._detached, moved, self.x)
+        return self._rule.forward(self._layer, self._detached, self.x)
+
+    def factors(self, grad: Tensor, terms: HvpTerms | None = None) -> dict[Tensor, Factor]:
+        """Return the factors of the trained parameters, also of those from which a weight is computed."""
+        x, found = self.x.detach(), dict[Tensor, Factor]()
+        for name, weight in self._weights.items():
+            if weight.requires_grad:
+                add_to(found, self._of_weight(name, weight, x, grad, terms))
+        return found
+
+    def delta(self, displacements: Displacements) -> Tensor | None:
+        """Return the change of the output when each example's parameters move, to first order; None if none moves."""
+        found = displacements.of(self._weights)
+        for name, own in self._standardized.items():
+            if own_displacements := displacements.of(own.own):
+                if not own.knows(own_displacements):  # the layer has more calls than for earlier examples
+                    raise CallSequenceChangedError(self._path)
+                found[name] = own.tangent(own_displacements)
+        return self._rule.delta(self._layer, found, self.x) if found else None
+
+    def _of_weight(
+        self, name: str, weight: Tensor, x: Tensor, grad: Tensor, terms: HvpTerms | None
+    ) -> Mapping[Tensor, Factor]:
+        """Return the factors of the parameters from which a weight is computed; of the weight itself if it is one."""
+        factor, more = self._factor(name, x, grad), None
+        if terms is not None and terms.source is not None and name == "weight":
+            more = self._rule.factor(self._layer, name, self._detached, terms.source, terms.first)
+        if name in self._per_sample:
+            return self._per_sample[name].pull(factor)
+        standardized = self._standardized.get(name)
+        if standardized is not None and terms is not None:
+            return standardized.curved(factor, more, terms.displacements.of(standardized.own))
+        if standardized is not None and (self._curved or standardized.takes(factor)):
+            return standardized.pull(factor)
+        total = factor if more is None else factor + more
+        if weight.grad_fn is None:
+            return {weight: total}
+        return _pulled(total, weight, self._norms, (self._path, name), standardized)
+
+    def _factor(self, name: str, x: Tensor, grad: Tensor) -> Factor:
+        """Return what the rule returns for a weight; refuse a user's rule that returns anything but its gradients."""
+        if is_built_in(self._rule):
+            return self._rule.factor(self._layer, name, self._detached, x, grad)
+        rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
+        condition, remedy = f"to return the gradients of {name!r}, shape (B, *{shape})", "correct the rule"
+        try:
+            found = cast("object", self._rule.factor(self._layer, name, self._detached, x, grad))
+        except Exception as error:
+            raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), remedy) from error
+        if not isinstance(found, Factor):
+            remedy = "return Dense, Outer or another factor of privgrad.gradient"
+            raise refused(rule, "to return a Factor", type(found).__name__, remedy)
+        if (found.examples, tuple(found.shape)) != (len(grad), shape):
+            raise refused(rule, condition, f"shape {(found.examples, *found.shape)}", remedy)
+        return found
+
+    def _per_sample_weights(self, displacements: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
+        """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""
+        found: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
+        for name, parametrization in self._parametrizations.items():
+            moved = displacements.of({n: p for n, p in parametrization.named_parameters() if p.requires_grad})
+            if moved:
+                known = self._standardized[name].moved(moved) if name in self._standardized else None
+                found[name] = known or PerSampleWeight(parametrization, moved, self._weights[name])
+        return found
+
+
+def weights_of(path: str, module: nn.Module, rule: Rule) -> dict[str, Tensor]:
+    """Return the weights that a layer's rule knows, by name; a parametrization may compute one, see `Additive`."""
+    with Additive(path) if parametrize.is_parametrized(module) else nullcontext():
+        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+    return {name: weight for name, weight in read.items() if weight is not None}
+
+
+def _parametrizations(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, nn.Module]:
+    """Return the layer's parametrizations that compute one of these weights, by the name of the weight."""
+    if not (isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)):
+        return {}
+    return {name: own for name, own in cast(nn.ModuleDict, layer.parametrizations).items() if name in weights}
+
+
+def _pulled(
+    factor: Factor, weight: Tensor, norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None
+) -> dict[Tensor, Factor]:
+    """Return the factors of the parameters from which a weight is computed, given the factor of the weight."""
+    leaves = {id(source): source for source in sources([weight])}.values()
+    # One backward pass for the sum of all examples is right only if it is additive and rounds little.
+    apart = not is_additive(weight) or any(x.itemsize < 4 or x._backward_hooks for x in (weight, *leaves))
+    sums, found = SharedSums(factor), dict[Tensor, Factor]()
+    for leaf in leaves:
+        place = (*key, id(leaf))
+        rows = partial(norms.rows, place) if known is None else known.rows_of
+        jacobian = Jacobian(weight, leaf, partial(norms.of, place), None if apart else rows)
+        found[leaf] = Pulled(factor, jacobian, apart=apart, sums=sums)
+    return found

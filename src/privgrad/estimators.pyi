@@ -1,0 +1,1 @@
+from privgrad.heads.sklearn import *

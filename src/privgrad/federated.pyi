@@ -1,0 +1,1 @@
+from privgrad.perturb.local_training import *

@@ -1,0 +1,1 @@
+from privgrad.optim.filters import *

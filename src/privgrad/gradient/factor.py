@@ -1,0 +1,598 @@
+"""The interface of factored per-example gradients, and the factors that fit any parameter.
+
+Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
+parameter. Everything here is computed in float32 or wider, and is NOT private.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from privgrad.processes import AT_ONCE, is_on_processor
+
+_BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
+_CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
+CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
+TINY = 1e-15  # the square of a norm below this loses digits in float32
+_LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
+
+TERMS = 256  # in one part
+_FEW_TERMS = 32  # in one part of a narrow product
+_NARROW = 32  # outputs or inputs
+_JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
+_SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once
+
+
+def examples_per_block(floats: int, like: Tensor | None = None) -> int:
+    """Return how many examples of `floats` numbers to write out together, at least one.
+
+    On the CPU they stay in a core's cache.
+
+    Args:
+        floats: per example.
+        like: a tensor on the same device; None: the CPU.
+    """
+    most = _CACHED if like is None or is_on_processor(like) else AT_ONCE
+    return max(1, most // max(1, floats))
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own dtype if that is wider."""
+    wide_enough = tensor.dtype in (torch.float32, torch.float64)
+    return tensor if wide_enough else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def masked(x: Tensor, kept_B: Tensor) -> Tensor:
+    """Return x with zeros for every example that is not kept."""
+    return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+
+
+def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
+    """Return the indices of norms that may be wrong because squares underflow or overflow in float32.
+
+    Such a norm is a tiny share of its bound, or is not finite although its bound is.
+    """
+    lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
+    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
+
+
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x with each row divided by its largest absolute entry, and these entries in float64."""
+    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return x / largest, largest[:, 0].double()
+
+
+def float64_norms(x: Tensor) -> Tensor:
+    """Return the norm over the last dimension, summed in float64.
+
+    Nothing overflows, underflows or is lost in the sum.
+    """
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
+
+
+def native_norms(x: Tensor) -> Tensor:
+    """Return the norm over the last dimension, in the precision of x."""
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
+
+
+def position_norms(x: Tensor) -> Tensor:
+    """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
+
+    On the CPU, only norms that are tiny or not finite are summed in float64; the others are `native_norms`. The number
+    of examples, the first dimension, must not decide: the bounds of all others would be rounded differently.
+    """
+    if not is_on_processor(x):
+        parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
+        return torch.cat([float64_norms(part) for part in parts])
+    norms = native_norms(x).double()
+    lost = (norms < TINY) | ~torch.isfinite(norms)
+    if bool(lost.any()):
+        norms[lost] = float64_norms(x[lost])
+    return norms
+
+
+def sum_over(x: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension, in an order that does not depend on the rest of the batch.
+
+    torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
+    example's positions depends on its column and on the batch size. A contiguous copy prevents this.
+    """
+    return x.contiguous().sum(dim)
+
+
+def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
+    """Return the norm of each example's gradient, shape (B,), float64.
+
+    Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
+    with many small entries, by 2 % at 1e8 parameters. A float64 copy of the gradients would cost half as much time as
+    computing them.
+
+    Args:
+        grads_BP: the gradients, shape (B, *P).
+        inverse_scales: multiplied with each gradient first, shape P; None is 1.
+    """
+    if inverse_scales is not None:
+        grads_BP = grads_BP * inverse_scales
+    grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+    if not is_on_processor(grads_BP) and grads_BP.shape[1] < _BLOCK:  # this takes less time than to look at the norms
+        return float64_norms(grads_BP)
+    norm_B = _blockwise_norms(grads_BP)
+    # Squares of entries below 1e-19 vanish in float32: compute the norms of such rows again.
+    if len(norm_B) > 0 and float(norm_B.min()) < TINY:
+        tiny = (norm_B < TINY).nonzero()[:, 0]
+        norm_B[tiny] = float64_norms(grads_BP[tiny])
+    return norm_B
+
+
+def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None) -> Tensor:
+    """Return the norms of gradients that come in parts of the examples, none larger than the first.
+
+    They are those of `norms_of`. The products with the scales are written to the same memory, part after part, since
+    new memory takes as long to allocate as to fill. The gradients may belong to others and are never written to.
+    """
+    if inverse_scales is None:
+        return torch.cat([norms_of(grads_BP) for grads_BP in parts])
+    found, scratch = list[Tensor](), None
+    for grads_BP in parts:
+        # Do not hold the product of a huge gradient while the next is computed. Elsewhere, new memory costs nothing.
+        if grads_BP.numel() > _CACHED or not is_on_processor(grads_BP):
+            found.append(norms_of(grads_BP, inverse_scales))
+            continue
+        if scratch is None:
+            dtype = torch.result_type(grads_BP, inverse_scales)
+            scratch = torch.empty(grads_BP.shape, dtype=dtype, device=grads_BP.device)
+        with torch.no_grad():  # torch refuses to write into given memory where it records a graph
+            scaled_BP = torch.mul(grads_BP, inverse_scales, out=scratch[: len(grads_BP)])
+        found.append(norms_of(scaled_BP))
+    return torch.cat(found)
+
+
+def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
+    """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
+    return square_B < CANCELED * terms_B.square()
+
+
+def largest_scale(inverse_scales: Tensor | None) -> float:
+    """Return the largest of the inverse scales, or 1 if there are none."""
+    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
+
+
+def merged(x: Tensor, parts: int) -> Tensor:
+    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
+    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
+
+
+def flattened(grads_BP: Tensor) -> Tensor:
+    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
+    return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+
+
+def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
+    """Return b^T a, shape (O, I), added in parts of at most 256 terms; in float64 if there are many parts.
+
+    A kernel may add one term after the other, and rounds each time to the resolution of the total so far. With k terms
+    in a part, the errors of all terms are at most 2^-24 (k + 7) of their summed norms. One more example moves all later
+    terms to other places of their parts, so all of these errors may change.
+
+    Narrow products are vector products to most libraries. These add up a few terms before they add them to the total,
+    which makes errors of repeated terms many times larger. Narrow parts are shorter, because short parts cost nothing
+    there.
+    """
+    terms, shape = len(a_NI), (b_NO.shape[1], a_NI.shape[1])
+    narrow = min(shape) <= _NARROW
+    size = _FEW_TERMS if narrow else TERMS
+    if terms <= size or a_NI.dtype == torch.float64:
+        return b_NO.mT @ a_NI
+    if narrow or shape[0] * shape[1] <= _SMALL_PRODUCT:
+        whole = terms // size * size
+        b_PKO, a_PKI = b_NO[:whole].reshape(-1, size, shape[0]), a_NI[:whole].reshape(-1, size, shape[1])
+        total = torch.bmm(b_PKO.mT, a_PKI).sum(0, dtype=torch.float64)
+        return total if whole == terms else total.add_(b_NO[whole:].mT @ a_NI[whole:])
+    parts = list(zip(b_NO.split(size), a_NI.split(size), strict=True))
+    sums = (_joined(parts[start : start + _JOINED_PARTS]) for start in range(0, len(parts), _JOINED_PARTS))
+    total = next(sums)
+    for more in sums:
+        total = total.double().add_(more)
+    return total
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum of b^T a over a few parts, joined in float32."""
+    b_KO, a_KI = parts[0]
+    total = b_KO.mT @ a_KI
+    for b_KO, a_KI in parts[1:]:
+        total.addmm_(b_KO.mT, a_KI)
+    return total
+
+
+def sum_of_rows(weight_B: Tensor, rows_BI: Tensor) -> Tensor:
+    """Return the weighted sum of rows, shape (I,), like `sum_of_products`."""
+    return sum_of_products(weight_B.to(rows_BI.dtype)[:, None], rows_BI)[0]
+
+
+def added_up(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of the tensors."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _blockwise_norms(grads_BP: Tensor) -> Tensor:
+    """Return the norm of each row, float64: blocks are summed in the rows' own precision and joined in float64."""
+    count = grads_BP.shape[1] // _BLOCK
+    if count == 0:
+        return native_norms(grads_BP).double()
+    blocks = grads_BP[:, : count * _BLOCK].reshape(len(grads_BP), count, _BLOCK)
+    parts = [native_norms(blocks), native_norms(grads_BP[:, count * _BLOCK :])[:, None]]
+    return float64_norms(torch.cat(parts, dim=1))
+
+
+Examples = slice | Tensor  # a range of examples, or their indices
+
+
+class Factor(ABC):
+    """The gradients g_i of B examples with respect to one parameter.
+
+    A subclass implements the abstract methods, and overrides others where it knows a cheaper way than `dense`.
+
+    Attributes:
+        examples: B.
+        shape: P.
+        usual_terms: what clipping expects of `term_bound` at most, in C; examples with more are summed one by one.
+    """
+
+    usual_terms: ClassVar[float] = 4.0
+    _terms: ClassVar[int] = TERMS  # in one part of `sum_in_parts`
+
+    def __init__(self, examples: int, shape: torch.Size) -> None:
+        self.examples, self.shape = examples, shape
+
+    @abstractmethod
+    def __getitem__(self, examples: Examples) -> "Factor":
+        """Return the gradients of some of the examples."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the gradients written out in full: grads_BP, shape (B, *P)."""
+
+    @abstractmethod
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        """Return the sum over i of weight_i * g_i, shape P.
+
+        Every example's gradient must be finite.
+        """
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        """Return the weighted sum, in parts of few terms (at least one example) that are added up in float64.
+
+        The size of a part is public: it depends on the shapes of one example. `sum_of_products` says why parts are
+        short. Errors of a part with one example do not depend on other examples.
+        """
+        most = max(1, self._terms // max(1, self.positions))
+        if self.examples <= most:
+            return self.weighted_sum(weight_B)
+        total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
+        for start in range(0, self.examples, most):
+            part = slice(start, start + most)
+            total += self[part].weighted_sum(weight_B[part])
+        return total
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        """Return the weighted sum in float64, without rounding errors that several examples share.
+
+        Each gradient is written out by itself, and these are added up in float64. A subclass whose terms are cheap in
+        float64 adds up the terms instead.
+        """
+        parts = self._split()
+        weights = cast("tuple[Tensor, ...]", weight_B.double().split([part.examples for part in parts]))
+        sums = [own_B @ flattened(part.dense()).double() for own_B, part in zip(weights, parts, strict=True)]
+        return added_up(sums).view(self.shape)
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        """Return the sum in parts, and an estimate of its further rounding errors.
+
+        The estimate covers errors that change with the batch and that neither `term_bound` nor the parts account for.
+        It is the norm of such an error, times the inverse scales if there are any. Clipping switches to `exact_sum`
+        where it is too large.
+        """
+        del inverse_scales
+        return self.sum_in_parts(weight_B), 0.0
+
+    @abstractmethod
+    def mask(self, kept_B: Tensor) -> "Factor":
+        """Return the same gradients, with zeros for every example that is not kept.
+
+        Args:
+            kept_B: bool, shape (B,).
+        """
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether to keep the gradients written out for the norms, since this makes the weighted sum much cheaper."""
+        return False
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        """Return a bound on the summed norms of the terms of each g_i, shape (B,), float64.
+
+        The terms are those that `weighted_sum` adds up. None means that g_i itself is the only term. If the bound is
+        far above the norm, the terms cancel, and the norm does not bound their rounding errors. Clipping then writes
+        the gradient out or sums in float64.
+        """
+        return None
+
+    @property
+    def positions(self) -> int:
+        """The number of terms in the sum for one g_i; rounding errors grow with its square root."""
+        return 1
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the L2 norm of each g_i, or of each g_i * inverse_scales: norms_B, shape (B,), float64.
+
+        The privacy guarantee rests on these norms: clipping computes each example's clip factor from them.
+
+        Args:
+            inverse_scales: 1 / A, shape P; None is 1.
+        """
+        return norms_of_parts((part.dense() for part in self._split()), inverse_scales)
+
+    def written_out(self) -> "Dense":
+        """Return the same gradients with all of them in memory."""
+        parts = self._split()
+        first = parts[0].dense()
+        if len(parts) == 1:
+            return Dense(first)
+        # Filled in place: torch.cat would hold all gradients in memory twice.
+        grads_BP, start = first.new_empty(self.examples, *self.shape), len(first)
+        grads_BP[:start] = first
+        for part in parts[1:]:
+            grads_BP[start : start + part.examples] = part.dense()
+            start += part.examples
+        return Dense(grads_BP)
+
+    def merge(self, parts: int) -> "Factor":
+        """Add up the gradients of every `parts` neighboring rows, which belong to one example."""
+        return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
+
+    def __mul__(self, share: float) -> "Factor":
+        """Return every gradient times a positive number."""
+        return Scaled(self, share)
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        """Return the inner products <g_i, direction>, shape (B,).
+
+        Computes: the derivative of <weighted sum, direction> with respect to each weight.
+        """
+        with torch.enable_grad():
+            weight_B = direction.new_zeros(self.examples).requires_grad_()
+            along = (self.weighted_sum(weight_B) * direction).sum()
+        return torch.autograd.grad(along, weight_B)[0]
+
+    def gram(self) -> Tensor:
+        """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
+        rows_BP = flattened(self.dense())
+        return rows_BP @ rows_BP.mT
+
+    def __add__(self, other: "Factor") -> "Factor":
+        """Add the gradients of a parameter that is used in two places of the model."""
+        return Sum([self, other])
+
+    def _split(self, few: int | None = None) -> "list[Factor]":
+        """Split the factor into parts of `few` examples, by default as `_per_block` says: one part at least."""
+        few = self._per_block(int(self.shape.numel())) if few is None else few
+        return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
+
+    def _per_block(self, floats: int) -> int:
+        """Return `examples_per_block` on the device of the gradients, which is the CPU unless a subclass knows."""
+        return examples_per_block(floats)
+
+
+class LinearMapFactor(Factor):
+    """The gradients of a weight that BAM and local training also use as weights, a different one for each example.
+
+    They compute gradients at moved parameters, and a layer's output is linear in its weight's displacement. A subclass
+    overrides methods as for `Factor`.
+    """
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        """Return g_i x_it for every position t, shape (B, T, O).
+
+        This is the output of a linear map with a different weight g_i, shape (O, I), for each example.
+        """
+        return x_BTI @ self.dense().mT
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        """Return rows ids_it of g_i, shape (B, T, D).
+
+        This is the output of an embedding with a different table g_i, shape (V, D), for each example.
+        """
+        return self.dense().gather(1, ids_BT[:, :, None].expand(-1, -1, self.shape[1]))
+
+    def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
+        """Return weighted sums of rows of g_i, shape (B, J, D).
+
+        This is the output of an embedding bag with a different table g_i, shape (V, D), for each example. Each example
+        has J bags of T rows.
+        """
+        read_BJTD = self.read(ids_BJT.flatten(1)).reshape(*ids_BJT.shape, -1)
+        return (read_BJTD * weight_BJT.to(read_BJTD.dtype)[..., None]).sum(2)
+
+    def of_patches(self) -> "LinearMapFactor":
+        """Return the gradients of a convolution's weight as gradients of a linear map of patches.
+
+        Their shape changes from (O, I, *kernel) to (O, I * kernel).
+        """
+        return Dense(self.dense().flatten(2))
+
+    def scaled(self, scales: Tensor) -> "LinearMapFactor":
+        """Return every gradient times the same scales, whose shape broadcasts to P."""
+        return Dense(self.dense() * scales)
+
+    def settled(self) -> "LinearMapFactor":
+        """Return the same gradients in the form that is cheapest to use often and to add to."""
+        return self.written_out()
+
+    def transposed(self) -> "LinearMapFactor":
+        """Return every gradient transposed, for a weight that is stored transposed."""
+        return Dense(self.dense().mT)
+
+
+def as_linear_map(factor: Factor) -> LinearMapFactor:
+    """Return the factor itself if it is a LinearMapFactor, else its gradients written out in full."""
+    return factor if isinstance(factor, LinearMapFactor) else factor.written_out()
+
+
+class Scaled(Factor):
+    """The gradients of another factor times a positive number: share * g_i.
+
+    Args:
+        inner: g_i.
+        share: > 0.
+    """
+
+    def __init__(self, inner: Factor, share: float) -> None:
+        super().__init__(inner.examples, inner.shape)
+        self.inner, self.share = inner, share
+
+    def __getitem__(self, examples: Examples) -> "Scaled":
+        return Scaled(self.inner[examples], self.share)
+
+    def dense(self) -> Tensor:
+        return self.share * self.inner.dense()
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.weighted_sum(self.share * weight_B)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return self.inner.sum_in_parts(self.share * weight_B)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.exact_sum(self.share * weight_B)
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales)
+
+    def mask(self, kept_B: Tensor) -> "Scaled":
+        return Scaled(self.inner.mask(kept_B), self.share)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        terms_B = self.inner.term_bound(inverse_scales)
+        return None if terms_B is None else self.share * terms_B
+
+    @property
+    def positions(self) -> int:
+        return self.inner.positions
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return self.share * self.inner.norms(inverse_scales)
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return self.share * self.inner.inner_products(direction)
+
+
+class Dense(LinearMapFactor):
+    """A factor that stores every gradient in full, for small parameters.
+
+    Args:
+        grads_BP: shape (B, *P).
+    """
+
+    def __init__(self, grads_BP: Tensor) -> None:
+        super().__init__(len(grads_BP), grads_BP.shape[1:])
+        self.grads_BP = at_least_float32(grads_BP)
+
+    def __getitem__(self, examples: Examples) -> "Dense":
+        return Dense(self.grads_BP[examples])
+
+    def dense(self) -> Tensor:
+        return self.grads_BP
+
+    def written_out(self) -> "Dense":
+        return self
+
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.grads_BP)
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return (weight_B.to(self.grads_BP.dtype) @ flattened(self.grads_BP)).view(self.shape)
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return sum_of_rows(weight_B, flattened(self.grads_BP)).view(self.shape)
+
+    def mask(self, kept_B: Tensor) -> "Dense":
+        return Dense(masked(self.grads_BP, kept_B))
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return norms_of_parts([self.grads_BP]) if inverse_scales is None else super().norms(inverse_scales)
+
+    def __add__(self, other: Factor) -> Factor:
+        return Dense(self.grads_BP + other.grads_BP) if isinstance(other, Dense) else super().__add__(other)
+
+
+class Sum(LinearMapFactor):
+    """A sum of factors, for a parameter that is used in several places of the model.
+
+    It serves kinds of gradients that do not combine in closed form.
+
+    Args:
+        parts: factors of the same examples and shape.
+    """
+
+    def __init__(self, parts: list[Factor]) -> None:
+        super().__init__(parts[0].examples, parts[0].shape)
+        self.parts = parts
+
+    def __getitem__(self, examples: Examples) -> "Sum":
+        return Sum([part[examples] for part in self.parts])
+
+    def dense(self) -> Tensor:
+        return added_up([part.dense() for part in self.parts])
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        return added_up([as_linear_map(part).apply(x_BTI) for part in self.parts])
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        return added_up([as_linear_map(part).read(ids_BT) for part in self.parts])
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return added_up([part.inner_products(direction) for part in self.parts])
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return added_up([part.weighted_sum(weight_B) for part in self.parts])
+
+    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
+        return added_up([part.sum_in_parts(weight_B) for part in self.parts])
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return added_up([part.exact_sum(weight_B) for part in self.parts])
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        found = (part.sum_and_rounding(weight_B, inverse_scales) for part in self.parts)
+        sums, rounded = zip(*found, strict=True)
+        return added_up(list(sums)), sum(rounded)
+
+    def mask(self, kept_B: Tensor) -> "Sum":
+        return Sum([part.mask(kept_B) for part in self.parts])
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return added_up([term_bound_of(part, inverse_scales) for part in self.parts])
+
+    @property
+    def positions(self) -> int:
+        return sum(part.positions for part in self.parts)
+
+    def __add__(self, other: Factor) -> Factor:
+        for index, part in enumerate(self.parts):
+            if type(part) is type(other):
+                return Sum([*self.parts[:index], part + other, *self.parts[index + 1 :]])
+        return Sum([*self.parts, other])
+
+
+def term_bound_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
+    """Return the factor's term bound, or its norms if each gradient is a single term."""
+    terms = factor.term_bound(inverse_scales)
+    return factor.norms(inverse_scales) if terms is None else terms

@@ -1,0 +1,529 @@
+"""Read a model's parameters and state, or replace them for a while and then restore them."""
+
+import operator
+import random
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+
+from privgrad.errors import PrivacyError, expected
+from privgrad.gradient.batching_rules import MENDED, OF_ALL, TORCH_WEIGHT_NORM, weight_norm
+from privgrad.gradient.refusals import written_to
+from privgrad.rng import numpy_and_python_kept
+from privgrad.types import LossFunction
+
+_COMPARED = 2**17  # the largest size of a frozen parameter that is compared at each step
+
+
+@contextmanager
+def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
+    """Advance the vectors of all spectral norms in training mode, and hold all vectors until the exit.
+
+    Computes: for each weight W with vectors u and v, what one training forward pass computes: `n_power_iterations`
+    times u = W v / |W v| and v = W^T u / |W^T u| (the old spectral_norm: v first). So a layer that is called twice, a
+    second pass and a recomputed part all use the same vectors.
+
+    Args:
+        model: the module; both torch.nn.utils.parametrizations.spectral_norm and the old torch.nn.utils.spectral_norm
+            are found, if W is a parameter itself. A spectral norm of a computed weight is left as it is.
+        keep: whether the new vectors stay. Otherwise, and after an exception, the old ones are put back.
+    """
+    found = list(_spectral_norms(model))
+    if not found:
+        yield
+        return
+    iterations = [norm.n_power_iterations for norm, _, _ in found]
+    before = [(vector, vector.clone()) for _, _, vectors in found for vector in vectors]
+    done = False
+    try:
+        with torch.no_grad():
+            for norm, of, _ in found:
+                if isinstance(norm, SpectralNorm):
+                    norm.compute_weight(of, do_power_iteration=of.training)
+                else:
+                    norm(of.original)
+        for norm, _, _ in found:
+            norm.n_power_iterations = 0
+        yield
+        done = keep
+    finally:
+        for (norm, _, _), count in zip(found, iterations, strict=True):
+            norm.n_power_iterations = count
+        for vector, held in () if done else before:
+            vector.copy_(held)
+
+
+def _spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, Tensor]]]:
+    """Yield each spectral norm of a parameter, the module that holds the parameter, and the two vectors."""
+    for _, module in named_modules(model):
+        if isinstance(module, parametrize.ParametrizationList):
+            norm = module[0]  # a later one sees what the earlier ones computed
+            original = vars(module)["_parameters"].get("original")
+            if type(norm) is _SpectralNorm and original is not None and original.dim() > 1:
+                yield norm, module, (norm.get_buffer("_u"), norm.get_buffer("_v"))
+        for hook in cast("Mapping[int, Any]", vars(module)["_forward_pre_hooks"]).values():
+            if type(hook) is SpectralNorm and vars(module)["_parameters"].get(f"{hook.name}_orig") is not None:
+                vectors = module.get_buffer(f"{hook.name}_u"), module.get_buffer(f"{hook.name}_v")
+                yield hook, module, vectors
+
+
+class Mended(TorchFunctionMode):
+    """A mode in which the operations of `MENDED` keep examples apart under vmap; torch calls it for each operation.
+
+    Args:
+        several: whether several examples are computed at once. Operations on memory and hooks are then refused.
+    Privacy:
+        The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
+        example. tests/gradient/test_batching.py compares the rules with a loop over examples. torch gives each example
+        another draw from a generator of the model's own, whose numbers are known: such draws are refused.
+    """
+
+    def __init__(self, *, several: bool) -> None:
+        super().__init__()
+        self._several = several
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._several and func in OF_ALL:
+            raise RuntimeError(f"{func.__name__} reaches all examples under vmap")
+        refuse_own_generators(args, kwargs or {})
+        mended = MENDED.get(func)
+        return (func if mended is None else mended)(*args, **(kwargs or {}))
+
+
+def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
+    """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules.
+
+    Args:
+        function: takes the inputs of one example.
+        in_dims: the argument of vmap.
+        module: the module that `function` calls, if there is one.
+    Raises:
+        RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the module is
+            TorchScript: a mode cannot replace its operations.
+    """
+    if module is not None and _is_scripted(module):
+        raise RuntimeError("TorchScript uses batching rules that cannot be replaced")
+
+    def mended(*inputs: Any) -> Any:
+        with Mended(several=True):
+            return function(*inputs)
+
+    def call(*inputs: Any) -> Any:
+        with without_vmap_warnings():
+            return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
+
+    return call
+
+
+def refuse_own_generators(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a torch function with these arguments draws from a generator other than the global ones.
+
+    Only torch's global generators, on the CPU and on CUDA devices, have secret states.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator) and value not in (
+            torch.default_generator,
+            *torch.cuda.default_generators,
+        ):
+            raise known_draws("a torch.Generator")
+
+
+def known_draws(got: str) -> PrivacyError:
+    """Return the error for a forward pass whose random numbers can be known."""
+    remedy = (
+        "leave torch.manual_seed out of the forward pass and of loss_fn, and generators and the seeds of numpy and "
+        "Python too; draw what all examples share once, in __init__, and keep it as a buffer"
+    )
+    return expected("loss_fn", "random draws", "to follow torch's global random stream", got, remedy)
+
+
+@contextmanager
+def differentiable(*, twice: bool) -> Generator[None]:
+    """Compute operations in a way that can be differentiated twice, if `twice` is set.
+
+    Fused attention has no second derivative. That of torch._weight_norm is wrong: it takes the norm of v as constant.
+    """
+    if not twice:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH), _TwiceDifferentiable():
+        yield
+
+
+class _TwiceDifferentiable(TorchFunctionMode):
+    """A mode that computes torch._weight_norm by `batching_rules.weight_norm`; torch calls it for each operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (weight_norm if func is TORCH_WEIGHT_NORM else func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unseen_by_checkpoints() -> Generator[None]:
+    """Keep saved tensors out of a checkpoint: it cannot compute operations under vmap again."""
+    with saved_tensors_hooks(Tensor.detach, lambda x: x):
+        yield
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Return whether a module, a submodule or one of their attributes is TorchScript."""
+    kinds = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+    return any(
+        isinstance(part, kinds) or any(isinstance(value, kinds) for value in vars(part).values())
+        for part in module.modules()
+    )
+
+
+@contextmanager
+def without_vmap_warnings() -> Generator[None]:
+    """Silence torch's warning about operations that vmap computes in a loop: they are correct, but slow."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
+
+
+_CONTAINERS = (dict, list, set, deque)
+_EXAMINED = (*_CONTAINERS, tuple)
+# Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
+_REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
+_SCALARS = frozenset((int, float, bool, str, type(None)))
+_SIMPLE = _SCALARS | {dict, OrderedDict, tuple, list, set}  # types of attributes that are no tensors, to skip them fast
+_ABSENT = object()
+
+
+class BoundLoss(nn.Module):
+    """A module of a model and its loss_fn, so that parameters can be replaced wherever loss_fn uses them."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, examples: Any) -> Tensor:
+        return self.loss_fn(self.model, examples)
+
+
+def require_losses(losses: object, size: int) -> Tensor:
+    """Return losses if they are a tensor of shape (size,); raise PrivacyError otherwise."""
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
+        if isinstance(losses, Tensor) and losses.dim() == 0:
+            remedy = "return one loss per example: set reduction='none', and take no mean or sum over dimension 0"
+        raise expected("loss_fn", "losses", f"of shape ({size},), one loss for each of {size} examples", got, remedy)
+    return losses
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name; a tied parameter once, under its first name."""
+    return {name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad}
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `model.named_parameters()` yields, in a fraction of its time."""
+    seen = set[int]()
+    for path, module in named_modules(model):
+        for name, parameter in own_parameters(module).items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield what `model.named_modules(prefix=path)` yields, in a fraction of its time."""
+    seen, waiting = set[int](), [(path, model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = cast("dict[str, nn.Module | None]", vars(module)["_modules"])
+        below = [(f"{path}.{name}" if path else name, child) for name, child in children.items() if child is not None]
+        waiting += reversed(below)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by their own names, without those of its children."""
+    own = cast("dict[str, nn.Parameter | None]", vars(module)["_parameters"])
+    return {name: parameter for name, parameter in own.items() if parameter is not None}
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """Seed the global random streams of torch, numpy and Python, and restore their states afterwards.
+
+    The draws of the model have `secret_draws`.
+    """
+    with streams_kept():
+        # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
+        (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+
+
+@contextmanager
+def streams_kept() -> Generator[tuple[Any, Any]]:
+    """Restore the states of the global random streams of torch, numpy and Python afterwards.
+
+    The block gets those of numpy and Python at its start, as `rng.numpy_and_python_states` returns them.
+    """
+    with numpy_and_python_kept() as others:
+        if torch.accelerator.is_available():
+            with torch.random.fork_rng():
+                yield others
+            return
+        state = torch.default_generator.get_state()
+        try:
+            yield others
+        finally:
+            torch.default_generator.set_state(state)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Set evaluation mode (no dropout), and restore each module's own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
+    """Give parameters these values, and put their own tensors back afterwards, also after an exception."""
+    before = {parameter: parameter.data for parameter in values}
+    try:
+        for parameter, value in values.items():
+            parameter.data = value
+        yield
+    finally:
+        for parameter, held in before.items():
+            parameter.data = held
+
+
+@contextmanager
+def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
+    """Undo the changes that a forward or backward pass makes to the modules, and warn about them.
+
+    It restores attributes that were set, containers that were filled, and tensors and numpy arrays that were written
+    to, in attributes and in containers at any depth. It also restores the `.grad` of these tensors.
+
+    Args:
+        model: the module; its submodules are included.
+        path: the module's path, for the warning.
+        but: names of attributes whose contents are not examined.
+
+    Privacy:
+        State that private examples leave on a module is private. It could change the gradient of another example, or
+        end in a checkpoint. With the changes undone, every example sees the model in its original state. State
+        elsewhere (globals, closures, objects of your own classes) is out of reach.
+    """
+    before = [
+        (path, vars(module), dict(vars(module)), *_contents(vars(module), but))
+        for path, module in named_modules(model, path)
+    ]
+    copies: dict[int, Tensor] = {}
+    leaves = list[Tensor]()
+    for _, now, attributes, _, values in before:
+        for name, value in attributes.items():
+            if type(value) not in _SIMPLE and isinstance(value, Tensor):
+                now[name] = copies[id(value)] = value.clone()
+                leaves.append(value)
+        leaves += [value for _, value, _ in values if isinstance(value, Tensor)]
+    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
+    for leaf, _ in grads:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, held in grads:
+            leaf.grad = held
+        changed: list[str] = []
+        for path, now, attributes, contents, values in before:
+            names = list[str]()
+            if not (_same(now, attributes) and _same(now.values(), attributes.values())):
+                names += now.keys() - attributes.keys()
+                names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
+            for name, container, held in contents:
+                if (held or container) and not _identical(_held(container), held):
+                    _refill(container, held)
+                    names.append(name)
+            names += [name for name, value, copy in values if restore(value, copy)]
+            for name in dict.fromkeys(names):
+                copy = copies.get(id(attributes.get(name)))
+                untouched = copy is not None and now.get(name) is copy and copy._version == 0
+                if name in attributes:
+                    now[name] = attributes[name]
+                else:
+                    del now[name]
+                # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
+                if not untouched and not name.startswith("_") and name not in weight_hooks(now):
+                    changed.append(f"{path}.{name}" if path else name)
+        if changed:
+            warnings.warn(
+                f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; values from private examples "
+                "are private, so the change was undone",
+                stacklevel=3,
+            )
+
+
+def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
+    """Return a module's hooks of torch's old weight_norm and spectral_norm, by the name of the weight that each sets.
+
+    Args:
+        attributes: the module's attributes, from `vars(module)`.
+    """
+    hooks = attributes.get("_forward_pre_hooks", {}).values()
+    return {hook.name: hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+
+
+def _contents(
+    attributes: dict[str, Any], but: Iterable[str]
+) -> tuple[list[tuple[str, Any, tuple[Any, ...]]], list[tuple[str, Any, Any]]]:
+    """List what a forward pass could change inside the attributes.
+
+    Returns:
+        (attribute, container, contents) for every list, dict, set or deque, nested ones too; and (attribute, value,
+        copy) for every numpy array, and every tensor in these containers and in tuples.
+    """
+    found, values, waiting = list[tuple[str, Any, tuple[Any, ...]]](), list[tuple[str, Any]](), list[tuple[str, Any]]()
+    for name, value in attributes.items():
+        if type(value) in _SCALARS:
+            continue
+        if isinstance(value, np.ndarray):
+            values.append((name, cast(object, value)))
+        elif isinstance(value, _EXAMINED) and name not in but:
+            container = cast("Collection[Any]", value)
+            # A tuple of numbers and texts, such as the size of a kernel, cannot change.
+            is_plain = isinstance(container, tuple) and _SCALARS.issuperset(map(type, container))
+            if not container:
+                found.append((name, container, ()))
+            elif not is_plain:
+                waiting.append((name, container))
+    seen = set[int]()
+    while waiting:
+        name, container = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        if not isinstance(container, tuple):
+            found.append((name, container, _held(container)))
+        if name in _REGISTERED:
+            continue
+        inner = list(cast("Iterable[Any]", container.values() if isinstance(container, dict) else container))
+        waiting += [(name, value) for value in inner if isinstance(value, _EXAMINED)]
+        values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]
+    return found, [(n, x, x.detach().clone() if isinstance(x, Tensor) else x.copy()) for n, x in values]
+
+
+def restore(value: Any, copy: Any) -> bool:
+    """Give a tensor or numpy array the values of its copy, and return whether it had others.
+
+    It compares values: writes by `.data` or numpy leave no other trace. A tensor without storage has none.
+    """
+    if isinstance(value, np.ndarray):
+        if value.shape == copy.shape and value.tobytes() == copy.tobytes():
+            return False
+        value[...] = copy
+        return True
+    if value.is_meta:
+        return False
+    now, then = (x.detach().to_dense() for x in (value, copy))
+    if now.shape == then.shape and bool(((now == then) | ((now != now) & (then != then))).all()):
+        return False
+    if now.shape == then.shape and value.layout is torch.strided:
+        value.data.copy_(copy)
+    else:
+        value.data = copy
+    if value.grad_fn is not None and not value._is_view():
+        value.detach_()  # a write that autograd recorded would keep the pass in memory
+    return True
+
+
+def _held(container: Any) -> tuple[Any, ...]:
+    """Return the objects in a container; for a dict, its pairs of key and value."""
+    if not len(container):
+        return ()
+    return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
+
+
+def _refill(container: Any, held: tuple[Any, ...]) -> None:
+    """Replace the objects in a container by those that `_held` returned."""
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(held)
+    else:
+        container.update(held)
+
+
+def _same(one: Collection[object], other: Collection[object]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Return whether two containers hold the same objects; items of dicts are pairs, compared part by part."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def version_of(x: Tensor) -> int:
+    """Return autograd's count of in-place writes; 0 for a tensor of inference mode, which has none."""
+    return 0 if x.is_inference() else x._version
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Generator[None]:
+    """Undo what a step's passes leave on parameters and buffers: gradients, and writes to what is not trained.
+
+    loss_fn may call backward itself, which leaves raw gradients in `.grad`. A write by `.data` or numpy leaves no trace
+    that autograd counts, so the values of frozen parameters and of buffers are compared. The passes compute with copies
+    of the buffers, but an object of the user may hold a buffer itself. This holds for tensors on the CPU with up to
+    131,072 numbers. Other frozen parameters are compared at checked steps only. Other buffers are refused after an
+    in-place write that autograd counts, but they keep the written values.
+
+    Raises:
+        UnsupportedModuleError: such a tensor was written to. A compared one has its former values again.
+    """
+    named, buffers = list(named_parameters(model)), list(model.named_buffers())
+    grads = [(x, x.grad) for _, x in (*named, *buffers) if x.is_leaf]
+    held = [(name, x, _compared(x)) for name, x in named if not x.requires_grad]
+    own = [(name, x, _compared(x), version_of(x)) for name, x in buffers]
+    for x, _ in grads:
+        x.grad = None
+    try:
+        yield
+    finally:
+        for x, grad in grads:
+            x.grad = grad
+        written = [name for name, x, copy in held if copy is not None and restore(x, copy)]
+        changed = [name for name, x, copy, then in own if (version_of(x) != then if copy is None else restore(x, copy))]
+    if written:
+        raise written_to(", ".join(written))
+    if changed:
+        raise written_to(", ".join(changed), "buffers")
+
+
+def _compared(x: Tensor) -> Tensor | None:
+    """Return a copy of a tensor that each step compares; None for a large one or one that is not on the CPU."""
+    return x.detach().clone() if x.is_cpu and x.numel() <= _COMPARED else None

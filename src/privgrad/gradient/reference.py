@@ -1,0 +1,321 @@
+"""The reference engine: it computes each example by itself, with the user's model and loss unchanged.
+
+It stores one whole gradient per example. Select it by `PrivateGradient(..., engine="vmap")`; tests compare the fast
+engine with it. The number of examples that are computed at once may not depend on the drawn batch.
+
+Shape suffixes: B examples of the chunk, P the shape of one parameter.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.gradient.autograd_graph import gradients_and_curvature, refuse_reentrant
+from privgrad.gradient.contribution import Use
+from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.functional import BoundLoss, batched, differentiable, preserved, require_losses, trainable
+from privgrad.gradient.probes import few_of
+from privgrad.gradient.refusals import buffers_written
+from privgrad.rng import numpy_and_python_states
+from privgrad.types import LossFunction, count_examples, map_examples, part_of
+
+
+class CheckSchedule:
+    """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
+
+    Later examples may reveal a problem that the first ones did not.
+
+    Attributes:
+        calls: the number of calls so far.
+        is_due: whether the current call must be checked.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.is_due = False
+        self._sizes = {0}
+
+    def begin(self) -> None:
+        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call."""
+        self.calls += 1
+        self.is_due |= self.calls & (self.calls - 1) == 0
+
+    def note_size(self, size: int) -> None:
+        """Set `is_due` at the first batch of a size that is also the size of another dimension.
+
+        A model that uses other layouts for batches of this size would pass all comparisons of sizes.
+
+        Args:
+            size: `Passes.ambiguous`.
+        """
+        self.is_due |= size not in self._sizes
+        self._sizes.add(size)
+
+
+_SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
+
+
+class Vmap:
+    """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
+
+    It implements `contribution.Engine`.
+
+    Args:
+        model, loss_fn: as in `per_sample_gradients`.
+        memory_mb: MiB for gradients; at least one example is computed at once. None: no limit.
+        check: compares a few examples with the same examples alone; see checks.randomness. None: nothing does.
+    """
+
+    batches_examples = False  # each example is computed by itself, with random numbers of its own
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        memory_mb: float | None = None,
+        check: Callable[[nn.Module, LossFunction, Any], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._memory_mb, self._compare = memory_mb, check
+        self._schedule = CheckSchedule()
+
+    def microbatch_size(self, examples: Any, usual_size: int) -> int:
+        """Return the number of examples to compute at once; see `Factored.microbatch_size`."""
+        del examples
+        if self._memory_mb is None:
+            return usual_size
+        an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
+        return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
+
+    def uses(self) -> dict[str, Use]:
+        """Return that each parameter is computed by this engine; see `Factored.uses`."""
+        return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in trainable(self._model)}
+
+    def begin_step(self) -> None:
+        """Do nothing: this engine keeps nothing from step to step."""
+
+    def check_again(self) -> None:
+        """Compare the next examples with their gradients alone, after a change of the model."""
+        self._schedule.is_due = True
+
+    def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
+        """Return `size`: this engine writes out all gradients in any case."""
+        del examples, exact
+        return size
+
+    def __call__(self, examples: Any) -> dict[str, Factor]:
+        return self._checked(examples, {})
+
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
+        """Return the gradient of each example's own loss at its own point, as Factored.moved does."""
+        with torch.random.fork_rng():  # so that both passes have the same random draws
+            first = self(examples)
+        share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
+        along = {name: factor.mask(moving_B).dense() for name, factor in first.items()}
+        along = {name: rows * share_B.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)) for name, rows in along.items()}
+        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along, exact=exact)
+        return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
+
+    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
+        """Return the gradient of each example's own loss at its own point, as Factored.at does."""
+        return self._checked(examples, {name: share * factor.dense() for name, factor in moved.items()})
+
+    def _checked(self, examples: Any, along: Mapping[str, Tensor]) -> dict[str, Factor]:
+        """Return the factors; where due, compare a few examples with the same examples alone."""
+        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
+        self._schedule.begin()
+        if self._compare is not None and self._schedule.is_due:
+            self._compare(self._model, self._loss_fn, few_of(examples, salt=self._schedule.calls, fill=False))
+            self._schedule.is_due = False
+        return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
+
+
+def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
+    """Return (radius / |g_i|, whether |g_i| is finite and > 0), both of shape (B,), from the norms by parameter.
+
+    Where |g_i| is zero or not finite, the quotient is 0.
+    """
+    norm_B = cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
+    moving_B = torch.isfinite(norm_B) & (norm_B > 0)
+    return torch.where(moving_B, radius / norm_B, 0.0), moving_B
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    along: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+) -> dict[str, Tensor]:
+    """Compute the gradient of each example's own loss, by the reference engine.
+
+    Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one). It uses vmap over
+    examples; if the model has an operation that vmap cannot batch, or draws from numpy's or Python's random numbers, it
+    computes one example after the other.
+
+    Args:
+        model: any module. Its parameters and buffers are read, never written; see `preserved` for other state.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        examples: tensor or tuple, list or dict of tensors with leading dimension B >= 1.
+        along: displacements by parameter name, shape (B, *parameter.shape); row i displaces the parameters of
+            example i, and its gradient is evaluated there.
+        exact: do not displace the parameters, but add the product of each example's Hessian with `along`.
+    Returns:
+        grads_BP by parameter name: tensors of shape (B, *parameter.shape), without a graph.
+    Raises:
+        PrivacyError: loss_fn does not return one loss per example.
+        UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
+    Privacy:
+        NOT private. Row i depends on example i and the model only, because each example is computed by itself, with
+        its own dropout. This fails if the model or loss_fn keeps state outside the modules.
+    """
+    parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
+    rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
+    buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+    rest |= buffers
+    bound, moves = BoundLoss(model, loss_fn), dict(along or {})
+    with differentiable(twice=exact):
+        try:
+            before = numpy_and_python_states()
+            with preserved(model):
+                of_one = _gradient_of_one(bound, rest, exact)
+                rows = batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
+            # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.
+            _require_unwritten([name for name, copy in buffers.items() if copy._version])
+            if numpy_and_python_states() == before:
+                return rows
+            del rows  # all rows share the numbers of numpy and Python, and which rows are at once depends on the batch
+        except PrivacyError:
+            raise
+        except Exception:
+            pass  # vmap has no rule for an operation; the message may contain the batch size, which is private
+        rows = [
+            _alone(
+                bound,
+                parameters,
+                rest,
+                {name: move[index] for name, move in moves.items()},
+                part_of(examples, slice(index, index + 1)),
+                exact=exact,
+            )
+            for index in range(count_examples(examples))
+        ]
+    if model not in _SLOW:
+        _SLOW.add(model)
+        warnings.warn(
+            "vmap cannot batch this model; its gradients are computed one by one, which is slow", stacklevel=2
+        )
+    return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+
+
+def _gradient_of_one(
+    bound: BoundLoss, rest: dict[str, Tensor], exact: bool
+) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any], dict[str, Tensor]]:
+    """Return a function (parameters, along, example) -> gradient, for vmap.
+
+    The function captures `rest` (frozen parameters and buffers), so that torch.func refuses writes to it.
+    """
+
+    def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
+        state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
+        single = map_examples(lambda leaf: leaf.unsqueeze(0), example)
+        return require_losses(functional_call(bound, state, (single,)), 1)[0]
+
+    gradient = cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
+
+    def product(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> tuple[Tensor, Any]:
+        grads = gradient(parameters, example)
+        return torch.stack([(grads[name] * move).sum() for name, move in along.items()]).sum(), grads
+
+    def moved(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+        if not along:
+            return gradient(parameters, example)
+        if not exact:
+            return gradient({name: p + along[name].to(p.dtype) for name, p in parameters.items()}, example)
+        curved, grads = grad(product, has_aux=True)(parameters, along, example)
+        return {name: value + curved[name] for name, value in grads.items()}
+
+    return moved
+
+
+class _Differentiated(nn.Module):
+    """A module that computes the loss in its forward, and returns the gradient.
+
+    So functional_call replaces the parameters during the backward pass too, when checkpointed parts recompute from the
+    parameters that the modules then hold.
+    """
+
+    def __init__(self, bound: BoundLoss) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(
+        self, example: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool
+    ) -> tuple[Tensor, ...]:
+        loss = require_losses(self.bound(example), 1).sum()
+        if not loss.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in leaves)
+        refuse_reentrant(loss)
+        return gradients_and_curvature(loss, leaves, along if exact else [None] * len(leaves))
+
+
+def _alone(
+    bound: BoundLoss,
+    parameters: dict[str, Tensor],
+    rest: dict[str, Tensor],
+    along: dict[str, Tensor],
+    example: Any,
+    *,
+    exact: bool,
+) -> dict[str, Tensor]:
+    """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
+
+    autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
+    without setup_context. If the forward pass writes to parameters or buffers, it writes to copies for this example
+    only, so no other example sees it; UnsupportedModuleError refuses such a write.
+    """
+    leaves: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        moves = name in along and not exact
+        point = parameter + along[name].to(parameter.dtype) if moves else parameter.clone()
+        leaves[name] = point.requires_grad_()
+    copies = leaves | {name: tensor.clone() for name, tensor in rest.items()}
+    versions = {name: copy._version for name, copy in copies.items()}
+    state = {f"bound.model.{name}": copy for name, copy in copies.items()}
+    moves = [along.get(name) for name in leaves]
+    try:
+        with torch.enable_grad(), preserved(bound.model), torch.compiler.set_stance("force_eager"):
+            inputs = (example, list(leaves.values()), moves, exact)
+            grads = cast("tuple[Tensor, ...]", functional_call(_Differentiated(bound), state, inputs))
+    except NotImplementedError as error:
+        remedy = "use BAM(mode='sam'), or other layers" if exact else "replace the operation"
+        raise _without_gradient("the loss", "to have derivatives", error, remedy) from error
+    except RuntimeError as error:
+        remedy = (
+            "compute with operations that autograd can differentiate, and write to no parameter; "
+            "loss_fn(model, examples) must also take a batch of one"
+        )
+        raise _without_gradient("each example", "to have a gradient", error, remedy) from error
+    _require_unwritten([name for name, copy in copies.items() if copy._version != versions[name]])
+    return {name: value.detach().to_dense() for name, value in zip(leaves, grads, strict=True)}
+
+
+def _require_unwritten(written: Sequence[str]) -> None:
+    """Raise UnsupportedModuleError if there are names of tensors that a forward pass wrote to."""
+    if written:
+        raise buffers_written("parameters and buffers", written)
+
+
+def _without_gradient(name: str, condition: str, error: Exception, remedy: str) -> PrivacyError:
+    """Return the refusal of a loss that autograd cannot differentiate, with the first line of torch's message."""
+    got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)

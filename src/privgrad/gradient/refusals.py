@@ -1,0 +1,98 @@
+"""The errors of the engines, for models from which they cannot take per-example gradients."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from privgrad.errors import UnsupportedModuleError, expected
+
+REMEDY = "use engine='vmap'"
+_OF_LISTS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack"})
+
+
+class Reason(NamedTuple):
+    """Why a unit was refused: a condition as a sentence, and a remedy that keeps the engine; empty if none is known."""
+
+    condition: str
+    remedy: str
+
+
+class UnitRefusedError(UnsupportedModuleError):
+    """A refusal of one unit, whose parent may be taken whole instead.
+
+    Attributes:
+        unit: the path of the unit.
+        reason: the condition that it does not meet, without any value.
+    """
+
+    unit, reason = "", Reason("", "")
+
+
+class CallSequenceChangedError(Exception):
+    """The units were called in a different sequence than when the layouts were learned."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def misplaced(path: str, got: str) -> UnsupportedModuleError:
+    """Return the error for a unit whose tensors do not hold examples in dimension 0."""
+    remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}"
+    return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", got, remedy, unit=path)
+
+
+def calls_changed(error: CallSequenceChangedError) -> UnitRefusedError:
+    """Return the error for users when the sequence of calls differs with every known layout."""
+    condition, got = "not to depend on the examples", f"different calls at '{error.path}'"
+    remedy = f"call each layer on all examples, or {REMEDY}"
+    return cast(UnitRefusedError, refused("the calls of layers", condition, got, remedy, unit=error.path))
+
+
+def packed(path: str) -> UnsupportedModuleError:
+    """Return the error for a recurrent layer that gets a packed sequence, given its path."""
+    remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
+    return refused(f"the input of '{path}'", "to be a tensor", "a PackedSequence", remedy)
+
+
+def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
+    """Return the error for a use of a parameter that cannot be attributed to examples.
+
+    Args:
+        parameter: its name.
+        functions: names of torch functions that may be that use; empty for a function that torch does not show.
+    """
+    within = f" in {', '.join(functions)}" if functions else ""
+    remedy = "use it in torch functions of one example each, or register a rule for your module that uses it"
+    if functions:
+        lists = _OF_LISTS.issuperset(functions)
+        remedy = "use expand or repeat instead" if lists else "use it in functions of one example each"
+    unit, got = parameter.rpartition(".")[0], "a use that cannot be attributed to examples"
+    name = f"the uses of parameter {parameter!r}{within}"
+    return refused(name, "to keep examples apart", got, f"{remedy}, or {REMEDY}", unit=unit)
+
+
+def written_to(names: str, kind: str = "parameters") -> UnsupportedModuleError:
+    """Return the error for a forward pass that writes to tensors of this kind, given their names."""
+    remedy = f"do not write to {kind} in training; the model now holds private values: load it again"
+    return refused(kind, "not to be written by the forward pass", names, remedy)
+
+
+def buffers_written(kind: str, names: Sequence[str]) -> UnsupportedModuleError:
+    """Return the error for a forward pass that writes to tensors of this kind, buffers among them."""
+    remedy = (
+        f"do not write to {kind} in training, because the written values are private; call .eval() on the module that "
+        "writes, or use torch's spectral_norm, directly on a parameter, instead of a power iteration of yours"
+    )
+    return refused(kind, "not to be written by the forward pass", ", ".join(names), remedy)
+
+
+def refused(name: str, condition: str, got: object, remedy: str, *, unit: str | None = None) -> UnsupportedModuleError:
+    """Return an UnsupportedModuleError in the name of PrivateGradient; a UnitRefusedError if a unit is given."""
+    kind = UnsupportedModuleError if unit is None else UnitRefusedError
+    error = cast(UnsupportedModuleError, expected("PrivateGradient", name, condition, got, remedy, kind))
+    if isinstance(error, UnitRefusedError):
+        must = f"must {condition.removeprefix('to ')}" if condition.startswith("to ") else condition
+        must = must.replace("not to ", "must not ", 1) if must.startswith("not to ") else must
+        error.unit = unit or ""
+        error.reason = Reason(f"{name} {must}", remedy.removesuffix(REMEDY).removesuffix(", or "))
+    return error

@@ -1,0 +1,292 @@
+"""Private linear models with the interface of scikit-learn. Their privacy guarantee is that of `fit_head`.
+
+Four habits of scikit-learn are not private, and void the guarantee: a scaler or vectorizer that is fitted on the same
+rows; GridSearchCV and other choices by a score on them; cross-validation, which trains several times; and refitting.
+Give each training its own part of one Budget.
+"""
+
+# scikit-learn has no types.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from privgrad.checks.data import require_public_bound
+from privgrad.errors import PrivacyError, described, expected
+from privgrad.features import Extractor, Scaled
+from privgrad.heads import Head, fit_head
+from privgrad.ledger.budget import Budget
+from privgrad.training.schedule import Decay
+
+Array = np.ndarray[Any, Any]
+Bounds = tuple[Any, Any]
+
+_FILL = (
+    "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
+    "values a code, and train by fit_head"
+)
+_CODE = (
+    "give numbers by a public code, or declare the column with kind = 'category' in privgrad.data.table, and train by "
+    "fit_head"
+)
+# Arguments of fit_head that both estimators take, under the same names.
+_BUDGET = ("target_epsilon", "delta", "num_examples", "budget", "output_dir", "seed")
+_TRAINING = ("steps", "expected_batch_size", "max_grad_norm", "noise_step", "schedule")
+
+
+class _Private(BaseEstimator):
+    """The training and the outputs that both estimators share."""
+
+    feature_bounds: Bounds | None
+    budget: Budget | None
+    output_dir: str | os.PathLike[str] | None
+    head_: Head
+
+    def _keep(self, arguments: dict[str, Any]) -> None:
+        """Set each argument of the constructor as the attribute of its name, where scikit-learn looks for it."""
+        vars(self).update((name, value) for name, value in arguments.items() if name != "self")
+
+    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
+        """Train the head on the rows of X; warn of a second training that no budget counts."""
+        folder = self.output_dir
+        is_counted = self.budget is not None or (folder is not None and (Path(folder) / "ledger.jsonl").exists())
+        if hasattr(self, "head_") and not is_counted:
+            warnings.warn(
+                f"{type(self).__name__}.fit: this object was fitted before. Both trainings are releases, whose costs "
+                "add up; head_.epsilon is the cost of the last one. Give budget and output_dir to keep the total",
+                stacklevel=3,
+            )
+        features, extractor = self._features(X)
+        self.head_ = fit_head(
+            features,
+            torch.from_numpy(labels),
+            **target,
+            **{name: getattr(self, name) for name in (*_BUDGET, *_TRAINING)},
+            extractor=extractor,
+            source="the columns of X as given" if extractor is None else None,
+            progress=False,
+        )
+
+    def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
+        """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
+        function, rows = type(self).__name__, _tensor(X)
+        if self.feature_bounds is None:
+            if X.shape[1] == 1:
+                remedy = "give public bounds (low, high): without them, only the sign of each number counts"
+                raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
+            return rows, None
+        extractor = self._scaled(self.feature_bounds)
+        features = extractor(rows)
+        for name in ("low", "high"):
+            bound, of = extractor.get_buffer(name), "value of a column"
+            require_public_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
+        return features, extractor
+
+    def _scaled(self, bounds: Bounds) -> Scaled:
+        """Return the extractor of public bounds; raise PrivacyError unless they are a pair."""
+        try:
+            low, high = bounds
+            return Scaled(low, high)
+        except PrivacyError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            remedy = "give two numbers, or a list of the lows and a list of the highs of all columns"
+            condition = "to be a pair (low, high)"
+            raise expected(type(self).__name__, "feature_bounds", condition, described(bounds), remedy) from error
+
+    def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
+        """Return the outputs of the fitted head for rows of as many columns as in training."""
+        check_is_fitted(self)
+        return self.head_(_tensor(_checked(self, X, reset=False)))
+
+
+class PrivateLogisticRegression(ClassifierMixin, _Private):
+    """Logistic regression with differential privacy, for rows that are one person each.
+
+    Args:
+        classes: the public classes, in any order. They are not taken from y: a class that one person has alone would
+            identify this person.
+        target_epsilon: as in fit_head; None with a budget uses all that is left.
+        delta: as in fit_head; None with a budget.
+        num_examples: as in fit_head, at most the number of rows; in cross-validation, of the rows in the training part
+            of a fold. None with a budget.
+        feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
+            and a list of the highs, one per column. Columns are moved to [-1, 1], and a constant is added. Give them
+            for raw columns, such as age and income. One pair for columns of very different size flattens the small
+            ones. None: the rows of X are features that were prepared without the data, such as embeddings, of at least
+            2 columns. Each row is divided by its norm, and there is no constant.
+        steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
+        budget: as in fit_head; it needs output_dir.
+        output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
+            second `fit` is a second release, with a warning.
+        seed: a research seed, which voids the privacy guarantee. None for the operating system's entropy.
+    Attributes:
+        classes_: the classes, sorted.
+        head_: the Head; `head_.save(folder)` writes it, and `head_.epsilon` is the cost.
+    Privacy:
+        As fit_head. See the module for habits of scikit-learn that void it.
+    """
+
+    classes: Sequence[Any]
+
+    def __init__(
+        self,
+        *,
+        classes: Sequence[Any],
+        target_epsilon: float | None,
+        delta: float | None,
+        num_examples: int | None,
+        feature_bounds: Bounds | None = None,
+        steps: int | None = None,
+        expected_batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        noise_step: float | None = None,
+        schedule: Decay = "cosine",
+        budget: Budget | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._keep(locals())
+
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+        """Train on rows X, (n, width), and their classes y, (n,).
+
+        Raises:
+            PrivacyError: X has a value that is not finite or is text, a class of y is not among `classes`, bounds look
+                like the smallest or largest value of a column, X has one column and no feature_bounds, or fit_head
+                refuses; nothing was spent.
+        """
+        rows, named = _checked(self, X, y, ensure_min_samples=2)
+        check_classification_targets(named)
+        self.classes_ = np.unique(np.asarray(self.classes))
+        if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
+            remedy = "list every class that may occur, once"
+            raise expected(type(self).__name__, "classes", "to be 2 or more, all different", self.classes, remedy)
+        known = np.isin(named, self.classes_)
+        if not known.all():
+            remedy = "add it to classes if it is public, or leave its rows out"
+            condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
+            raise expected("fit", "y", condition, got, remedy)
+        labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
+        self._fit_head(rows, labels, classes=self.classes_.tolist())
+        return self
+
+    def decision_function(self, X: Any) -> Array:  # noqa: N803
+        """Return the scores of the classes, (n, classes); for two classes their difference, (n,)."""
+        scores: Array = self._outputs(X).numpy()
+        return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the likeliest class of each row, (n,)."""
+        likeliest = self._outputs(X).argmax(1).numpy()
+        return self.classes_[likeliest]
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return the probability of each class, (n, classes), in the order of classes_."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+
+class PrivateLinearRegression(RegressorMixin, _Private):
+    """Linear regression of a bounded number with differential privacy, for rows that are one person each.
+
+    Clipping bounds the pull of each row: the loss is then about that of Huber, between mean and median regression.
+
+    Args:
+        label_bounds: the public smallest and largest label, known without y. Labels outside of them count as the
+            nearest one.
+        target_epsilon, delta, num_examples, feature_bounds, steps, expected_batch_size, max_grad_norm, noise_step,
+            schedule, budget, output_dir, seed: as in PrivateLogisticRegression.
+    Attributes:
+        head_: the Head.
+    Privacy:
+        As PrivateLogisticRegression.
+    """
+
+    label_bounds: tuple[float, float]
+
+    def __init__(
+        self,
+        *,
+        label_bounds: tuple[float, float],
+        target_epsilon: float | None,
+        delta: float | None,
+        num_examples: int | None,
+        feature_bounds: Bounds | None = None,
+        steps: int | None = None,
+        expected_batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        noise_step: float | None = None,
+        schedule: Decay = "cosine",
+        budget: Budget | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._keep(locals())
+
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+        """Train on rows X, (n, width), and their numbers y, (n,).
+
+        Raises:
+            PrivacyError: as in PrivateLogisticRegression, or label_bounds look like the smallest or largest label;
+                nothing was spent.
+        """
+        rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
+        self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the number of each row, (n,), within label_bounds."""
+        outputs = self._outputs(X)
+        return self.head_.target.decoded(outputs).double().numpy()
+
+
+def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
+    """Return X, or X and y, as `validate_data` does. No error shows a value, or advises a private step."""
+    validated: Any = validate_data
+    function = type(estimator).__name__
+    try:
+        found = validated(estimator, X, *y, ensure_all_finite=False, **options)
+        rows, *named = found if y else (found,)
+        rows = np.asarray(rows, dtype=None if rows.dtype.kind in "biuf" else np.float64)
+        named = [np.asarray(one, dtype=np.float64) if options.get("y_numeric") else one for one in named]
+    except ValueError as error:
+        if not f"{error}".startswith(("could not convert", "dtype='numeric'")):
+            raise
+        column = _of_text(X)
+        if column is None and not f"{error}".startswith("dtype"):
+            raise expected(function, "y", "to be numbers", "text", "give y as numbers") from None
+        got = "text" if column is None else f"text in {_named(X, column)}"
+        raise expected(function, "X", "to be numbers", got, _CODE) from None  # scikit-learn's error shows the text
+    finite = np.isfinite(rows).all(axis=0)
+    if not finite.all():
+        raise expected(function, "X", "to be finite", f"NaN or inf in {_named(X, int(finite.argmin()))}", _FILL)
+    return (rows, *named) if y else rows
+
+
+def _of_text(X: Any) -> int | None:  # noqa: N803
+    """Return the number of the first column with a text that is no number; None if there is none."""
+    table = np.asarray(X, dtype=object)
+    for column in range(table.shape[1]):
+        try:
+            table[:, column].astype(np.float64)
+        except ValueError:
+            return column
+    return None
+
+
+def _named(X: Any, column: int) -> str:  # noqa: N803
+    """Return a column for errors: its name in a table, or its number from 0."""
+    return f"column {X.columns[column]!r}" if hasattr(X, "columns") else f"column {column}"
+
+
+def _tensor(rows: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))

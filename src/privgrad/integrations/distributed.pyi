@@ -1,0 +1,1 @@
+from privgrad.training.distributed import *

@@ -1,0 +1,1 @@
+from privgrad.statement.model_card import *

@@ -1,0 +1,445 @@
+"""The durable record of every release. The epsilon spent can be computed from the file alone.
+
+The file holds one JSON object per line: first the plan's public numbers, then one line per release. PrivateGradient
+writes a line to disk before it returns the gradient that the line pays for. A process killed at any moment has
+therefore charged at least as much as it released. `file` describes how changed lines are found.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from privgrad.accounting.accountant import Accountant, epsilon
+from privgrad.accounting.mechanisms import Participations, Release, most_participations
+from privgrad.errors import (
+    SUGGESTED,
+    BudgetExceededError,
+    SamplingError,
+    expected,
+    require_integer,
+    require_nonnegative,
+    require_path,
+    require_rate,
+)
+from privgrad.ledger.file import VERSION, LedgerFile, not_open
+from privgrad.rng import this_process
+from privgrad.types import SamplingScheme
+
+# Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
+_PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
+_DERIVED = {"noise_generator"}
+_TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"
+_KEEP = f"keep the plan, or {_TWO_LEDGERS}"
+_REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
+    "simulates": "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own",
+    "noise_multiplier": f"{_KEEP}; for more steps, PrivacyPlan(noise_multiplier={{sigma}}, steps=..., ...) keeps the "
+    "noise (the noise follows from target_epsilon, delta, steps, sample_rate and correlation: was one changed?)",
+    "max_grad_norm": f"{_KEEP}; {SUGGESTED}",
+}
+
+
+class Ledger:
+    """A record of releases and their epsilon, in memory or in a file that survives the process.
+
+    Threads may share a ledger. It has one holder: it cannot be copied or pickled, and a forked process can read its
+    counts but cannot charge.
+
+    Args:
+        path: file to append to, created if absent; None keeps the record in memory.
+        read_only: open the file for reading only. Takes no lock and refuses every charge.
+    Raises:
+        PrivacyError: the file is not a ledger, is damaged, has a different version, cannot be written, or is locked by
+            a running training.
+    Privacy:
+        The epsilon of a run is computed from its lines. It holds public numbers, released values and, under a research
+        seed, hashes of released gradients: safe to publish.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
+        if path is not None:
+            require_path("Ledger", "path", path, "give ledger.jsonl in a run's folder")
+        self.plan_facts: dict[str, Any] = {}
+        self._refuses = read_only
+        self._kind: Release | None = None  # of all releases, because they follow one plan
+        self._bands = 1
+        self._participations = Participations(self._bands)
+        self._draws: dict[str, str | None] = {}
+        self._values: dict[str, list[float]] = {}
+        self._steps: list[int] = []
+        self._committed: tuple[str, Release] | None = None
+        self._budget = ""
+        self._planned: dict[str, Any] = {}  # facts of the committed plan
+        self._on_begin: Callable[[], None] | None = None
+        self._turn = threading.RLock()
+        self._process = this_process()
+        # The file passes its lines to `_accept`, so it is opened last.
+        self._file: LedgerFile | None = None
+        if path is not None:
+            self._file = LedgerFile("ledger", Path(path).absolute(), read_only=read_only, accept=self._accept)
+
+    @property
+    def path(self) -> Path | None:
+        """The absolute path of the file; None if the record is in memory."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether the file ended in an unfinished line. Nothing was released for that line."""
+        return self._file is not None and self._file.was_cut_off
+
+    @property
+    def charged(self) -> list[Release]:
+        """The releases charged so far in which one person may have taken part, as accounting.epsilon takes them."""
+        return [] if self._kind is None else [replace(self._kind, count=self.participations)]
+
+    @property
+    def releases(self) -> int:
+        """The number of releases charged so far."""
+        return len(self._draws)
+
+    @property
+    def participations(self) -> int:
+        """The number of releases in which one person may have taken part, at most: all of them without memory."""
+        return self._participations.count
+
+    @property
+    def next_step(self) -> int:
+        """The step at which a training resumes: the number of draws charged so far.
+
+        For noise with memory, it is the first multiple of its bands after the last step: the noise and the groups begin
+        again there, and a person takes part as often as in a training without an interruption.
+        """
+        return self.releases if self._bands == 1 else self._participations.next_step
+
+    @property
+    def planned_steps(self) -> tuple[int, ...]:
+        """The plan's number of steps at the first release, and each other one later."""
+        return tuple(self._steps)
+
+    @property
+    def seeded_releases(self) -> int:
+        """The number of releases drawn under a research seed. Anyone who knows the seed can remove their noise."""
+        return sum(digest is not None for digest in self._draws.values())
+
+    @property
+    def head(self) -> str:
+        """The checksum of the last line, which depends on all lines before it; "" without a file."""
+        return "" if self._file is None else self._file.head
+
+    def went_through(self, head: str) -> bool:
+        """Return whether `head` was once the head of this ledger: the checksum of one of its lines."""
+        return self._file is not None and self._file.went_through(head)
+
+    def epsilon(self, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
+        """Compute the epsilon of all releases charged so far; arguments and errors are as in `accounting.epsilon`."""
+        return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
+
+    @property
+    def draws(self) -> set[str]:
+        """The names of the draws of batches that were not made under a research seed."""
+        return {draw for draw, digest in self._draws.items() if digest is None and ":" in draw}
+
+    @property
+    def values(self) -> dict[str, list[float]]:
+        """The values that the functions of `releases` recorded, by draw, to be read back after an interruption."""
+        return {draw: list(values) for draw, values in self._values.items()}
+
+    @property
+    def commitment(self) -> str | None:
+        """The name under which a budget holds all releases of this ledger; None without a budget."""
+        return None if self._committed is None else self._committed[0]
+
+    @property
+    def budget(self) -> str:
+        """The name of the budget's file; "" without a budget."""
+        return self._budget
+
+    def limit_to(
+        self,
+        release: Release,
+        commitment: str,
+        budget: str,
+        on_begin: Callable[[], None] | None = None,
+        plan_facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Accept only this kind of release, and at most `release.count` of them, from now on.
+
+        The first line of the file holds the limit for all later holders. `commitment` is the name in the budget, and
+        `budget` the name of its file. `on_begin` is called once, before the first line is written. `plan_facts` is what
+        the plan must state in `bind`; None: the release alone.
+
+        Raises:
+            PrivacyError: the ledger was begun without this commitment, or has another one.
+        Privacy:
+            A limit cannot be raised. A plan with more steps ends at it.
+        """
+        with self._one_at_a_time():
+            if not self.plan_facts:
+                self._committed = self._committed or (commitment, release)
+                self._budget, self._on_begin, self._planned = budget, on_begin, dict(plan_facts or {})
+            if self._committed != (commitment, release):
+                held = self._committed or "a ledger without a commitment"
+                remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
+                raise expected("Budget.open_ledger", "ledger", f"to hold {commitment}, {release}", held, remedy)
+
+    def bind(self, plan_facts: Mapping[str, Any]) -> None:
+        """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
+
+        Raises:
+            PrivacyError: the ledger was written under a different plan, or a value is not one that JSON can hold.
+        """
+        with self._one_at_a_time():
+            if self._committed is not None:
+                _require_committed(*self._committed, self._planned, plan_facts)
+            if not self.plan_facts:
+                facts = dict(plan_facts)
+                if self._committed is not None:
+                    name, held = self._committed
+                    facts["commitment"] = {"name": name, "releases": held.count, "budget": self._budget}
+                if self._on_begin is not None:
+                    self._on_begin()
+                self._append({"ledger_version": VERSION, "plan": facts})
+                self._begin(facts)
+                return
+        if (other := _other_plan(self.plan_facts, plan_facts)) is not None:
+            raise other
+
+    def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
+        """Raise the error that `charge` would raise, before the gradient of the step is computed.
+
+        The arguments are as in `charge`, except `repeatable`: whether a draw that is already charged may be computed
+        again, as under a research seed.
+
+        Raises:
+            BudgetExceededError: the limit has been reached.
+            SamplingError: the draw is already charged, and is not repeatable.
+        """
+        with self._one_at_a_time():
+            is_known = draw in self._draws
+            participations = self._participations.after(draw)
+        if is_known:
+            if repeatable:
+                return
+            remedy = (
+                "take the next batch of the iterator; to continue with a new iterator, draw plan.batches(..., "
+                "start=private_grad.ledger.next_step)"
+            )
+            got = f"draw {draw}, which is already charged"
+            raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
+        most = most_participations(limit, self._bands)
+        limited = f"the plan's {limit} steps" + (f", {most} of each person" if self._bands > 1 else "")
+        if self._committed is not None and (committed := self._committed[1].count) < most:
+            most = committed
+            limited = f"the {most} releases that the budget holds for {self._committed[0]}"
+        if participations > most:
+            remedy = (
+                "stop here, or make a plan with more steps, at a higher epsilon; to resume a run that was interrupted, "
+                "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)"
+            )
+            got = participations
+            raise expected("Ledger.charge", "releases", f"to be at most {limited}", got, remedy, BudgetExceededError)
+
+    def charge(
+        self,
+        release: Release,
+        *,
+        draw: str,
+        limit: int,
+        digest: str | None = None,
+        values: Sequence[float] | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """Record one release durably.
+
+        Args:
+            release: one release under the plan that the ledger is bound to.
+            draw: name of the random draw that chose its examples. Each draw can be charged and released only once.
+            limit: the plan's number of steps.
+            digest: hash of the released values, given only under a research seed. If the draw is already charged with
+                the same digest, this is the same release, computed again after a resume. It is not charged again.
+            values: the released values, to be read back from `values`. They are written with the charge, in one line: a
+                process that is killed has written both or neither.
+            max_grad_norm: C of this release, if C changes. For readers; epsilon does not depend on it.
+        Raises:
+            BudgetExceededError: the limit has been reached.
+            SamplingError: the draw was already charged, with a different digest or with none.
+            PrivacyError: the release does not belong to the ledger's plan, or the line could not be written.
+        Privacy:
+            When this returns, the charge is on disk (fsync), or in memory if the ledger has no path. When it raises,
+            nothing was charged, and nothing may be released.
+        """
+        line: dict[str, Any] = {
+            "draw": draw,
+            "noise_multiplier": release.noise_multiplier,
+            "sample_rate": release.sample_rate,
+            "scheme": release.scheme,
+        }
+        found = {"digest": digest, "values": None if values is None else list(values), "max_grad_norm": max_grad_norm}
+        line |= {name: value for name, value in found.items() if value is not None}
+        with self._one_at_a_time():
+            if digest is not None and (before := self._draws.get(draw)) is not None:
+                if before == digest:
+                    return
+                got = f"draw {draw}, which is already charged with other values"
+                remedy = "take the next batch; or resume with the code and machine that began, or in a new folder"
+                raise expected("Ledger.charge", "a seeded draw", "to repeat its values", got, remedy, SamplingError)
+            self.admit(draw, limit=limit, repeatable=False)
+            if self._steps[-1:] != [limit]:
+                line["steps"] = limit
+            if self._checked(line) != release:
+                raise expected("Ledger.charge", "release", "to have count 1", release, "charge each release separately")
+            # Line before count: an interrupt between them leaves one line more than memory. Epsilon after reopening
+            # counts lines (participations), so it is never less than what was released.
+            self._append(line)
+            self._count(release, line)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this ledger holds its file, to write to it."""
+        return self._file is not None and self._file.is_open
+
+    def close(self) -> None:
+        """Close the file and release its lock. The ledger can still be read, but refuses further charges."""
+        if self._file is not None:
+            self._file.close()
+        self._refuses = True
+
+    def __reduce__(self) -> str:
+        """Refuse copies and pickles: a copy would not know of the releases charged to the original."""
+        remedy = "pass the ledger itself, or open its file with read_only=True"
+        raise expected("Ledger", "a ledger", "to have one holder", "a copy or a pickle", remedy)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Generator[None]:
+        """Hold the ledger's lock from lookup to write, so that no other thread charges in between."""
+        if this_process() != self._process:
+            remedy = "open a ledger in the process that charges: neither would know of the other's releases"
+            condition = f"to be charged by process {self._process[0]}, which opened it"
+            raise expected("Ledger", "a ledger", condition, f"process {os.getpid()}, its fork", remedy)
+        with self._turn:
+            yield
+
+    def _checked(self, line: Mapping[str, Any]) -> Release:
+        """Return the release that a line records; raise PrivacyError if its numbers are not those of the plan."""
+        release = release_of(self.plan_facts, line)
+        if release != release_of(self.plan_facts):
+            condition = "to have the noise multiplier, sample rate and sampling of the ledger's plan"
+            raise expected("Ledger", "each release", condition, release, "restore the file")
+        return release
+
+    def _begin(self, plan_facts: dict[str, Any]) -> None:
+        """Take the facts of a plan, before any release is counted."""
+        self.plan_facts = plan_facts
+        self._bands = bands_of(plan_facts)
+        self._participations = Participations(self._bands)
+
+    def _count(self, release: Release, line: Mapping[str, Any]) -> None:
+        """Add one release and its draw to the counts in memory."""
+        self._kind = release
+        self._participations.add(line["draw"])
+        self._draws[line["draw"]] = line.get("digest")
+        if "steps" in line:
+            self._steps.append(int(line["steps"]))
+        if "values" in line:
+            self._values[line["draw"]] = [float(value) for value in line["values"]]
+
+    def _accept(self, number: int, line: Mapping[str, Any]) -> None:
+        """Read the plan's numbers from the first line of the file, and a release from each later line."""
+        if number == 1:
+            plan = _require_plan(line["plan"])
+            self._begin(plan)
+            if (committed := plan.get("commitment")) is not None:
+                require_integer("Ledger", "commitment", committed["releases"], 1)
+                kind = replace(release_of(plan), count=committed["releases"])
+                self._committed, self._budget = (str(committed["name"]), kind), str(committed["budget"])
+        else:
+            self._count(self._checked(line), line)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line to the file, if there is one, or raise PrivacyError if this ledger takes no more lines."""
+        if self._file is not None:
+            self._file.append(line)
+        elif self._refuses:
+            raise not_open()
+
+
+def bands_of(facts: Mapping[str, Any]) -> int:
+    """Return the number of groups of people that take turns; 1 with independent noise."""
+    memory: Mapping[str, Any] | None = facts.get("noise_memory")
+    return 1 if memory is None else memory["bands"]
+
+
+def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) -> Release:
+    """Return the release of one line; without a line, that of the plan."""
+    found: Mapping[str, Any] = {**facts, "scheme": facts["sampling"]} if line is None else line
+    release = Release(found["noise_multiplier"], found["sample_rate"], found["scheme"])
+    if release.scheme != "truncated":
+        return release
+    return replace(release, max_batch_size=facts["max_batch_size"], num_examples=facts["num_examples"])
+
+
+def released_beside(fact: Mapping[str, Any]) -> str | None:
+    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone."""
+    recorded = fact.get("norm_statistic")
+    if not recorded:
+        return None
+    kinds = {
+        "Slots": "noisy shares of gradients by length",
+        "Count": "a noisy count of gradients within C",
+        "Histogram": "a noisy histogram of the gradients' norms",
+    }
+    kind = str(recorded).partition("(")[0]
+    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"
+
+
+def _other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:
+    """Return the error for a ledger that holds other facts than those given; None if they agree."""
+    differing = [name for name, value in given.items() if held.get(name) != value]
+    if not differing:
+        return None
+    parts = [name for name in _PARTS if name in differing]
+    if parts and not {*differing} - _PARTS.keys() - _DERIVED:  # the plan is the same
+        name, old, new = _PARTS[parts[0]], held.get(parts[0]), given[parts[0]]
+        remedy = f"give the same {name} as when the ledger began, or {_TWO_LEDGERS}"
+        return expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
+    remedy = next((remedy for name, remedy in _REMEDIES.items() if name in differing), _KEEP)
+    remedy = remedy.format(sigma=held.get("noise_multiplier"))
+    if "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
+        numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
+        remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps its memory, for more steps too"
+    old = ", ".join(str(held.get(name)) for name in differing)
+    new = ", ".join(str(given.get(name)) for name in differing)
+    return expected("Ledger.bind", f"the plan's {', '.join(differing)}", f"to be as recorded ({old})", new, remedy)
+
+
+def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan's numbers as a dict; raise PrivacyError if one that epsilon needs is invalid."""
+    require_nonnegative("Ledger", "noise_multiplier", plan["noise_multiplier"], "restore the file")
+    require_rate("Ledger", plan["sample_rate"])
+    require_integer("Ledger", "num_examples", plan["num_examples"], 1)
+    if (memory := plan.get("noise_memory")) is not None:
+        require_integer("Ledger", "bands", memory["bands"], 2)
+    if plan["sampling"] not in get_args(SamplingScheme):
+        condition = f"to be one of {', '.join(get_args(SamplingScheme))}"
+        raise expected("Ledger", "sampling", condition, plan["sampling"], "restore the file")
+    if plan["sampling"] == "truncated":
+        require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
+    return dict(plan)
+
+
+def _require_committed(name: str, kind: Release, planned: Mapping[str, Any], plan_facts: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger, as `name`."""
+    numbers = tuple(plan_facts.get(fact) for fact in ("noise_multiplier", "sample_rate", "sampling"))
+    remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
+    if numbers != (kind.noise_multiplier, kind.sample_rate, kind.scheme):
+        condition = f"to have the numbers committed for {name} ({kind.noise_multiplier}, {kind.sample_rate})"
+        raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
+    # None are left after the ledger has its first line, which holds all facts of the committed plan.
+    for fact, value in planned.items():
+        if plan_facts.get(fact) != value:
+            condition = f"to be {value!r}, as committed for {name}"
+            raise expected("Ledger.bind", f"{fact} of the plan", condition, repr(plan_facts.get(fact)), remedy)

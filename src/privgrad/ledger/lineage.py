@@ -1,0 +1,137 @@
+"""The trainings behind the weights of a model, as far as this process knows.
+
+A ledger is kept as long as the weights that it paid for, because a statement needs its counts. It takes 0.3 kB per
+release. Lineage is kept in two places, because neither knows every way that weights take:
+
+- with each trained parameter, which may become a part of another module;
+- in each module that holds one: a deep copy has other parameters, but its modules have the same attributes.
+
+Nothing tells where weights came from that were loaded from a state dict, or from a pickle.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from privgrad.ledger.ledger import Ledger
+
+_NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
+_LOADED = (
+    "Weights with a privacy statement of their own were loaded into the model: {}. Their training is counted here only "
+    "if its record was given too."
+)
+
+
+class Lineage:
+    """The ledgers of the trainings that a parameter, or a part of a module, went through."""
+
+    def __init__(self, ledgers: Iterable[Ledger] = (), loaded: Iterable[str] = ()) -> None:
+        self._ledgers = list(ledgers)
+        self.loaded = list(loaded)  # epsilon and delta of the weights that were loaded, by their own statements
+
+    def __iter__(self) -> Iterator[Ledger]:
+        return iter(self._ledgers)
+
+    def add(self, ledger: Ledger) -> None:
+        """Add a ledger, unless it is there already."""
+        if ledger not in self._ledgers:
+            self._ledgers.append(ledger)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Lineage":
+        """Return a lineage of its own, which later trainings of the copied module extend."""
+        return Lineage(self, self.loaded)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave an empty list in a pickle, which loads without privgrad. A ledger has one holder."""
+        return list, ()
+
+
+_OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary())
+
+
+def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | None = None) -> None:
+    """Note that the releases of a ledger move the weights of a model, until these and their copies are deleted.
+
+    It keeps the ledger, whatever else becomes of it, and opens no file. `moved` has the names of the parameters that
+    move; None: the trainable ones. Modules without any, such as a frozen
+    encoder, get no note. Call it again at each step: a part may be unfrozen or added at any time.
+    """
+    named = model.named_parameters()
+    trained = [one for name, one in named if (one.requires_grad if moved is None else name in moved)]
+    if all(ledger in _OF_PARAMETERS.get(parameter, ()) for parameter in trained):
+        return
+    for lineage in _made_for(model, trained):
+        lineage.add(ledger)
+
+
+def note_loaded(model: nn.Module, said: str) -> None:
+    """Note what the statement says of weights that were loaded into a model."""
+    for lineage in _made_for(model, list(model.parameters())):
+        lineage.loaded.append(said)
+
+
+def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Lineage]:
+    """Return the lineages of some parameters and of the modules that hold them; make those that are missing."""
+    found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in parameters]
+    ours = set(map(id, parameters))
+    for module in model.modules():
+        if any(id(parameter) in ours for parameter in module.parameters()):
+            if not isinstance(vars(module).get(_NAME), Lineage):
+                vars(module)[_NAME] = Lineage()
+            found.append(vars(module)[_NAME])
+    return found
+
+
+def _lineages(model: nn.Module) -> list[Lineage]:
+    """Return the lineages of the parts and of the parameters of a model."""
+    found = [vars(module).get(_NAME) for module in model.modules()]
+    found += [_OF_PARAMETERS.get(parameter) for parameter in model.parameters()]
+    return [lineage for lineage in found if isinstance(lineage, Lineage)]
+
+
+def loaded_into(model: nn.Module) -> list[str]:
+    """Return a sentence on each statement of weights that this process loaded into a model or its parts."""
+    return [_LOADED.format(said) for said in dict.fromkeys(one for held in _lineages(model) for one in held.loaded)]
+
+
+def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
+    """Warn if the model had private trainings that a ledger, which begins now, does not count."""
+    others = [one for one in ledgers_of(model) if not covers(ledger, one)]
+    if ledger.budget:  # it counts all ledgers that it opened
+        others = [one for one in others if one.budget != ledger.budget]
+    if others:
+        releases = sum(one.releases for one in others)
+        warnings.warn(
+            f"the model was trained before, with {releases:,} releases that this ledger does not count: the weights "
+            f"cost the epsilon of all together. Build a new model; or give `statement` and `save` all ledgers, "
+            f"privgrad.ledgers_of(model)",
+            stacklevel=5,
+        )
+
+
+def ledgers_of(model: nn.Module) -> list[Ledger]:
+    """Return the ledgers of all private trainings of a model that this process knows, each once.
+
+    They are those of the model, of its parts and of the models that it was copied from by `copy.deepcopy`. They are
+    known as long as the model exists, even if nothing else holds them. `save(model, folder, ledger=ledgers_of(model))`
+    states them together.
+
+    Args:
+        model: a module.
+    Returns:
+        The ledgers with at least one release. Not known are trainings in other processes, and those of weights that
+        were loaded from a state dict or a pickle.
+    """
+    kept = list[Ledger]()
+    for ledger in dict.fromkeys(one for lineage in _lineages(model) for one in lineage if one.releases):
+        if not any(covers(other, ledger) for other in kept):  # a file that was opened again is one training
+            kept = [*(other for other in kept if not covers(ledger, other)), ledger]
+    return kept
+
+
+def covers(record: Ledger, other: Ledger) -> bool:
+    """Return whether a ledger holds all releases of another: it is the same one, or has all lines of its file."""
+    return record is other or record.went_through(other.head)

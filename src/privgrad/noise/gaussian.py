@@ -1,0 +1,292 @@
+"""The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
+from privgrad.noise.banded import Recursion
+from privgrad.processes import AT_ONCE, in_threads, on_lists
+from privgrad.rng import BLOCK, Stream
+from privgrad.types import ClippedSum, NoisyGradient
+
+# Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
+_ROUNDING = 2.0**-10
+_FAR = 2.0**51  # in grid points: the most for sum and for noise; together they stay below 2^53, where float64 is exact
+_FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
+_SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
+
+
+def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
+    """Return the name of the generator that draws the noise for these values, as ledgers and reports record it.
+
+    `Ledger.bind` compares the text when a run resumes: with other words here, older ledgers could not be resumed.
+
+    Args:
+        values: parameters, or sums of their gradients; only their devices and dtypes are used.
+        on_grid: as in add_noise.
+    Raises:
+        PrivacyError: on_grid is set and a value is not on the CPU.
+    """
+    names: set[str] = set()
+    for value in values:
+        if value.device.type != "cpu":
+            if on_grid:
+                remedy = "move the model to the CPU, or plan without noise_on_grid"
+                raise expected("add_noise", "values", "to be on the CPU for noise on a grid", value.device, remedy)
+            names.add(f"torch's generator on {value.device.type} (Philox): not cryptographic")
+        elif on_grid:
+            names.add("AES-256-CTR, Box-Muller in float64, on a grid")
+        else:
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            names.add(f"AES-256-CTR, Box-Muller in {str(dtype).removeprefix('torch.')}")
+    return "; ".join(sorted(names))
+
+
+def add_noise(
+    clipped: ClippedSum,
+    *,
+    noise_multiplier: float,
+    divisor: int,
+    stream: Stream,
+    step: int,
+    on_grid: bool = False,
+    recursion: Recursion | None = None,
+) -> NoisyGradient:
+    """Add one Gaussian draw to a clipped sum, then divide it by a public number.
+
+    Computes: (S + sigma C z) / B with z ~ N(0, I), one independent coordinate of z for every coordinate of S, and C
+    the sum's sensitivity; noise_std = sigma C / B. On a grid: (round(S / g) + round(sigma C' z / g)) g / B, where
+    round is to the nearest integer, and g and C' are those of `grid_of`; noise_std = sigma C' / B. With a recursion,
+    its w stands in place of z, and noise_std is that of w times as much.
+
+    Args:
+        clipped: S and its sensitivity. The noise is added in place, in the memory of its tensors. Do not use it again,
+            even after an exception, which may leave part of it with noise.
+        noise_multiplier: sigma >= 0. 0 adds no noise and protects nobody.
+        divisor: B >= 1, public: the expected number of contributions, not the number drawn.
+        stream: the noise stream. No other mechanism may draw from it.
+        step: index of this release. Never use the same step for two different sums.
+        on_grid: round the sum and the noise to a public grid, and add them there. Only on the CPU and with sigma > 0.
+        recursion: noise with memory: the noise of this stream so far. None: independent noise.
+    Returns:
+        NoisyGradient with the sum's names, shapes and dtypes.
+    Raises:
+        PrivacyError: a number is out of its range, or on_grid is set without noise or for a sum that is not on the
+            CPU.
+    Privacy:
+        The Gaussian mechanism with noise multiplier sigma, on a sum of the given sensitivity (add or remove one unit).
+        On the CPU a cryptographic stream draws the noise in the sum's own precision. On other devices torch's
+        generator draws it, which is not cryptographic (see Stream.generator).
+        Off the grid, the set of possible outputs depends on the sum, and their low-order bits reveal something of it.
+        On the grid, the output is a function of integers n + N. Here n is the rounded sum, and the distribution of N
+        does not depend on the data. If z were exact, this would be post-processing of the Gaussian mechanism on n g,
+        which one unit moves by at most C' if rounding moved the sum by at most C / 1024. A float32 sum of a batch that
+        was built for it can move further, which the guarantee does not cover (docs/rounding.md). In fact z is
+        Box-Muller in float64, with errors of about 1e-15. They change the probability of a value of N by a factor of
+        about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an estimate, not a proof). N never exceeds 11.5
+        standard deviations.
+        With memory, (S_1 + sigma C w_1, S_2 + sigma C w_2, ...) / C is F^-1 (F S / C + sigma z): post-processing of the
+        Gaussian mechanism on F S / C, whose sensitivity Banded states; docs/mathematics.md (6.2). Each sum counts in
+        units of its own C, so C may change from step to step.
+    Reference:
+        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
+        leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
+    """
+    function = "add_noise"
+    require_nonnegative(function, "noise_multiplier", noise_multiplier, "give sigma")
+    require_integer(function, "divisor", divisor, 1)
+    sensitivity, grid = clipped.sensitivity, None
+    if on_grid:
+        noise_generator(clipped.values.values(), on_grid=True)
+        grid, sensitivity = grid_of(clipped, noise_multiplier)
+    std_of_sum = std_of_noise(noise_multiplier, sensitivity)
+    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
+
+    # In place: to allocate new memory per step would take half as long as to draw the noise. A tensor that is not
+    # contiguous is copied here; the noise then goes to the copy, which is what is returned.
+    values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
+    numbers = {"std": std_of_sum, "divisor": divisor}
+    if std_of_sum == 0:
+        for value in values.values():
+            value.div_(divisor)
+    else:
+        for drawn in (step,) if recursion is None else recursion.steps_to(step, values.values()):
+            for device in sorted({value.device for value in values.values()}, key=str):
+                on_device = [value for value in values.values() if value.device == device]
+                if device.type == "cpu":
+                    add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
+                    _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
+                else:
+                    add = partial(_add_on_device, **numbers) if drawn == step else _skip
+                    _release_on_device(on_device, add, stream, drawn, recursion)
+    gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
+    return gradient if recursion is None else recursion.released(gradient, step)
+
+
+def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) -> float:
+    """Return the standard deviation of the noise in one coordinate of a clipped sum that was divided by `divisor`.
+
+    Computes: sigma C / B, docs/mathematics.md (5.1). It is 0 for sigma = 0, even if C is infinite.
+
+    Args:
+        noise_multiplier: sigma >= 0.
+        sensitivity: C > 0, of the sum.
+        divisor: B >= 1.
+    """
+    return noise_multiplier * sensitivity / divisor if noise_multiplier > 0 else 0.0
+
+
+def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]:
+    """Return the grid spacing g for a sum, and the sensitivity C' of the sum rounded to that grid.
+
+    Computes: g, the power of two in (x / 2, x] for x = C min(sigma, 1) / (1024 sqrt(d)), where C is the sensitivity
+    and d the number of coordinates; and C' = C (1 + 1/1024) + g sqrt(d), at most C (1 + 2/1024). Rounding moves each
+    coordinate of two neighboring sums by up to g / 2. The first 1/1024 is a reserve for the rounding of
+    floating-point norms and sums. It does not bound the rounding of every float32 sum (docs/rounding.md).
+
+    Args:
+        clipped: the sum; only its sensitivity and its shapes are used, both public.
+        noise_multiplier: sigma > 0.
+    Returns:
+        g and C', in gradient units.
+    Raises:
+        PrivacyError: noise_multiplier is 0, the sensitivity is infinite, or float64 cannot hold the sum and the noise
+            as exact integers on the grid.
+    Privacy:
+        Depends on public numbers only. The guarantee of noise on a grid rests on C'.
+    """
+    remedy = "plan without noise_on_grid: there is nothing to hide without noise"
+    require_positive("grid_of", "noise_multiplier", noise_multiplier, remedy)
+    require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
+    root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
+    _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
+    grid = math.ldexp(1.0, exponent - 1)
+    sensitivity = clipped.sensitivity * (1 + _ROUNDING) + grid * root
+    if not (grid >= _SMALLEST and sensitivity <= _LARGEST):
+        condition = f"to give a grid above {_SMALLEST:.0g}, and a sensitivity below {_LARGEST:.0g}"
+        got, remedy = f"{grid:.3g} and {sensitivity:.3g}", "express the values in another unit"
+        raise expected("grid_of", "noise_multiplier and sensitivity", condition, got, remedy)
+    if not _FARTHEST * noise_multiplier * sensitivity <= _FAR * grid:
+        most = _FAR * grid / _FARTHEST / sensitivity
+        remedy = "plan with less noise, or for fewer values at once"
+        raise expected("grid_of", "noise_multiplier", f"to be at most {most:.3g} on a grid", noise_multiplier, remedy)
+    return grid, sensitivity
+
+
+def _release_on_cpu(
+    values: list[Tensor],
+    add: Callable[[np.ndarray, np.ndarray], None],
+    stream: Stream,
+    step: int,
+    recursion: Recursion | None,
+    on_grid: bool,
+) -> None:
+    """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once.
+
+    `add(part of the sum, as many normals)` overwrites the part with its release. It may also overwrite the normals.
+    """
+    blocks = _blocks(values)
+    dtypes = {pieces[0].dtype for pieces in blocks}
+    numbers = sum(value.numel() for value in values)
+
+    def work(own: Iterable[tuple[int, list[np.ndarray]]]) -> None:
+        draw = {
+            dtype: stream.normal_blocks(step, np.float64 if on_grid else dtype, dense=on_grid, most=min(BLOCK, numbers))
+            for dtype in dtypes
+        }
+        for block, pieces in own:
+            normals = draw[pieces[0].dtype](block, sum(piece.size for piece in pieces))
+            if recursion is not None:
+                recursion.moved(block, normals, step)
+            for piece in pieces:
+                add(piece, normals[: piece.size])
+                normals = normals[piece.size :]
+
+    # One numbering of blocks for all tensors and dtypes: no two numbers of a sum share words of the stream.
+    in_threads(work, list(enumerate(blocks)), numbers=numbers)
+
+
+def _add(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int) -> None:
+    """Overwrite a part of the sum with its release: add the noise, then divide."""
+    normals *= std
+    piece += normals
+    piece /= divisor
+
+
+def _add_on_grid(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int, grid: float) -> None:
+    """Add integers to integers. The release depends on the data through their sum alone."""
+    normals *= std / grid
+    np.rint(normals, out=normals)
+    piece /= grid  # exact, because the grid spacing is a power of two; beyond float32 it is infinite
+    np.rint(piece, out=piece)
+    np.clip(piece, -_FAR, _FAR, out=piece)  # also of infinity; does not increase the distance between two sums
+    normals += piece
+    normals /= divisor / grid
+    piece[:] = normals
+
+
+def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
+    """Split the values' own memory, in order, into blocks of at most BLOCK numbers of one dtype.
+
+    A block may hold parts of several tensors. The arrays are views: the caller writes to the tensors through them.
+    """
+    blocks: list[list[np.ndarray]] = []
+    room = 0
+    for value in values:
+        flat = value.view(-1).numpy()
+        if blocks and blocks[-1][0].dtype != flat.dtype:
+            room = 0
+        while flat.size:
+            if room == 0:
+                blocks.append([])
+                room = BLOCK
+            blocks[-1].append(flat[:room])
+            flat, room = flat[room:], max(room - flat.size, 0)
+    return blocks
+
+
+def _release_on_device(
+    values: list[Tensor],
+    add: Callable[[list[Tensor], list[Tensor]], None],
+    stream: Stream,
+    step: int,
+    recursion: Recursion | None,
+) -> None:
+    """Draw and add the noise on a device other than the CPU, by torch's generator there."""
+    device = values[0].device
+    generator = stream.generator(step, device)
+    for number, group in enumerate(_groups(values)):
+        sizes = [value.numel() for value in group]
+        noise = torch.randn(sum(sizes), dtype=group[0].dtype, device=device, generator=generator)
+        if recursion is not None:
+            recursion.moved_on_device((device, number), noise, step)
+        parts = cast("tuple[Tensor, ...]", noise.split(sizes))
+        add(group, [part.view(value.shape) for value, part in zip(group, parts, strict=True)])
+
+
+def _groups(values: list[Tensor]) -> list[list[Tensor]]:
+    """Split the values, in order, into groups of one dtype that are drawn at once; a small group costs a fixed time."""
+    groups, room = list[list[Tensor]](), 0
+    for value in values:
+        if not groups or groups[-1][0].dtype != value.dtype or value.numel() > room:
+            groups.append([])
+            room = AT_ONCE
+        groups[-1].append(value)
+        room -= value.numel()
+    return groups
+
+
+def _add_on_device(values: list[Tensor], noises: list[Tensor], *, std: float, divisor: int) -> None:
+    """Overwrite sums with their releases."""
+    on_lists._foreach_add_(values, noises, alpha=std)
+    on_lists._foreach_div_(values, divisor)
+
+
+def _skip(value: object, noise: object) -> None:
+    """Add nothing: the noise of an earlier step, which only the recursion needs."""

@@ -1,0 +1,159 @@
+"""Parts: the arguments of PrivateGradient that make a gradient from a batch, checked before anything is changed.
+
+The guarantee needs two things of this file: `stateful`, which names the parts that may declare that they are not
+public, and `statistic`. The rest refuses mistakes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from privgrad.clip.adaptive import AdaptiveClip
+from privgrad.clip.clipping import Clipping, Flat
+from privgrad.clip.norm_statistics import NormBins, NormStatistic, chosen_slots
+from privgrad.clip.rules import Automatic
+from privgrad.errors import described, expected, require_choice, require_integer, require_positive
+from privgrad.gradient.contribution import Contribution, Engine, SampleGradient
+from privgrad.gradient.functional import trainable
+from privgrad.gradient.reference import Vmap
+from privgrad.gradient.transform import Preconditioner
+from privgrad.plan import PrivacyPlan
+from privgrad.types import NoisyGradient
+
+
+class Filter(Protocol):
+    """A linear filter of the released gradients, which is post-processing: see privgrad.filters."""
+
+    is_public: bool
+
+    def begun(self) -> "Filter": ...
+
+    def require_shapes(self, shapes: Mapping[str, torch.Size]) -> None: ...
+
+    def moved_on(self, gradient: NoisyGradient, *, in_place: bool) -> NoisyGradient: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+Stateful = Contribution | Preconditioner | AdaptiveClip | Filter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The arguments of PrivateGradient that make a gradient from a batch, checked.
+
+    `privgrad/__init__` hands over what stands below the guarantee, so that no file above imports anything of it:
+
+    Attributes:
+        engines: the engines by name. "vmap" is the reference; "factored" computes the same, faster.
+        checks: the module `privgrad.checks`, whose functions find mistakes and prove nothing.
+        input_maps: the module `privgrad.engine.factors.mapped`, which applies a transform's input maps.
+        explanation: the module `privgrad.engine.explanation`.
+    """
+
+    perturb: Contribution | None = None
+    precondition: Preconditioner | None = None
+    clip: Clipping | None = None
+    engine: str = "factored"
+    microbatch_size: int | None = None
+    memory_mb: float | None = None
+    norm_bins: NormBins = None
+    adaptive_clip: AdaptiveClip | None = None
+    filter: Filter | None = None
+
+    engines: ClassVar[dict[str, Callable[..., Engine]]] = {"vmap": Vmap}
+    checks: ClassVar[Any]
+    input_maps: ClassVar[Any]
+    explanation: ClassVar[Any]
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size is not None:
+            require_integer("PrivateGradient", "microbatch_size", self.microbatch_size, 1)
+        if self.memory_mb is not None:
+            require_positive("PrivateGradient", "memory_mb", self.memory_mb, "None lets the engine choose")
+        require_choice("PrivateGradient", "engine", self.engine, ("factored", "vmap"))
+        if self.clip is not None and not _has(self.clip, "factors"):
+            remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
+            raise expected("PrivateGradient", "clip", "to be a clipping rule", described(self.clip), remedy)
+        if self.perturb is not None and not isinstance(self.perturb, Contribution):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = type(self.perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
+            raise expected("PrivateGradient", "perturb", "to be a Contribution", got, remedy)
+        if self.precondition is not None and not isinstance(self.precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = type(self.precondition).__name__, "wrap the scales: privgrad.precondition.fixed(scales)"
+            raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
+        if self.filter is not None and not _has(self.filter, "moved_on"):
+            remedy = "give filters.EMA(0.1), say"
+            raise expected("PrivateGradient", "filter", "to be a LinearFilter", described(self.filter), remedy)
+        if self.adaptive_clip is not None and not isinstance(self.adaptive_clip, AdaptiveClip):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = described(self.adaptive_clip), "give clip.TargetFraction()"
+            raise expected("PrivateGradient", "adaptive_clip", "to be an AdaptiveClip", got, remedy)
+        if self.adaptive_clip is not None and isinstance(self.clip, Automatic):
+            condition = "to depend on C for adaptive_clip (here, C scales signal and noise alike)"
+            remedy = "leave adaptive_clip out, or give clip.Flat()"
+            raise expected("PrivateGradient", "clip", condition, repr(self.clip), remedy)
+        if self.perturb is not None:
+            self.perturb.require_filter(self.filter)
+
+    def begun(self, model: nn.Module, plan: PrivacyPlan) -> "Parts":
+        """Return the parts of one PrivateGradient: defaults filled in, each with fresh state.
+
+        Raises:
+            PrivacyError: a part does not suit the model or the plan.
+        """
+        perturb = SampleGradient() if self.perturb is None else self.perturb.begun()
+        if perturb.privacy_unit != plan.privacy_unit:
+            condition = f"to be of unit {perturb.privacy_unit!r}, like the contribution"
+            remedy = "plan by PrivacyPlan.for_users, or with privacy_unit='user'"
+            if plan.privacy_unit == "user":
+                remedy = (
+                    "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "
+                    "privgrad.federated.LocalUpdate(...) for local training (docs/federated.md); a bridge takes it in "
+                    "private_options: private_options={'perturb': ...}"
+                )
+            raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
+        if plan.max_batch_size is not None and not perturb.keeps_order:
+            got, remedy = repr(plan.sampling), "plan with Poisson sampling"
+            raise expected("PrivateGradient", "sampling", f"to suit {perturb!r}", got, remedy)
+        adaptive = self.adaptive_clip
+        if adaptive is not None:
+            adaptive = adaptive.begun(
+                max_grad_norm=plan.max_grad_norm,
+                noise_multiplier=plan.noise_std * plan.divisor / plan.max_grad_norm,
+                divisor=plan.divisor,
+                norm_bins=self.norm_bins,
+                size=sum(parameter.numel() for parameter in trainable(model).values()),
+            )
+        return replace(
+            self,
+            perturb=perturb,
+            precondition=None if self.precondition is None else self.precondition.begun(model),
+            clip=Flat() if self.clip is None else self.clip,
+            adaptive_clip=adaptive,
+            filter=None if self.filter is None else self.filter.begun(),
+        )
+
+    def statistic(self, plan: PrivacyPlan) -> NormStatistic | None:
+        """Return the statistic of the norms that is released with each gradient; None if there is none."""
+        if self.adaptive_clip is not None:
+            return self.adaptive_clip.statistic
+        return None if self.norm_bins is None else chosen_slots(self.norm_bins, plan.max_grad_norm, plan.noise_std)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return the parts that may have a state by name, as far as they were given."""
+        parts = {
+            "perturb": None if type(self.perturb) is SampleGradient else self.perturb,
+            "precondition": self.precondition,
+            "adaptive_clip": self.adaptive_clip,
+            "filter": self.filter,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def _has(part: object, method: str) -> bool:
+    """Return whether an object, not a class, has a method."""
+    return not isinstance(part, type) and callable(getattr(part, method, None))

@@ -1,0 +1,93 @@
+"""Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import expected, require_integer
+from privgrad.gradient.functional import require_losses
+from privgrad.types import LossFunction, count_examples, map_examples
+
+Flip = Literal["horizontal", "vertical"]
+
+
+def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views: int) -> LossFunction:
+    """Return a loss function that averages the loss over K augmented views of each example.
+
+    Each per-example gradient is then the mean over the views of the example, and is clipped as one gradient.
+    Perturbations (BAM, SAT) use the same views in both passes. In evaluation mode the views are not augmented.
+
+    Args:
+        loss_fn: (model, examples) -> losses, shape (B,).
+        augment: examples -> examples of the same structure, each changed at random and independently of the others.
+            It must draw from torch's global generator.
+        views: K >= 1; 1 returns loss_fn itself, without augmentation.
+    Returns:
+        A loss_fn for PrivateGradient. The model gets K rows per example; the rows of one example are consecutive.
+    Raises:
+        PrivacyError: views is not an integer >= 1.
+    Privacy:
+        The sensitivity remains C, if augment changes each example independently of the others.
+    Reference:
+        De et al. 2022 (arXiv 2204.13650).
+    """
+    require_integer("multiplicity", "views", views, 1)
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        rows = map_examples(partial(torch.repeat_interleave, repeats=views, dim=0), examples)
+        rows = augment(rows) if model.training else rows
+        size = count_examples(examples)
+        return require_losses(loss_fn(model, rows), size * views).view(size, views).mean(1)
+
+    return losses if views > 1 else loss_fn
+
+
+def shift_and_flip(
+    images: Tensor, *, pixels: int = 4, flip: Flip | None = "horizontal", probability: float = 0.5
+) -> Tensor:
+    """Shift images by a few pixels and flip them, at random and independently for each image.
+
+    Pixels from outside the image are mirrored at its edge, the edge included. It serves as `augment` of `multiplicity`.
+
+    Args:
+        images: shape (B, C, H, W).
+        pixels: the largest shift up, down, left or right; below H and W.
+        flip: direction of the flip; None only shifts, for images that have a fixed side, such as shoes or digits.
+        probability: probability of a shift, and independently of a flip, in [0, 1].
+    Returns:
+        The changed images, shape (B, C, H, W).
+    Raises:
+        PrivacyError: images do not have four dimensions, the direction is unknown, or a number is out of its range.
+    Reference:
+        De et al. 2022 shift and flip horizontally. The BAM paper does each with probability 0.5 and flips vertically.
+    """
+    if images.dim() != 4:
+        got, remedy = f"shape {tuple(images.shape)}", "give a batch of images with four dimensions"
+        raise expected("shift_and_flip", "images", "of shape (B, C, H, W)", got, remedy)
+    size, _, height, width = images.shape
+    require_integer("shift_and_flip", "pixels", pixels, 0)
+    if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in (None, *get_args(Flip)):
+        got = f"{pixels}, {probability} and {flip!r}"
+        condition = f"to be below {min(height, width)}, in [0, 1], and 'horizontal', 'vertical' or None"
+        remedy = "give values in these ranges, usually 4, 0.5 and 'horizontal'"
+        raise expected("shift_and_flip", "pixels, probability and flip", condition, got, remedy)
+
+    moved, mirrored = (torch.rand(size, 1, device=images.device) < probability for _ in range(2))
+    offsets = torch.randint(-pixels, pixels + 1, (2, size, 1), device=images.device) * moved
+    positions = [torch.arange(n, device=images.device) + by for n, by in zip((height, width), offsets, strict=True)]
+    rows, columns = (_mirrored(position, n) for position, n in zip(positions, (height, width), strict=True))
+    if flip == "horizontal":
+        columns = torch.where(mirrored, columns.flip(1), columns)
+    elif flip == "vertical":
+        rows = torch.where(mirrored, rows.flip(1), rows)
+    image = torch.arange(size, device=images.device)[:, None, None]
+    return images[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _mirrored(position: Tensor, size: int) -> Tensor:
+    """Mirror positions outside [0, size) at the edge, the edge included."""
+    position = torch.where(position < 0, -1 - position, position)
+    return torch.where(position >= size, 2 * size - 1 - position, position)

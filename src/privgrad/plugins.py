@@ -1,0 +1,34 @@
+"""The additions of the second package, privgrad_lab. Entry points name them, so that nothing here imports it."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from privgrad.errors import expected
+
+
+def from_lab(name: str) -> Any:
+    """Return what privgrad_lab registers under a name of the entry points `privgrad.lab`.
+
+    Raises:
+        PrivacyError: the package, or something that it imports, is not installed.
+    """
+    remedy = "pip install 'privgrad[experiments]'"
+    found = entry_points(group="privgrad.lab", name=name)
+    if not found:
+        raise expected("privgrad", f"{name!r} of privgrad_lab", "to be installed", "nothing of this name", remedy)
+    try:
+        return next(iter(found)).load()
+    except ImportError as error:
+        raise expected("privgrad", "what experiments need", "to be installed", error, remedy) from error
+
+
+def lab_attribute(entry: str, module: str, name: str) -> Any:
+    """Return a name that a module of the library lends from a module of the lab, for the module's `__getattr__`.
+
+    Raises:
+        AttributeError: the lab does not have it either.
+    """
+    lent = None if name.startswith("_") else from_lab(entry)
+    if lent is None or name not in lent.__all__:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(lent, name)

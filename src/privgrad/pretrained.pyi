@@ -1,0 +1,1 @@
+from privgrad.features.pretrained import *

@@ -1,0 +1,117 @@
+"""Checks of the data set that a sampler draws from. They find mistakes; the draws do not depend on them."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from privgrad.errors import SamplingError, described, expected
+from privgrad.processes import Processes
+from privgrad.types import PrivacyUnit
+
+_COMPARED = 8  # number of data set items that processes compare
+_REPEATS = 20  # number of equal readings after which the items count as not random
+_MANY_ROWS = 2.0  # rows per declared person from which a person may have several
+
+
+def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit) -> None:
+    """Warn if a data set has many more items than the plan declares people. The warning is NOT private."""
+    count = len(dataset) if privacy_unit == "user" and isinstance(dataset, Sized) else 0
+    if count > _MANY_ROWS * num_examples:
+        warnings.warn(
+            f"NOT PRIVATE: the plan declares {num_examples:,} people, and the data set has more than {_MANY_ROWS:g} "
+            "times as many rows. Does each row hold all data of one person? If a person has several rows, group them "
+            "first, for example by privgrad.data.by_user. Otherwise num_examples is far below the number of persons, "
+            "and the model gets more noise than it needs: raise it if a public number allows.",
+            stacklevel=1,  # all calls warn from one line, so that Python prints the same warning once
+        )
+
+
+def other_container(dataset: object) -> tuple[str, str] | None:
+    """Return a description of a container that is not a map-style data set, and the remedy; None for anything else."""
+    # pandas and polars are recognized by the names of their modules, so that neither has to be imported.
+    kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
+    tensors = "torch.utils.data.TensorDataset"
+    if isinstance(dataset, DataLoader):
+        return "a DataLoader", "pass its .dataset: batches are drawn here"
+    if isinstance(dataset, IterableDataset):
+        return f"an IterableDataset ({kind})", "write __len__ and __getitem__: a stream has no known sampling rate"
+    if isinstance(dataset, str | bytes | Path):
+        return described(f"{dataset}"), f"read the file, and pass {tensors}(inputs, labels)"
+    if isinstance(dataset, type):
+        return f"the class {dataset.__name__}", f"pass an instance: {dataset.__name__}(...)"
+    if library == "privgrad" and hasattr(dataset, "train"):
+        return f"a {kind} of privgrad", "pass its .train"
+    if library in ("pandas", "polars") and kind == "DataFrame":
+        dropped = "data.drop(columns='label')" if library == "pandas" else "data.drop('label')"
+        inputs = f"torch.tensor({dropped}.to_numpy(), dtype=torch.float32)"
+        line = f"{tensors}({inputs}, torch.tensor(data['label'].to_numpy()))"
+        return f"a {library} DataFrame", f"pass {line}, where 'label' is the column to predict"
+    if library in ("pandas", "polars") and kind == "Series":
+        return f"a {library} Series", f"pass {tensors}(torch.tensor(data.to_numpy())), with labels as a second tensor"
+    if isinstance(dataset, Mapping):
+        parts = cast("Mapping[object, object]", dataset)
+        if all(hasattr(part, "__getitem__") and not _is_column(part) for part in parts.values()) and parts:
+            name = next(iter(parts))
+            return f"a {kind} of data sets", f"pass one of them: data[{name!r}]"
+        if 0 not in parts:
+            line = f"{tensors}(*map(torch.as_tensor, data.values()))"
+            return f"a {kind} of columns", f"pass {line}, which gives the columns in this order"
+    if isinstance(dataset, np.ndarray | Tensor) and dataset.ndim == 0:
+        return "an array without rows", f"pass {tensors}(inputs, labels)"
+    if isinstance(dataset, np.ndarray) and dataset.dtype.names is not None:
+        fields = list(cast("tuple[str, ...]", dataset.dtype.names))
+        line = f"{tensors}(*(torch.tensor(data[name].copy()) for name in {fields}))"
+        return f"a numpy array of fields {', '.join(fields)}", f"pass {line}"
+    if isinstance(dataset, np.ndarray) and dataset.dtype.kind not in "biuf":
+        line = f"{tensors}(torch.tensor(data.astype('float32')))"
+        return f"a numpy array of dtype {dataset.dtype}", f"pass {line}, once all in it are numbers"
+    return None
+
+
+def _is_column(part: object) -> bool:
+    """Return whether a part of a mapping is a column of values rather than a data set."""
+    library = type(part).__module__.partition(".")[0]
+    return isinstance(part, list | tuple | str | np.ndarray | Tensor) or library in ("pandas", "polars")
+
+
+def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: Processes) -> None:
+    """Raise SamplingError in a process whose data set differs from the one of the first process.
+
+    Compares the length and a few random items. The index of an example decides which process it belongs to. If the
+    order differed between processes, two of them could clip and sum the same example, which doubles its contribution.
+    """
+
+    def refusal(got: str) -> Exception:
+        remedy = "give each process the same data set in the same order: shuffle it with one shared seed"
+        return expected("plan.batches", "dataset", "to be the same in every process", got, remedy, SamplingError)
+
+    indices = np.random.default_rng().integers(count, size=_COMPARED).tolist()
+    first_count, indices = processes.broadcast_object([count, indices])
+    with processes.all_succeed():
+        if count != first_count:
+            raise refusal(f"{count} examples in process {processes.rank} and {first_count} in process 0")
+        own = _digest(take(np.array(indices)))
+    first = processes.broadcast_object(own)
+    with processes.all_succeed():
+        # A data set with random items differs even between two readings in one process.
+        if own != first and all(_digest(take(np.array(indices))) == own for _ in range(_REPEATS)):
+            raise refusal(f"process {processes.rank} with examples that differ from those of process 0")
+
+
+def _digest(examples: Any) -> str:
+    """Return a hash of a batch's content. PRIVATE: use it only to compare processes."""
+    state = hashlib.sha256()
+    for leaf in tree_flatten(examples)[0]:
+        if isinstance(leaf, Tensor):
+            state.update(leaf.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        else:
+            state.update(repr(leaf).encode())
+    return state.hexdigest()

@@ -1,0 +1,247 @@
+"""Which examples a step uses: each one independently with probability q, by a secret random word of its place.
+
+The words of a step belong to the places of the data set, not to people. docs/mathematics.md, section 0, says why this
+is as good as coins of each person's own. The record of a draw (`Sampling`) is public; which examples were drawn is not.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from privgrad.errors import SamplingError, expected, require_callable, require_integer
+from privgrad.processes import ALONE, Processes, require_all_processes
+from privgrad.rng import RandomSource, Stream
+from privgrad.sampling.class_rates import ClassRates
+from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data
+from privgrad.sampling.loading import Collate, Draw, Examples, load, require_loading, warn_of_generators
+from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
+
+
+def batches(
+    sampler: "BatchSampler", *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
+) -> Generator[Batch]:
+    """Return an iterator over the batches of a sampler, loaded by torch's DataLoader.
+
+    Args:
+        sampler: draws the batches, and holds the data set.
+        num_workers: number of worker processes that load batches, each a whole batch; 0 loads in this process. The
+            draws are made in this process and are the same for any number.
+        prefetch_factor: number of batches that each worker loads in advance; None is torch's default, 2.
+        pin_memory: copy batches to pinned memory, for a faster `Batch.to(device, non_blocking=True)`.
+    Returns:
+        An iterator of Batch, whose `close()` ends the workers. Examples have leading dimension `size`, which may be 0.
+        Batches that hold a whole TensorDataset may share memory. A batch that was loaded in advance and not taken has
+        cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
+        would release which draws were empty.
+    Raises:
+        PrivacyError: raised by the call: an option is out of range.
+        SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
+            examples; an example cannot be loaded; or a worker process died.
+    Privacy:
+        As BatchSampler. Workers get the indices and the keys of single steps.
+    """
+    require_loading("plan.batches", num_workers, prefetch_factor, pin_memory)
+    return load(sampler.dataset, sampler, sampler.worker_seed, num_workers, prefetch_factor, pin_memory)
+
+
+class BatchSampler(Sampler[Draw]):
+    """A torch sampler of the draws of steps start, start + 1, ..., steps - 1.
+
+    For a DataLoader of the user's own: `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, ...)`, whose
+    items are batches.
+
+    Args:
+        dataset: a map-style data set, with len() and integer indexing. Each example is a tensor, or a tuple, list or
+            dict of values that default_collate takes. A ClassRates has a rate for each class.
+        scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
+            batch may be empty. "truncated": of such a sample with more than max_batch_size examples, as many at random;
+            each batch is padded to that size. "fixed": the next expected_batch_size examples of a shuffled pass; the
+            remainder of each pass is dropped.
+        sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
+        expected_batch_size: B, public.
+        num_examples: the public count; the data set must hold at least this many examples.
+        steps: T.
+        start: first step, for a resumed run. With bands and without a seed it is a multiple of them, because another
+            sampler has other groups.
+        source: the source of the random streams that draw the batches and seed random augmentation.
+        collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row must
+            depend on its own example only: pad to a public length, not to the longest example of the batch. It must
+            not be random.
+        processes: the processes that train together. With several, process r of k draws among the examples r, r + k,
+            r + 2k, ... Under a research seed, their batches together are the batch that a single process would draw.
+            All processes must make this call, with the same data in the same order. The call compares the length and a
+            few random items, unless the items themselves are random.
+        privacy_unit: the plan's. For "user", each item must hold all data of one person.
+        bands: b, the number of groups that take turns: each example is in one of them, drawn at random, and step t
+            draws from group t mod b; see noise.Banded. 1: all examples are one group.
+        max_batch_size: for "truncated", the number of rows of each batch. The data set must then have
+            num_examples examples, or one less: epsilon depends on how often a batch is truncated.
+    Raises:
+        SamplingError: the data set has no length, no examples, fewer than num_examples, or too many for "truncated";
+            batches are not Poisson in several processes or with ClassRates; start is no multiple of bands; or the data
+            set differs from the one of the first process.
+    Attributes:
+        dataset: the data set of batches that a DataLoader needs.
+        worker_seed: a seed for a DataLoader's worker processes.
+        groups: with bands, the group of each example, shape (n,). PRIVATE: `audit.methods` reads it.
+    Privacy:
+        Under "poisson" the actual rate is never above sample_rate, and less than 2**-63 below it. With ClassRates it is
+        never above the example's own rate times sample_rate. With bands, no example is in two batches that are fewer
+        than b steps apart, and its group depends on no data. Draws come from a cryptographic stream. Without a seed
+        each process has a stream of its own entropy. With a seed all processes share one stream, and each uses the
+        words of its own examples. No accountant here covers "fixed". A second iteration makes the same draws, and the
+        ledger refuses them.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        scheme: SamplingScheme,
+        sample_rate: float,
+        expected_batch_size: int,
+        num_examples: int,
+        steps: int,
+        start: int = 0,
+        source: RandomSource,
+        collate: Collate | None = None,
+        processes: Processes = ALONE,
+        privacy_unit: PrivacyUnit = "example",
+        bands: int = 1,
+        max_batch_size: int | None = None,
+    ) -> None:
+        require_all_processes("plan.batches", processes)
+        require_integer("plan.batches", "start", start, 0)
+        if source.seed is None and start % bands and start < steps:
+            # This sampler draws new groups. They may begin only where every person of the old ones had its turn.
+            condition = f"to be a multiple of {bands} for noise with memory"
+            raise expected("plan.batches", "start", condition, start, "give start=ledger.next_step", SamplingError)
+        if collate is not None:
+            require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
+        with processes.all_succeed():
+            _require_samplable(dataset, num_examples, scheme, processes)
+        rows = dataset.dataset if isinstance(dataset, ClassRates) else dataset
+        warn_of_generators(rows)
+        self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
+        self.dataset = Examples(rows, collate)
+        self._count = len(cast("Sequence[Any]", dataset))
+        ask_about_rows(dataset, num_examples, privacy_unit)
+        if processes.count > 1:
+            require_same_data(self.dataset.take, self._count, processes)
+        self._steps = range(start, steps)
+        self._stream, self._keys = source.stream("sampling"), source.stream("augmentation")
+        self._truncating = source.stream("truncation")
+        self._drawn = Sampling(  # the public record of each draw, except for its step
+            scheme=scheme,
+            sample_rate=sample_rate,
+            expected_batch_size=expected_batch_size,
+            step=start,
+            stream=self._stream.public_id,
+            seed=source.seed,
+            rank=processes.rank,
+            processes=processes.count,
+            bands=bands,
+            max_batch_size=max_batch_size,
+            num_examples=num_examples if scheme == "truncated" else None,
+        )
+        self._bands = bands
+        # Their law need not be uniform: a person is charged for the steps of one whole group, whichever it is.
+        groups = source.stream("bands").uint64(0, self._count) if bands > 1 else np.zeros(0, np.uint64)
+        self.groups = (groups % np.uint64(bands)).astype(np.uint16)
+        self.worker_seed = int(source.stream("workers").uint64(start, processes.count)[processes.rank])
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Draw]:
+        return map(self._draw, self._steps)
+
+    def _draw(self, step: int) -> Draw:
+        """Return the draw of a step."""
+        drawn = replace(self._drawn, step=step)
+        if drawn.scheme == "poisson":
+            if self._relative is None:
+                chosen = _poisson(self._stream, step, drawn.sample_rate, self._count)
+            else:
+                chosen = _poisson_each(self._stream, step, drawn.sample_rate * self._relative)
+            if self._bands > 1:
+                chosen = chosen[self.groups[chosen] == step % self._bands]
+            chosen = chosen[chosen % drawn.processes == drawn.rank]
+        elif drawn.scheme == "truncated":
+            chosen = _poisson(self._stream, step, drawn.sample_rate, self._count)
+            # A uniform subset of the sample: its members in random order, cut off. Two words tie once in 2^64.
+            order = np.argsort(self._truncating.uint64(step, len(chosen)), kind="stable")
+            chosen = np.sort(chosen[order[: drawn.max_batch_size]])
+        else:
+            chosen = _fixed(self._stream, step, drawn.expected_batch_size, self._count)
+        key = self._keys.uint64(step, 4 * drawn.processes)[4 * drawn.rank : 4 * drawn.rank + 4].tobytes()
+        return Draw(chosen, key, drawn)
+
+
+def _require_samplable(
+    dataset: Dataset[Any] | Sequence[Any], num_examples: int, scheme: SamplingScheme, processes: Processes
+) -> None:
+    """Raise SamplingError unless the scheme can sample the data set, and it holds num_examples examples."""
+
+    def refusal(condition: str, got: str, remedy: str, name: str = "dataset") -> Exception:
+        return expected("plan.batches", name, condition, got, remedy, SamplingError)
+
+    if problem := other_container(dataset):
+        raise refusal("to have a length, and an example at each index below it", *problem)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
+        raise refusal("to have a length", type(dataset).__name__, remedy)
+    data = cast(Sequence[Any], dataset)
+    if len(data) == 0:
+        raise refusal("to hold at least one example", "0 examples", "check its path")
+    # Privacy under "poisson" does not need this: q is drawn and charged, whatever the number of rows. It finds a wrong
+    # num_examples, from which q, B and delta follow. So a neighbor of a data set with exactly num_examples rows is
+    # refused: declare one less than you have if n is secret. "truncated" admits both neighbors, n and n - 1 rows.
+    if len(data) < num_examples - (scheme == "truncated"):
+        remedy = (
+            "correct num_examples, the public count from which sample rate and batch size follow, or simulate the plan "
+            f"on fewer public examples: plan.scaled(factor, num_examples={len(data)})"
+        )
+        if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
+            remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
+        raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)
+    if scheme == "truncated" and len(data) > num_examples:
+        remedy = "correct num_examples: the cost of truncation depends on it"
+        raise refusal(f"to hold at most {num_examples} examples for truncated batches", f"{len(data)}", remedy)
+    if scheme != "poisson" and processes.count > 1:
+        remedy = "draw Poisson batches, or train in one process"
+        raise refusal("to be 'poisson' in several processes", repr(scheme), remedy, "sampling")
+    if scheme != "poisson" and isinstance(dataset, ClassRates):
+        remedy = "draw Poisson batches: others have no rates"
+        raise refusal("to be 'poisson' for ClassRates", repr(scheme), remedy, "sampling")
+
+
+def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with probability sample_rate."""
+    if sample_rate == 1:
+        return np.arange(count)  # 2^64 is no uint64
+    # floor(q 2^64) of the 2^64 words are below the threshold: the rate is at most q, and less than 2^-64 below it. The
+    # word of (step, place) is used for nothing else.
+    threshold = np.uint64(int(sample_rate * 2.0**64))
+    return np.flatnonzero(stream.uint64(step, count) < threshold)
+
+
+def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with its rate in `rates`, shape (count,)."""
+    # Rates just below 1 may round to 2^64, which is no uint64. A rate of 1 takes every word.
+    thresholds = np.minimum(rates * 2.0**64, np.nextafter(2.0**64, 0)).astype(np.uint64)
+    return np.flatnonzero((stream.uint64(step, len(rates)) < thresholds) | (rates == 1))
+
+
+def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
+    """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
+    if size > count:
+        condition = f"to be at most {count}, the size of the data set"
+        raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
+    shuffle, position = divmod(step, count // size)
+    order = np.argsort(stream.uint64(shuffle, count), kind="stable")
+    return order[position * size : (position + 1) * size]

@@ -1,0 +1,450 @@
+"""Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
+
+import pickle
+import random
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from numbers import Real
+from operator import itemgetter
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate, get_worker_info  # pyright: ignore[reportUnknownVariableType]
+
+from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
+from privgrad.rng import numpy_and_python_kept, set_states
+from privgrad.types import Batch, Sampling, count_examples, map_examples
+
+Collate = Callable[[list[Any]], Any]
+
+_COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
+_REPEATS = 20  # number of calls after which rows that differ count as random
+_SEARCHED = 1_000  # the most objects of a data set, and items of a container, that are searched for a generator
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def warn_of_generators(dataset: object) -> None:
+    """Warn of a random generator that a data set holds, for instance in an attribute of its transform.
+
+    Every worker has a copy of it that repeats the same numbers, and its seed may be known. Attributes, containers and
+    closures are searched, in breadth, up to 1,000 objects.
+    """
+    held: list[tuple[str, object]] = [("dataset", dataset)]
+    seen = {id(dataset)}
+    for path, one in held:
+        if isinstance(one, _GENERATORS) and not isinstance(one, random.SystemRandom):
+            warnings.warn(
+                f"{path} is a random generator: its numbers repeat in every worker and after a resume, and its seed "
+                "may be known. Augment with torch.rand, numpy.random or random in its place",
+                stacklevel=5,
+            )
+            continue
+        for name, value in _parts_of(one):
+            if id(value) not in seen and len(held) < _SEARCHED and type(value) not in _PLAIN:
+                seen.add(id(value))
+                held.append((f"{path}{name}", value))
+
+
+def _parts_of(one: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that an object holds, each with the text that follows the object's path."""
+    if isinstance(one, dict | list | tuple):
+        values = cast("Iterable[object]", one.values() if isinstance(one, dict) else one)
+        yield from (("[...]", value) for value in islice(values, _SEARCHED))
+    elif isinstance(one, FunctionType):
+        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
+        yield from ((f"'s {name}", cell.cell_contents) for name, cell in cells if cell != CellType())
+    elif isinstance(one, MethodType):
+        yield "", one.__self__
+    elif isinstance(one, partial):
+        yield from (("'s argument", value) for value in (one.func, *one.args, *one.keywords.values()))
+    elif not isinstance(one, ModuleType | type | Tensor | np.ndarray) and hasattr(one, "__dict__"):
+        yield from ((f".{name}", value) for name, value in vars(one).items())
+
+
+def item(data: Sequence[Any], index: int) -> Any:
+    """Return one example; raise SamplingError if the data set refuses the index, or raises another exception."""
+    try:
+        return data[index]
+    except PrivacyError:
+        raise
+    except (KeyError, IndexError, NotImplementedError) as error:
+        condition = "to have an example at each index below its length"
+        got = f"{type(error).__name__} at {index}"
+        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
+        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+    except Exception as error:  # whatever a data set of the user raises
+        remedy = "replace or remove this example, or correct __getitem__; the traceback above shows where"
+        condition = f"to load every example, also that at index {index}"
+        raise expected("plan.batches", "dataset", condition, summary(error), remedy, SamplingError) from error
+
+
+def summary(error: Exception) -> str:
+    """Return the class and the text of an exception on one line."""
+    return f"{type(error).__name__}: {' '.join(f'{error}'.split()).rstrip('.')[:300]}"
+
+
+def default_collated(items: list[Any]) -> Any:
+    """Collate items by torch's default_collate, or raise SamplingError where it would fail or mix examples up."""
+    require_alike("plan.batches", items, SamplingError)
+    _refuse_lists("example", items[0])
+    try:
+        return cast(Collate, default_collate)(items)
+    except (TypeError, RuntimeError) as error:
+        got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
+        remedy = "turn each example into tensors of one shape in the data set, or give collate="
+        condition = "to hold tensors and numbers"
+        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+
+
+def _refuse_lists(path: str, example: Any) -> None:
+    """Raise SamplingError if a part of an example is a list of numbers.
+
+    default_collate would return one tensor for each place in the list, in place of one row for each example.
+    """
+    if isinstance(example, Mapping):
+        parts = list(cast("Mapping[object, Any]", example).items())
+    else:
+        parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
+    for key, part in parts:
+        name = f"{path}[{key!r}]"
+        if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
+            remedy = f"turn {name} into a tensor in the data set, for instance by torch.tensor"
+            condition = "to be a tensor or a number"
+            raise expected("plan.batches", name, condition, "a list of numbers", remedy, SamplingError)
+        _refuse_lists(name, part)
+
+
+def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
+    """Raise an error unless all items have the same keys, types, dtypes and shapes.
+
+    default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float. So
+    one person's item would change the rows of others.
+    """
+    first: object = None
+    for index, one in enumerate(items):
+        form = _form(one)
+        if index == 0:
+            first = form
+        elif form != first:
+            condition, got = "to have examples of the same keys, types, dtypes and shapes", "two kinds"
+            remedy = "convert all to one form in the data set: pad to a public length, and fill in what is missing"
+            raise expected(function, "dataset", condition, got, remedy, error)
+
+
+def _form(value: object) -> object:
+    """Return what of an example decides how a batch with it is collated: all but the numbers and texts themselves."""
+    if isinstance(value, Tensor | np.ndarray):
+        array = cast(Any, value)
+        return str(array.dtype), tuple(map(int, array.shape))
+    if isinstance(value, Mapping):
+        held = cast("Mapping[object, object]", value)
+        return {key: _form(part) for key, part in held.items()}
+    if isinstance(value, list | tuple):
+        return type(cast(object, value)), [_form(part) for part in cast("Sequence[object]", value)]
+    return type(value)
+
+
+def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
+    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
+
+    This is a check, not a proof: only the first two rows are compared with their examples collated alone.
+    """
+
+    def refusal(condition: str, got: str, remedy: str = _COLLATE_EACH) -> Exception:
+        return expected("plan.batches", "collate", condition, got, remedy, SamplingError)
+
+    if count_examples(examples) != len(items):
+        raise refusal("to return one row per example", "a different number of rows")  # both numbers are private
+    for index, item in enumerate(items[:2]):
+        alone = _row(collate([item]), 0)
+        if _same(_row(examples, index), alone):
+            continue
+        if not all(_same(_row(collate([item]), 0), alone) for _ in range(_REPEATS)):
+            remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
+            raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
+        raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")
+
+
+def _row(examples: Any, index: int) -> list[Any]:
+    """Return the tensors of one example of a batch."""
+    return tree_leaves(map_examples(itemgetter(index), examples))
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two rows have equal tensors; NaN equals NaN."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The indices of one step's examples, before they are loaded. PRIVATE, except for `sampling`.
+
+    Attributes:
+        indices: of the drawn examples, shape (size,), int64.
+        key: 32 bytes for random augmentation of this step. Secret, unless the plan has a research seed.
+        sampling: the public record of the draw.
+    """
+
+    indices: np.ndarray
+    key: bytes
+    sampling: Sampling
+
+
+class Examples(Dataset[Batch]):
+    """A data set whose index is a Draw, and whose items are batches. Give it to a DataLoader with batch_size=None.
+
+    Torch's, numpy's and Python's global random numbers follow the draw's own key while its examples are read and
+    collated, and have their former state afterwards. Random augmentation is therefore the same in every process, and
+    after a resume.
+
+    The arguments are as in sampling.BatchSampler.
+
+    Privacy:
+        Random augmentation must not depend on which other examples were drawn. The random numbers of an example follow
+        its place in the batch, and how many numbers the examples before it took. They are secret and alike at all
+        places, so to anyone else each example has numbers of its own: docs/mathematics.md, section 0. The key gives
+        each generator its whole state, because seeds of 32 bits could be tried.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> None:
+        self._data, self._collate = cast("Sequence[Any]", dataset), collate
+        # Not for subclasses: their indexing may hide or change columns.
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._whole: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def __getitem__(self, draw: Draw) -> Batch:
+        """Return the batch of a draw; errors are as in `batches`, and SamplingError if the index is not a Draw."""
+        if not isinstance(draw, Draw):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = (
+                "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
+            )
+            raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        chosen = draw.indices
+        if (rows := draw.sampling.max_batch_size) is not None:  # padding: copies of an example, which count for nothing
+            copied = chosen[:1] if len(chosen) else np.zeros(1, np.int64)
+            chosen = np.concatenate([chosen, np.repeat(copied, rows - len(chosen))])
+        with nullcontext() if self._tensors is not None else _keyed(draw.key):  # tensors draw no random numbers
+            return Batch(self.take(chosen), len(draw.indices), draw.sampling)
+
+    def take(self, chosen: np.ndarray) -> Any:
+        """Return the chosen examples, collated, without a seed; `chosen` is int64, shape (size,), perhaps empty."""
+        if self._tensors is not None:
+            return self._rows(self._tensors, torch.from_numpy(chosen))
+        collate = default_collated if self._collate is None else self._collate
+        if len(chosen) == 0:
+            # Example 0 gives the structure, dtypes and shapes, which all examples share; its content is dropped.
+            return map_examples(lambda leaf: leaf[:0], collate([item(self._data, 0)]))
+        items = [item(self._data, int(index)) for index in chosen]
+        examples = collate(items)
+        if self._collate is not None:
+            require_rows(self._collate, items, examples)
+        return examples
+
+    def _rows(self, tensors: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
+        """Return rows of the tensors.
+
+        Batches of all rows in their order share one copy. A new copy is made after a write to it or to the data set. A
+        worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
+        """
+        # The number alone does not decide: a padded batch can have as many rows as the data set, and hold others.
+        is_whole = len(chosen) == len(tensors[0]) and bool(chosen.equal(torch.arange(len(chosen))))
+        if not is_whole or get_worker_info() or any(tensor.is_inference() for tensor in tensors):
+            return tuple(tensor[chosen] for tensor in tensors)
+        if not self._whole or [tensor._version for tensor in (*tensors, *self._whole)] != self._versions:
+            self._whole = [tensor.clone() for tensor in tensors]
+            self._versions = [tensor._version for tensor in (*tensors, *self._whole)]
+        return tuple(self._whole)
+
+
+def require_loading(function: str, num_workers: object, prefetch_factor: object, pin_memory: object) -> None:
+    """Raise PrivacyError unless a DataLoader takes these options."""
+    require_integer(function, "num_workers", num_workers, 0)
+    if prefetch_factor is not None:
+        require_integer(function, "prefetch_factor", prefetch_factor, 1)
+        if num_workers == 0:
+            remedy = "give num_workers too, such as num_workers=4"
+            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor, remedy)
+    if not isinstance(pin_memory, bool):
+        raise expected(function, "pin_memory", "to be True or False", described(pin_memory), "give one of the two")
+
+
+def load(
+    dataset: Examples, draws: Sampler[Draw], seed: int, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+) -> Generator[Batch]:
+    """Return an iterator over the batches of the draws, in their order; the options are those of `draws.batches`."""
+    loader: DataLoader[Any] = DataLoader(
+        _Reported(dataset) if num_workers else dataset,
+        batch_size=None,
+        sampler=cast("Any", draws),
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+        # torch would take the workers' seed from its global random numbers, and so change these.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return _from_workers(loader) if num_workers else (batch for batch in loader)
+
+
+def _unchanged(batch: Any) -> Any:
+    """Return a batch as it is; workers call it by its name."""
+    return batch
+
+
+@contextmanager
+def _keyed(key: bytes) -> Generator[None]:
+    """Give the global random numbers of torch (on the CPU), numpy and Python states from a key, and restore them."""
+    before = torch.default_generator.get_state()
+    with numpy_and_python_kept():
+        try:
+            set_states(key)
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception in a worker, as it travels to the main process."""
+
+    error: type[PrivacyError] | None  # its class, if it is an error of this library, which is raised again as it is
+    message: str  # its text, with its class if `error` is None
+    where: str  # its traceback in the worker
+
+    def exception(self) -> Exception:
+        """Return the exception that the main process raises."""
+        if self.error is None:
+            remedy = "correct collate; the traceback above shows where"
+            raised = expected("plan.batches", "each batch", "to be collated", self.message, remedy, SamplingError)
+        else:
+            raised = self.error(self.message)
+        raised.__cause__ = RuntimeError(f"in a worker process:\n{self.where}")
+        return raised
+
+
+class _Reported(Dataset[Batch | _Failure]):
+    """Examples for a worker: an exception is returned, because torch would raise it with a text of its own."""
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples = examples
+
+    def __getitem__(self, draw: Draw) -> Batch | _Failure:
+        try:
+            return self._examples[draw]
+        except PrivacyError as error:
+            return _Failure(type(error), f"{error}", traceback.format_exc())
+        except Exception as error:
+            return _Failure(None, summary(error), traceback.format_exc())
+
+
+def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
+    """Yield the batches that the workers load; raise SamplingError if one cannot. `close()` ends the workers."""
+    others = active_children()
+    batches = None
+    try:
+        batches = _started(loader)
+        with _Watch([child for child in active_children() if child not in others]).installed() as watch:
+            while True:
+                with watch.waiting():
+                    batch = next(batches, None)
+                if isinstance(batch, _Failure):
+                    raise batch.exception()
+                if batch is None:
+                    return
+                yield batch
+    except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
+        raise _explained(error) from error.__cause__
+    finally:
+        # At once: a later garbage collection would take 5 s for each worker. torch has no public function for it.
+        getattr(batches, "_shutdown_workers", int)()
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers; raise SamplingError if what they need cannot be sent to them."""
+    try:
+        return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        condition = "to be picklable for worker processes"
+        got = f"{error}".rstrip(".")
+        remedy = "define them at the top level of a module, without lambda"
+        raise expected("plan.batches", "dataset and collate", condition, got, remedy, SamplingError) from error
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return torch's error for a dead worker as one of this library; return any other error as it is."""
+    first = error
+    while isinstance(first.__cause__, RuntimeError):  # the first one knows the signal or the exit code
+        first = first.__cause__
+    got = f"{first}".strip().split(". ")[0].rstrip(".")
+    if not got.startswith("DataLoader worker"):
+        return error
+    remedy = "take fewer workers or a lower prefetch_factor if memory ran out; "
+    remedy += "with num_workers=0, an error of the data set shows itself"
+    return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
+
+
+@dataclass
+class _Watch:
+    """A wrapper of torch's signal handler for dead workers: it raises only while a batch is awaited.
+
+    torch's own handler raises at once. In the middle of a private step this would lose a gradient that is charged.
+    """
+
+    workers: list[BaseProcess]
+    died: list[RuntimeError] = field(default_factory=list[RuntimeError])  # what torch's handler raised during a step
+    _awaited: bool = False
+
+    @contextmanager
+    def installed(self) -> "Generator[_Watch]":
+        """Wrap torch's handler until the end of the block. Does nothing outside the main thread."""
+        theirs = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+        if not callable(theirs) or threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        def ours(number: int, frame: FrameType | None) -> None:
+            try:
+                theirs(number, frame)
+            except RuntimeError as error:
+                is_own = any(f"(pid {worker.pid})" in str(error) for worker in self.workers)
+                if self._awaited or not is_own:
+                    raise
+                self.died.append(error)
+
+        signal.signal(signal.SIGCHLD, ours)
+        try:
+            yield self
+        finally:
+            # A loader that was started later may have wrapped this one; a generator may end in any thread.
+            is_last = signal.getsignal(signal.SIGCHLD) is ours
+            if is_last and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, theirs)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Let the handler raise during the block; raise first what it did not raise before."""
+        self._awaited = True
+        try:
+            if self.died:
+                raise self.died[0]
+            yield
+        finally:
+            self._awaited = False

@@ -1,0 +1,1 @@
+from privgrad.precondition.counts import *

@@ -1,0 +1,117 @@
+"""Checkpoint files: written completely or not at all, and refused if any byte has changed or the run is different."""
+
+import hashlib
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from privgrad.errors import SUGGESTED, expected, file_problem
+from privgrad.ledger.ledger import Ledger
+
+NEW_FOLDER = "train in a new folder and add up both epsilons and both deltas"  # a remedy
+_DIGEST = "sha256"  # fast, because processors have instructions for it
+# The state of torch's schedulers that changes from step to step.
+_MOVING = {"last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
+
+
+def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint: torch's file, followed by a digest that torch.load ignores.
+
+    torch does not notice changed bytes within a tensor; the digest does. The new file replaces the old one only when it
+    is complete and on disk (fsync). A process killed at any moment therefore leaves one of the two.
+    """
+    unfinished = path.with_suffix(".partial")
+    unfinished.unlink(missing_ok=True)  # of a killed process, with another mode perhaps
+    # Only the owner may read the file, because it holds the duration of the training.
+    with open(unfinished, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        torch.save(state, file)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, _DIGEST).digest())  # file_digest has moved to the end of the file
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state that `write_checkpoint` wrote. Call it in `damage_refused`: a damaged file raises anything."""
+    if problem := file_problem(path):
+        raise ValueError(f"{path} {problem}")
+    content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
+    if hashlib.new(_DIGEST, content[:-length]).digest() != bytes(content[-length:]):
+        raise ValueError("its bytes are not those that were written")
+    # weights_only: a checkpoint from elsewhere must not run code.
+    return torch.load(BytesIO(content), weights_only=True)
+
+
+class OtherRunError(ValueError):
+    """An intact checkpoint of a different run. The message states the differences."""
+
+
+class LedgerTooShortError(ValueError):
+    """A ledger that has charged fewer steps than the checkpoint has taken: it is damaged."""
+
+
+def require_resumable(
+    state: Mapping[str, Any], *, version: int, seed: int | None, settings: Mapping[str, str], ledger: Ledger
+) -> None:
+    """Raise ValueError, which states the difference, unless the run with these arguments can resume from the state.
+
+    Without these checks, steps of the state could be missing from the ledger and would not be counted in epsilon.
+    """
+    if state["version"] != version:
+        raise ValueError(f"version {state['version']}")
+    if state["seed"] != seed:
+        raise OtherRunError(f"seed {state['seed']}, now {seed}")
+    if state["settings"] != settings:
+        before = state["settings"]
+        changed = [name for name in {**settings, **before} if before.get(name) != settings.get(name)]
+        in_noise = all(one.get("optimizer lr_is_noise_step") == "True" for one in (before, settings))
+        names = {"optimizer lr": "optimizer noise_step"} if in_noise else {}
+        raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {settings.get(n)}" for n in changed))
+    if state["private_grad"]["step"] > ledger.next_step:
+        steps = state["private_grad"]["step"]
+        raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.next_step})")
+    if not ledger.went_through(state["ledger"]):
+        raise ValueError("written with a different ledger, or the ledger has lost lines since")
+
+
+def settings_of(name: str, part: object | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class and each option of an optimizer or scheduler, so that an error names the one that differs."""
+    found = {f"{name} {key}": repr(value) for key, value in _plain(options).items()}
+    return {name: "None" if part is None else type(part).__name__} | found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without what a scheduler changes; the name of its class if it is not plain data."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in cast("Mapping[Any, Any]", value).items() if key not in _MOVING}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("list[Any]", value)]
+    return type(value).__name__
+
+
+@contextmanager
+def damage_refused(function: str, what: object) -> Generator[None]:
+    """Turn every exception in the block, which reads and restores the checkpoint `what`, into a PrivacyError."""
+    try:
+        yield
+    except OtherRunError as error:
+        remedy = f"resume with the same settings, or {NEW_FOLDER}"
+        if "noise_step" in f"{error}":
+            remedy += f"; {SUGGESTED}"
+        raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
+    except LedgerTooShortError as error:
+        remedy = "restore the ledger from a copy that has all its lines; without a copy, count every step of the "
+        remedy += "checkpoint as spent and train in a new folder"
+        raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
+    except Exception as error:  # a damaged file can raise almost any exception
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"
+        raise expected(function, f"{what}", "to be a complete checkpoint of this run", got, remedy) from error

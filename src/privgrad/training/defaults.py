@@ -1,0 +1,285 @@
+"""Defaults that need no tuning: the noise step and the clipping norm, from the model and a public batch."""
+
+import copy
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from privgrad.checks.model_and_loss import require_supported
+from privgrad.clip.clipping import Clipping, Flat
+from privgrad.clip.rules import Automatic
+from privgrad.errors import described, expected, require_callable
+from privgrad.gradient.functional import evaluating, preserved, seeded, trainable
+from privgrad.gradient.probes import gradients
+from privgrad.optim import SGD
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import require_model
+from privgrad.training.schedule import Decay, Schedule
+from privgrad.types import Batch, LossFunction, count_examples, map_examples
+
+# Noise step times input norm. docs/choosing.md reports how these were chosen.
+_LINEAR = 0.06
+_NUMBER = 0.016  # of a linear head for a number between -1 and 1
+_PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
+_NETWORK = 0.16
+_PLACES = 0.25  # exponent of the number of places that share a weight
+_CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
+_EXAMPLES = 32  # whose gradient norms are measured
+_MOMENTUM = 0.9
+_NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings for a training without tuning, with the reasons. `str(suggestion)` explains them.
+
+    Attributes:
+        noise_step: u, for `optim.SGD(..., noise_step=u)` or any other optimizer that takes it.
+        momentum: of SGD.
+        plan: the given plan, with the suggested max_grad_norm.
+        clip: the clipping rule for PrivateGradient.
+        schedule: for `fit(..., scheduler=schedule)`.
+        input_norms: the measured input norm by layer; see `suggest`.
+        reasons: one sentence for each choice.
+    """
+
+    noise_step: float
+    momentum: float
+    plan: PrivacyPlan
+    clip: Clipping
+    schedule: Schedule
+    input_norms: Mapping[str, float]
+    reasons: tuple[str, ...]
+
+    def optimizer(self, model: nn.Module) -> SGD:
+        """Return SGD with the suggested noise step and momentum, over the model's parameters.
+
+        Raises:
+            PrivacyError: `model` is not a module.
+        """
+        require_model("Suggestion.optimizer", model)
+        return SGD(model.named_parameters(), noise_step=self.noise_step, momentum=self.momentum)
+
+    def __str__(self) -> str:
+        """Return the settings, and a line for each reason."""
+        rule = "clip.Automatic()" if isinstance(self.clip, Automatic) else f"C = {self.plan.max_grad_norm:g}"
+        first = f"SGD, noise_step {self.noise_step:g}, momentum {self.momentum:g}, {self.schedule.decay} rate, {rule}"
+        return "\n".join([first, *(f"- {reason}" for reason in self.reasons)])
+
+
+def suggest(
+    model: nn.Module, plan: PrivacyPlan, *, public_batch: Any, loss_fn: LossFunction | None = None
+) -> Suggestion:
+    """Suggest a noise step, a clipping norm and a schedule that need no tuning on private data.
+
+    Computes: the root mean square norm a_l of each layer's inputs at one place (a position of a sequence, a patch of a
+        convolution), over the public batch, at the present weights, and the number n_l of places of an example (or of a
+        view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
+        a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
+        constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
+        linearly to zero. C is 0.3 times the median gradient norm of 32 public examples. Most gradients are then
+        clipped, and u does not depend on C.
+
+    Args:
+        model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
+            than torch's counts as linear in the last dimension of its input, unless it has a method
+            `input_squares(inputs)`: the squared norm of its inputs at each place, shape (places,).
+        plan: the plan of the training, for examples. Its max_grad_norm is replaced, which changes no epsilon.
+        public_batch: public examples, as loss_fn takes them, such as public_set[:256] of a TensorDataset. Without
+            loss_fn, the model's input; a tuple holds its positional arguments, a dict its keyword arguments. A few
+            hundred examples suffice. They must not be private: the suggestion would be a release that no epsilon
+            covers.
+        loss_fn: (model, examples) -> losses, shape (B,). None: the clipping rule is then clip.Automatic().
+    Returns:
+        Suggestion. Its numbers depend on the present weights, and a run that resumes needs the same ones. So call
+        torch.manual_seed before you make the model, or type the numbers.
+    Raises:
+        PrivacyError: public_batch is a batch of a plan, or no batch; the plan is for users, or without noise;
+            PrivateGradient does not support the model; or no trained layer with a weight matrix was called.
+    Privacy:
+        This costs no privacy: it uses the model and public data only. No private gradient norm is looked at.
+    Reference:
+        Ours. Factors and exponent were chosen on five tasks (docs/choosing.md).
+    """
+    require_model("suggest", model)
+    if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "make one: PrivacyPlan.for_budget(...)"
+        raise expected("suggest", "plan", "to be a PrivacyPlan", described(plan), remedy)
+    require_supported(model)
+    if plan.noise_multiplier == 0:
+        remedy = "plan with noise: without noise there is no noise step"
+        raise expected("suggest", "plan.noise_multiplier", "to be > 0", plan.noise_multiplier, remedy)
+    if isinstance(public_batch, Batch):
+        remedy = "give public examples: a suggestion from private ones would be a release without noise"
+        raise expected("suggest", "public_batch", "to be public", "a batch of a privacy plan", remedy)
+    if plan.privacy_unit == "user":
+        remedy = "tune the server's noise step and the local rate: no rule is known for the updates of users"
+        raise expected("suggest", "plan", "to be for examples", "privacy_unit 'user'", remedy)
+    if loss_fn is not None:
+        require_callable("suggest", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
+    examples = _count(public_batch)
+    norms = _input_norms(model, public_batch, loss_fn, examples)
+    matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
+    # The layer whose outputs the noise moves most decides.
+    name = max(norms, key=lambda key: norms[key][0] * norms[key][1] ** _PLACES)
+    norm, places = norms[name]
+    whose = name or "of the model"
+    if len(norms) == matrices == 1:
+        step, schedule = _LINEAR / norm, Schedule("constant")
+        why = "One layer is trained. "
+        why += f"Noise moves its outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
+        of_schedule = "Constant rate: for one layer, decay changed our results by -2 to 0 points."
+    else:
+        step, schedule = _NETWORK / (norm * places**_PLACES), Schedule("linear")
+        of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
+        why = f"The layer {whose} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
+        of_schedule = "Linear decay to zero: it helps networks, because the noise of the last steps is not averaged "
+        of_schedule += "otherwise."
+    step = float(f"{step:.2g}")
+    clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples)
+    reasons = (f"Noise step {step:g}. {why}", of_schedule, of_clip)
+    inputs = {name: norm for name, (norm, _) in norms.items()}
+    return Suggestion(step, _MOMENTUM, chosen, clip, schedule, inputs, reasons)
+
+
+def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
+    """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay.
+
+    With `of_numbers`, the layer predicts a number between -1 and 1, rather than classes or tags.
+    """
+    step = _NUMBER if of_numbers else _LINEAR
+    return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
+
+
+def _count(public_batch: Any) -> int:
+    """Return the number of public examples; raise PrivacyError unless they are a batch of tensors."""
+    leaves: list[Any] = tree_leaves(public_batch)
+    if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.ndim == 0]:
+        remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
+        got = "a number for an example" if isinstance(odd[0], Tensor) else type(odd[0]).__name__
+        raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
+    if (count := count_examples(public_batch)) == 0:
+        raise expected("suggest", "public_batch", "to hold examples", "0 examples", "give a few hundred")
+    return count
+
+
+def _call(model: nn.Module, public_batch: Any) -> None:
+    """Call a model on its own inputs; raise PrivacyError if it does not take them."""
+    try:
+        if isinstance(public_batch, Mapping):
+            model(**cast("Mapping[str, Any]", public_batch))
+        elif isinstance(public_batch, tuple | list):
+            model(*cast("tuple[Any, ...]", public_batch))
+        else:
+            model(public_batch)
+    except TypeError as error:
+        remedy = "give the model's inputs alone, or give loss_fn too"
+        raise expected("suggest", "public_batch", "to be what the model takes", error, remedy) from error
+
+
+def _clipping(
+    model: nn.Module, plan: PrivacyPlan, public_batch: Any, loss_fn: LossFunction | None, examples: int
+) -> tuple[Clipping, PrivacyPlan, str]:
+    """Return the clipping rule, the plan with its C, and the reason."""
+    if loss_fn is None:
+        return Automatic(), plan, "clip.Automatic(): without loss_fn, no public gradient norm is known."
+    norms: list[float] = []
+    for index in range(min(examples, _EXAMPLES)):
+        row = map_examples(lambda values, index=index: values[index : index + 1], public_batch)
+        squares = sum(float(grad.double().square().sum()) for grad in gradients(model, loss_fn, row).values())
+        norms.append(math.sqrt(squares))
+    finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    if not finite:
+        return Automatic(), plan, "clip.Automatic(): no public example has a finite gradient that is not zero."
+    middle = statistics.median(finite)
+    largest = max(float(f"{_CLIPPED * middle:.1g}"), 1e-10)
+    chosen = replace(plan if plan.simulates is None else plan.simulates, max_grad_norm=largest)
+    if plan.simulates is not None:
+        factor = plan.expected_batch_size / plan.simulates.expected_batch_size
+        chosen = chosen.scaled(factor, num_examples=plan.num_examples)
+    reason = f"C = {largest:g}, {_CLIPPED:g} times the median public gradient norm ({middle:.3g}): most are clipped."
+    return Flat(), chosen, f"{reason} The noise step does not depend on C."
+
+
+def _input_norms(
+    model: nn.Module, public_batch: Any, loss_fn: LossFunction | None, examples: int
+) -> dict[str, tuple[float, float]]:
+    """Return, by the name of each trained layer, the norm of its inputs at one place and the number of places."""
+    own = {id(parameter) for parameter in trainable(model).values() if parameter.ndim > 1}
+    layers: dict[str, nn.Module] = {}  # not normalizations: noise in them moves each output by one number only
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        has_parts = any(True for _ in module.children()) and not isinstance(module, nn.MultiheadAttention)
+        if has_parts or isinstance(module, _NORMALIZATIONS):
+            continue
+        if own & {id(parameter) for parameter in vars(module)["_parameters"].values()}:
+            layers[name] = module
+    sums: dict[str, list[float]] = {}
+    rows: list[int] = []  # of each call of the model; more than `examples` if it sees several views of each
+
+    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows.append(next((len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), examples))
+
+    def observe(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if tensors:
+            inputs = tensors[0].detach()
+            # In half precision, a square may be infinite.
+            wide = inputs.float() if inputs.is_floating_point() and inputs.itemsize < 4 else inputs
+            squares = _squares(module, wide)
+            held = sums.setdefault(name, [0.0, 0.0])
+            held[0] += float(squares.double().sum())
+            held[1] += squares.numel()
+
+    hooks = [(module, partial(observe, name)) for name, module in layers.items()]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in (*hooks, (model, count))]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
+            _call(model, public_batch) if loss_fn is None else loss_fn(model, public_batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    seen = max(sum(rows), examples)
+    found = {name: (math.sqrt(total / places), places / seen) for name, (total, places) in sums.items()}
+    usable = {name: pair for name, pair in found.items() if math.isfinite(pair[0]) and pair[0] > 0}
+    if not usable:
+        remedy = "give a model whose trained layers have a weight matrix, or choose noise_step yourself, from 0.01"
+        got = f"{len(layers)} such layers, {len(found)} of them called with inputs that are not zero"
+        raise expected("suggest", "model", "to call a trained layer", got, remedy)
+    return usable
+
+
+def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the squared norm of a layer's input at each place, as one vector over examples and places."""
+    if hasattr(module, "input_squares"):
+        return cast(Any, module).input_squares(inputs)
+    if isinstance(module, nn.EmbeddingBag) and inputs.ndim == 2 and module.mode in ("mean", "sum"):
+        return torch.stack([_bag_square(module, row) for row in inputs])
+    if not inputs.is_floating_point():  # word ids: each is a vector with a single one
+        return torch.ones(inputs.numel())
+    if isinstance(module, _CONVOLUTIONS):  # with all weights 1, it sums over what each place reads
+        ones = copy.deepcopy(module).to(inputs.dtype)
+        for name, parameter in ones.named_parameters():
+            nn.init.constant_(parameter, float(name == "weight"))
+        return ones.forward(inputs.square()).mean(-1 - len(module.kernel_size)).flatten()
+    wide = inputs.unsqueeze(-1) if inputs.ndim < 2 else inputs
+    return wide.square().sum(-1).flatten()  # an unknown layer counts as linear in the last dimension
+
+
+def _bag_square(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    """Return the squared norm of the word counts of one bag; mean counts, if the layer takes the mean."""
+    used = ids if module.padding_idx is None else ids[ids != module.padding_idx]
+    if used.numel() == 0:
+        return torch.zeros(())
+    counts = torch.bincount(used).double()
+    return counts.square().sum() / (used.numel() ** 2 if module.mode == "mean" else 1)

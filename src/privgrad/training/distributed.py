@@ -1,0 +1,196 @@
+"""Data-parallel training in several processes, launched by torchrun, with whole or sharded models (FSDP2).
+
+Import this module before init_process_group. It imports torch.distributed.fsdp. Imported after that call, fsdp would
+keep a reference to the group, and destroy_process_group could not end the group's threads.
+"""
+
+import atexit
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.processes import Processes
+from privgrad.types import NoisyGradient
+
+_any = cast(Any, dist)  # torch types its collectives only in part
+_LAST_SECONDS = 0.1  # for gloo's threads to finish at exit
+T = TypeVar("T")
+
+
+class Distributed(Processes):
+    """The processes of torch.distributed: pass one to PrivateGradient and plan.batches, or to fit.
+
+    The model is a plain module, equal in all processes, or a module sharded by fully_shard. No part of it may be
+    wrapped in DistributedDataParallel, which would exchange gradients without noise, or in FullyShardedDataParallel
+    (FSDP1). A sharded model is gathered during each private step: all its parameters are in memory then. Released
+    gradients and the optimizer's state stay sharded.
+
+    The methods are those of `processes.Processes`, which describes them.
+
+    Args:
+        group: a process group that holds every process; use it for a backend other than the default group's. None is
+            the default group.
+    Raises:
+        PrivacyError: torch.distributed has not been initialized, or the group leaves processes out. Each group would
+            then add its own noise and keep its own ledger.
+    Privacy:
+        The same as in one process. Each example is clipped by the process that holds it. The first process adds one
+        noise of the plan's size to the sum over all processes, and keeps the ledger. The processes must trust each
+        other: the values that they exchange before the noise is added are private.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            remedy = "call torch.distributed.init_process_group() first, and start with torchrun"
+            raise expected("Distributed", "torch.distributed", "to be initialized", "no process group", remedy)
+        world, size = dist.get_world_size(), dist.get_world_size(group)
+        if size != world:
+            got = f"{size} of {world} processes" if size > 0 else f"a group without rank {dist.get_rank()}"
+            remedy = "leave group out, and start exactly the processes that train together"
+            raise expected("Distributed", "group", "to hold every process", got, remedy)
+        self._group = group
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._first = dist.get_global_rank(group, 0) if group is not None else 0
+        on_gpu = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        if not on_gpu:
+            _let_gloo_finish()
+
+    @contextmanager
+    def all_succeed(self, *, step: int = 0) -> Generator[None]:
+        try:
+            yield
+        except BaseException:
+            self._any_failed(failed=True, step=step)
+            raise
+        if self._any_failed(failed=False, step=step):
+            got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
+            raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
+
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        local = {name: value.contiguous() for name, value in values.items()}
+        _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), local.values())
+        return local
+
+    def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
+        values = {name: value.contiguous() for name, value in gradient.items()}
+        std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
+        self._spread([*values.values(), std])
+        return replace(gradient, tensors=values, noise_std=float(std))
+
+    def broadcast_object(self, value: T) -> T:
+        held = [value]
+        with _answered():
+            dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
+        return held[0]
+
+    def begin(self, model: nn.Module) -> None:
+        """Refuse wrapped models, then copy the first process's weights and buffers to all processes."""
+        for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                condition = "to be plain or sharded by fully_shard"
+                got = f"{type(module).__name__} at '{path}'"
+                remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
+                raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
+
+    @contextmanager
+    def unsharded(self, model: nn.Module) -> Generator[None]:
+        """Gather a sharded model for the block, without FSDP's class and hooks."""
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        with _answered():
+            for module in sharded:
+                module.unshard()
+        # FSDP's class and hooks would gather and shard inside functorch's transforms, which do not support it.
+        kept = [(module, type(module), dict(_hooks_of(module))) for module in sharded]
+        for module, kind, hooks in kept:
+            cast(Any, module).__class__ = kind.__mro__[2]
+            for key, (held, _) in hooks.items():
+                del held[key]
+        try:
+            yield
+        finally:
+            for module, kind, hooks in kept:
+                cast(Any, module).__class__ = kind
+                for key, (held, hook) in hooks.items():
+                    held[key] = hook
+                    held.move_to_end(key, last=False)
+                module.reshard()
+
+    def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: _placed(value, like[name]) if name in like else value for name, value in values.items()}
+
+    def gather_state(self, state: T) -> T:
+        with _answered():
+            return cast(T, tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state))
+
+    def _any_failed(self, *, failed: bool, step: int) -> bool:
+        """Return whether any process failed; raise PrivacyError if the processes are at different steps."""
+        shared = torch.tensor([int(failed), step, -step], device=self._device)
+        with _answered():
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        any_failed, last, first = cast("list[int]", shared.tolist())
+        if last != -first and not any_failed:
+            got = f"steps {-first} to {last}"
+            remedy = "give each process the same plan, and the batches of plan.batches in order"
+            raise expected("PrivateGradient", "the processes", "to take the same step", got, remedy)
+        return bool(any_failed)
+
+    def _spread(self, tensors: list[Tensor]) -> None:
+        """Overwrite the tensors with the values of the first process."""
+        _each(lambda tensor: _any.broadcast(tensor, self._first, group=self._group, async_op=True), tensors)
+
+
+@cache
+def _let_gloo_finish() -> None:
+    """Register a short sleep at the interpreter's exit, once per process."""
+    # A gloo thread needs the interpreter to free its last tensor. If the interpreter is shutting down, the process ends
+    # with SIGABRT: everything is saved by then, but torchrun reports a failure. The sleep lets the thread finish.
+    atexit.register(time.sleep, _LAST_SECONDS)
+
+
+@contextmanager
+def _answered() -> Generator[None]:
+    """Turn a RuntimeError of a collective into a PrivacyError that says how to resume."""
+    try:
+        yield
+    except RuntimeError as error:
+        got = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "start the run again: it resumes from its checkpoint and ledger"
+        raise expected("Distributed", "every process", "to answer", got, remedy, PrivacyError) from error
+
+
+def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
+    """Start a collective for each tensor, then wait for all of them."""
+    with _answered():
+        for work in [collective(tensor) for tensor in tensors]:
+            work.wait()
+
+
+def _hooks_of(module: nn.Module) -> dict[int, tuple[Any, Any]]:
+    """Return FSDP's own forward hooks by key, each with the dictionary that holds it."""
+    any_module = cast(Any, module)
+    state = any_module._get_fsdp_state()
+    holders = (any_module._forward_pre_hooks, any_module._forward_hooks)
+    return {
+        key: (held, hook) for held in holders for key, hook in held.items() if getattr(hook, "__self__", None) is state
+    }
+
+
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
+        return value  # the step counter, for example, in an optimizer state whose moments are sharded
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

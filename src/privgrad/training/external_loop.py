@@ -1,0 +1,201 @@
+"""The private step in a training loop that another framework runs."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from privgrad.accounting.mechanisms import first_step_of_new_groups
+from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.optim import PrivateOptimizer
+from privgrad.optim.contrib import require_named_source, require_separate
+from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.loading import Collate
+from privgrad.training.checkpoint import NEW_FOLDER, OtherRunError, damage_refused, require_resumable, settings_of
+from privgrad.training.run import StopData
+from privgrad.types import Batch, NoisyGradient
+
+_VERSION = 4
+_OPTIONS = "perturb precondition clip engine microbatch_size memory_mb norm_bins adaptive_clip filter"
+PRIVATE_OPTIONS = tuple(_OPTIONS.split())  # of PrivateGradient, that a bridge passes on
+_PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
+
+
+def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> tuple[str, str] | None:
+    """Return what is wrong, and a remedy, if evaluations of undeclared data choose the model; else None.
+
+    `ways` are the options in use that choose a model by evaluations, and `removable` names all such options.
+    """
+    if selection_data in get_args(StopData) or (selection_data is None and not ways):
+        return None
+    remedy = "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if "
+    remedy += f"their scores get noise; otherwise remove {removable} (docs/before-training.md says what else there is)"
+    return f"selection_data={selection_data!r} with {' and '.join(ways) or 'no use for it'}", remedy
+
+
+def unknown_options(options: Mapping[str, Any] | None) -> list[str]:
+    """Return the names that are no options of PrivateGradient, or that a bridge itself decides."""
+    return sorted((options or {}).keys() - set(PRIVATE_OPTIONS))
+
+
+class ExternalLoopStep:
+    """The part of a host framework's loop that touches private data. Its errors begin with the public `function`.
+
+    It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
+    state to the host's checkpoint, and checks that training moved every parameter. It refuses an optimizer that is not
+    from privgrad.optim, or does not hold every trainable parameter of the model.
+
+    Privacy:
+        Releases only the gradients of private_grad. `load_state_dict` refuses a checkpoint with steps that the ledger
+        has not charged.
+    """
+
+    def __init__(self, function: str, model: nn.Module, private_grad: PrivateGradient, optimizer: object) -> None:
+        if not isinstance(optimizer, PrivateOptimizer):
+            remedy = "create it from privgrad.optim with model.named_parameters()"
+            raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
+        require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
+        self.model = model
+        self.private_grad = private_grad
+        self.optimizer = optimizer
+        self.epoch_steps = private_grad.plan.epoch_steps
+        self._function = function
+        self._require_held()
+        of_optimizer = settings_of("optimizer", optimizer, optimizer.settings)
+        self._settings = {"clip": private_grad.settings["clip"], **of_optimizer}
+        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._gradient: NoisyGradient | None = None
+        self._batches: Iterator[Batch] = iter(())
+        self._source: tuple[object, object] = (None, None)  # data set and collate of self._batches
+        self._position = -1  # step of its next batch
+        self._unmoved: dict[str, tuple[float, float]] | None = None
+        self._looks = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether every step of the plan was released. The host may have made fewer updates."""
+        return self.private_grad.state_dict()["step"] >= self.private_grad.plan.steps
+
+    def batches(
+        self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None, **loading: Any
+    ) -> Iterator[Batch]:
+        """Yield the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` of the host.
+
+        Worker processes live on between epochs, and load the first batches of the next one in advance.
+        """
+        require_separate(self._function, dataset, self.optimizer, self.private_grad.precondition)
+        start = self.private_grad.state_dict()["step"]
+        left = self.epoch_steps - updates % self.epoch_steps
+        if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
+            plan = self.private_grad.plan
+            if plan.seed is None:  # noise with memory begins again with another iterator
+                start = min(plan.steps, first_step_of_new_groups(start, plan.bands))
+            self._batches = plan.batches(dataset, start=start, collate=collate, **loading)
+            self._source = (dataset, collate)
+        for batch in islice(self._batches, left):
+            self._position = batch.sampling.step + 1
+            yield batch
+
+    def release(self, batch: Batch) -> None:
+        """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
+        if self._gradient is not None:  # charged, but unused: gradients are accumulated, say
+            remedy = "turn off gradient accumulation and skipped updates, and resume"
+            raise expected(self._function, "each released gradient", "to be used by one update", 0, remedy)
+        self._require_held()  # parameters may have been unfrozen since
+        self._look()
+        self._gradient = self.private_grad(batch)
+
+    def take(self) -> NoisyGradient:
+        """Return the released gradient, once; raise PrivacyError if none was released since the last call."""
+        gradient, self._gradient = self._gradient, None
+        if gradient is None:
+            remedy = "let the framework run the step: one batch, one gradient, one update"
+            raise expected(self._function, "each update", "to have a released gradient", None, remedy)
+        return gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the host's checkpoint needs besides model and optimizer. It holds no keys."""
+        return {
+            **self._facts,
+            "private_grad": self.private_grad.state_dict(),
+            "ledger": self.private_grad.ledger.head,
+            "trained": self._trained,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
+        """Resume from a `state_dict`, and the host's number of updates then; refuse one of another run or ledger.
+
+        Steps that were released after the checkpoint stay spent. Under a research seed they are computed again.
+        """
+        plan, ledger = self.private_grad.plan, self.private_grad.ledger
+        self._gradient = None  # left by an interrupted update
+        with damage_refused(self._function, "the checkpoint"):
+            require_resumable(state, **self._facts, ledger=ledger)
+            before = state["trained"]
+            if changed := sorted({*before} ^ {*self._trained}):
+                names = f"{', '.join(changed[:3])}{', ...' if changed[3:] else ''}"
+                counts = f"{len(before)} trainable parameters, now {len(self._trained)}"
+                raise OtherRunError(f"{counts}; these were frozen or unfrozen: {names}")
+            self.private_grad.load_state_dict(state["private_grad"])
+        if plan.seed is None:
+            spent = min(ledger.next_step, plan.steps)
+            lost = spent - state["private_grad"]["step"]
+            if lost:
+                left = updates + plan.steps - spent
+                advice = "More frequent checkpoints lose fewer"
+                if spent >= plan.steps:
+                    advice = "The plan has none left; an early stop charges those that it leaves unused"
+                reason = "charged steps came after the checkpoint and stay spent"
+                if plan.correlation is not None:
+                    reason = "steps came after the checkpoint, or are left out because noise with memory begins again"
+                told = f"{lost} {reason}: this run ends with {left} updates of {plan.steps}. {advice}"
+                warnings.warn(told, stacklevel=3)
+            self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
+
+    @property
+    def _facts(self) -> dict[str, Any]:  # that a checkpoint and the run that resumes from it must share
+        return {"version": _VERSION, "seed": self.private_grad.plan.seed, "settings": self._settings}
+
+    def require_unspent(self) -> None:
+        """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
+        if spent := self.private_grad.ledger.releases:
+            condition = "to be empty at the start of a training"
+            remedy = f"resume from a checkpoint, if one was written, or {NEW_FOLDER}"
+            raise expected(self._function, "the ledger", condition, f"{spent} releases", remedy, BudgetExceededError)
+
+    def require_moved(self) -> None:
+        """Raise PrivacyError if a parameter has not changed since the first step of this process."""
+        self._look(last=True)
+
+    def _require_held(self) -> None:
+        """Raise PrivacyError unless the optimizer holds every trainable parameter."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
+        if missing:
+            remedy = "create the optimizer from this model, after adapters are added to it"
+            got = f"an optimizer without {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            raise expected(self._function, "optimizer", "to hold every trainable parameter", got, remedy)
+
+    def _look(self, *, last: bool = False) -> None:
+        """Raise PrivacyError if a parameter has not moved after _PATIENCE updates, or at the `last` look."""
+        if self._unmoved == {} or (last and self._unmoved is None):
+            return
+        now = {name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        before = now if self._unmoved is None else self._unmoved
+        self._unmoved = {name: mark for name, mark in before.items() if now.get(name) == mark}
+        self._looks += 1
+        if self._unmoved and (last or self._looks > _PATIENCE):
+            names = list(self._unmoved)
+            got = f"{self._looks - 1} updates without effect on {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            remedy = "raise the learning rate, keep parameters in float32, or freeze those that need no training"
+            raise expected(self._function, "every trainable parameter", "to move", got, remedy, PrivacyError)
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:
+    """Return two numbers that change with the parameter; a copy of a large model would not fit in memory."""
+    value: Any = parameter.detach()
+    return float(value.sum(dtype=torch.float64)), float(value.norm(dtype=torch.float64))

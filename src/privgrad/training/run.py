@@ -1,0 +1,368 @@
+"""One run of `fit`: its private steps, its checkpoint, how it resumes, and how it stops early."""
+
+import math
+import secrets
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from privgrad.errors import (
+    BudgetExceededError,
+    described,
+    expected,
+    require_choice,
+    require_integer,
+    require_nonnegative,
+)
+from privgrad.gradient.functional import trainable
+from privgrad.ledger.ledger import Ledger, release_of
+from privgrad.ledger.lineage import note_training
+from privgrad.optim import PrivateOptimizer
+from privgrad.private_gradient import PrivateGradient
+from privgrad.processes import Processes
+from privgrad.training.checkpoint import (
+    NEW_FOLDER,
+    OtherRunError,
+    damage_refused,
+    read_checkpoint,
+    require_resumable,
+    write_checkpoint,
+)
+from privgrad.types import Batch
+
+StopData = Literal["public", "released"]
+Mode = Literal["min", "max"]
+_CHECKPOINT_VERSION = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """A rule that ends `fit` once an evaluated number has stopped improving.
+
+    It does not lower epsilon: `fit` charges the unused steps too. The noise was calibrated for all steps, and an early
+    stop cannot exchange it for less noise. If fewer steps suffice, plan fewer: the same epsilon then has less noise.
+
+    Args:
+        monitor: the name of a number that `evaluate` returns.
+        patience: >= 1, the evaluations in a row without an improvement after which training stops.
+        mode: "min" if smaller numbers are better, "max" if larger ones are.
+        data: where the number comes from. "public": from examples of people who need no protection, or synthetic ones.
+            "released": from private examples with noise, by `release_mean` say, at a price in a ledger or budget of its
+            own. There is no other choice: a stop by an exact score of private people would be a release without noise.
+        min_delta: >= 0, the change that counts as an improvement.
+    Raises:
+        PrivacyError: an argument is out of its range.
+    Privacy:
+        The stop is post-processing of released gradients, and of public or released numbers. Anyone who knows the
+        rule could apply it to the whole training afterwards, so the guarantee is that of all planned steps. It is not
+        that of the steps taken, because their number depends on the releases. `data` is your statement; nothing can
+        check it.
+    Reference:
+        Rogers, Roth, Ullman, Vadhan 2016 (arXiv 1605.08294): a cost that stops by results needs an odometer.
+    """
+
+    monitor: str
+    patience: int
+    mode: Mode
+    data: StopData
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_integer("EarlyStopping", "patience", self.patience, 1)
+        require_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
+        require_nonnegative("EarlyStopping", "min_delta", self.min_delta, "0 counts each improvement")
+        if self.data not in get_args(StopData):
+            remedy = 'evaluate on public examples; or release a noisy score (release_mean) and give data="released"; '
+            remedy += "or pay for tuning (docs/private-tuning.md)"
+            raise expected("EarlyStopping", "data", "to be 'public' or 'released'", repr(self.data), remedy)
+        if not isinstance(self.monitor, str) or self.monitor.startswith("raw_"):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "monitor a number of public examples: raw_ numbers are private"
+            raise expected("EarlyStopping", "monitor", "to be the name of a number", repr(self.monitor), remedy)
+
+    def is_due(self, curve: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the last `patience` evaluations of a curve have not improved on the best one before them."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        best, since = math.inf, 0
+        for row in curve:
+            value = sign * float(row[self.monitor])
+            since = 0 if value < best - self.min_delta else since + 1  # NaN is no improvement
+            best = value if since == 0 else best
+        return since >= self.patience
+
+    def require(self, row: Mapping[str, Any] | None) -> None:
+        """Raise PrivacyError unless a row of the curve has the number. None: there is no `evaluate`."""
+        if row is None:
+            raise expected("fit", "evaluate", "to be given for stop", None, "return the monitored number from it")
+        value = row.get(self.monitor)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            names = ", ".join(name for name in row if name not in ("step", "epsilon"))
+            remedy = f"return it, or monitor one of {names or 'its numbers'}"
+            raise expected("fit", f"evaluate's {self.monitor!r}", "to be a number for stop", described(value), remedy)
+
+
+def charge_unused(private_grad: PrivateGradient) -> None:
+    """Charge all steps that the plan has left, without a release; the training is then complete.
+
+    Privacy:
+        After this, every epsilon of the ledger is that of all planned steps, which covers a stop that depends on
+        results.
+    """
+    plan, ledger = private_grad.plan, private_grad.ledger
+    if plan.seed is not None:  # such a run has no guarantee
+        return
+    if private_grad.processes.rank == 0:
+        release = release_of(ledger.plan_facts)
+        stream = secrets.token_hex(4)  # no two ledgers share a draw
+        for step in range(ledger.next_step, plan.steps):
+            try:
+                ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
+            except BudgetExceededError:  # more samplers than planned have used up what each person may cost
+                return
+    private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})
+
+
+@dataclass
+class FitResult:
+    """The results of a run, besides the trained model.
+
+    Attributes:
+        curve: one row per evaluation: "step" (the number of steps), "epsilon" (spent until then; None if the plan has
+            no delta), and the numbers that `evaluate` returned.
+        updates: the number of optimizer steps. Below plan.steps if earlier attempts lost steps that stay charged.
+        seconds: the training time without evaluation.
+        examples_per_second: computed from the public expected batch size.
+        raw_nonfinite_examples: the number of this process' examples whose gradients were not finite, and counted as
+            zero. NOT private.
+        ledger: the record of all releases.
+        averaged: a copy of the model with averaged weights, if `ema_decay` was given.
+        stopped: whether EarlyStopping ended the training; its unused steps are charged.
+    """
+
+    curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    updates: int = 0
+    seconds: float = 0.0
+    examples_per_second: float = math.nan
+    raw_nonfinite_examples: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    averaged: nn.Module | None = None
+    stopped: bool = False
+
+
+@dataclass
+class TrainingRun:
+    """The state of a run that its checkpoint holds."""
+
+    private_grad: PrivateGradient
+    averaged: AveragedModel | None
+    optimizer: PrivateOptimizer
+    scheduler: LRScheduler | None
+    stop: EarlyStopping | None
+    result: FitResult
+    checkpoint: Path | None
+    settings: dict[str, str]
+    saved_at: float = 0.0
+    start: int = 0
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.private_grad.model
+        self.processes: Processes = self.private_grad.processes
+
+    @property
+    def is_to_stop(self) -> bool:  # by the evaluations so far
+        return self.stop is not None and self.stop.is_due(self.result.curve)
+
+    def resume(self) -> int:
+        """Load the checkpoint, or write the first one; return the index of the next step."""
+        if self.averaged is not None:
+            note_training(self.averaged.module, self.result.ledger)
+        with self.processes.all_succeed():
+            stored = self._stored()
+        state = self.processes.broadcast_object(stored)
+        if state is not None:
+            with damage_refused("fit", self.checkpoint):
+                self._load(state)
+        if self.private_grad.plan.seed is None:
+            self._go_on_after_lost_steps(self.processes.broadcast_object(self.result.ledger.next_step))
+        self.start = self.private_grad.state_dict()["step"]
+        self.save()
+        return self.start
+
+    def _go_on_after_lost_steps(self, spent: int) -> None:
+        """Skip the steps that the ledger has charged, up to `spent`, but the checkpoint does not hold."""
+        # The noise of lost steps cannot be drawn again, and the ledger would refuse a release beyond the plan's. Noise
+        # with memory begins again at a multiple of its bands, so that up to bands - 1 steps are left out.
+        plan = self.private_grad.plan
+        spent = min(spent, plan.steps)
+        lost = spent - self.private_grad.state_dict()["step"]
+        if spent >= plan.steps and self.result.updates == 0:
+            got = f"{spent} charged and none of their results saved"
+            remedy = NEW_FOLDER
+            if lost == 0:
+                got = f"all {spent} taken by private_grad before this call"
+                remedy = "use the model as it is, or make a plan with more steps, at a higher epsilon"
+            elif self.checkpoint is None:
+                remedy = "give this training a ledger of its own and add up both epsilons and both deltas; "
+                remedy += "a pg.Budget caps both together"
+            raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
+        if lost > 0:
+            reason = "charged steps had no checkpoint, and stay spent"
+            if plan.correlation is not None:
+                reason = "steps had no checkpoint, or are left out because noise with memory begins again"
+            updates = self.result.updates + max(0, plan.steps - spent)
+            warnings.warn(f"{lost} {reason}: this run ends with {updates} updates of {plan.steps}", stacklevel=4)
+        self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were lost
+                for _ in range(spent - self.scheduler.last_epoch):  # also past earlier calls without a checkpoint
+                    self.scheduler.step()
+
+    def update(self, batch: Batch) -> None:
+        """Take one private step. Signals wait until its end, so that a checkpoint of it can be written."""
+        began = time.perf_counter()
+        result = self.result
+        with _signals_wait():
+            self.optimizer.step(grad=self.private_grad(batch))
+            if self.averaged is not None:
+                self.averaged.update_parameters(self.model)
+                note_training(self.averaged.module, result.ledger, trainable(self.model))
+            if self.scheduler is not None and self.made + self.start + 1 < self.private_grad.plan.steps:
+                self.scheduler.step()  # for the next update; there is none after the last
+            self.made += 1
+            result.updates += 1
+            result.seconds += time.perf_counter() - began
+        result.raw_nonfinite_examples = self.private_grad.raw_nonfinite_examples
+        self._measure_speed()
+
+    def _measure_speed(self) -> None:
+        if self.result.seconds > 0:
+            examples = self.result.updates * self.private_grad.plan.expected_batch_size
+            self.result.examples_per_second = examples / self.result.seconds
+
+    @property
+    def is_consistent(self) -> bool:  # every released gradient has moved the model; False during an update
+        return self.private_grad.state_dict()["step"] == self.start + self.made
+
+    def save(self, *, at_least_after: float = 0.0) -> None:
+        """Write the checkpoint, atomically, unless the last one is younger than `at_least_after` seconds."""
+        if self.checkpoint is None:
+            return
+        if not self.processes.broadcast_object(time.monotonic() - self.saved_at >= at_least_after):
+            return
+        state: dict[str, Any] = {
+            "version": _CHECKPOINT_VERSION,
+            "seed": self.private_grad.plan.seed,
+            "settings": self.settings,
+            "model": self.model.state_dict(),
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "private_grad": self.private_grad.state_dict(),
+            "ledger": self.result.ledger.head,
+            "curve": self.result.curve,
+            "updates": self.result.updates,
+            "seconds": self.result.seconds,
+        }
+        state = self.processes.gather_state(state)
+        if self.processes.rank == 0:
+            write_checkpoint(state, self.checkpoint)
+        self.saved_at = time.monotonic()
+
+    def save_after(self, error: BaseException) -> None:
+        """Write the checkpoint after an exception, if it can be written, and say so in a note of the exception."""
+        # An exception in one process may not have reached the others, which would have to gather the state.
+        if not self.is_consistent or self.processes.count > 1 or self.checkpoint is None:
+            return
+        self.save()
+        steps = f"{self.start + self.made:,} of {self.private_grad.plan.steps:,} steps"
+        error.add_note(f"fit: saved after {steps} in {self.checkpoint.parent}; run the same program again to resume.")
+
+    def finish(self) -> FitResult:
+        """Charge what an early stop left, write the last checkpoint, and warn of gradients that were not finite."""
+        if self.is_to_stop:
+            self.result.stopped = self.result.curve[-1]["step"] < self.private_grad.plan.steps
+            charge_unused(self.private_grad)
+        self.save()
+        if count := self.result.raw_nonfinite_examples:
+            told = f"NOT PRIVATE: {count} gradients were not finite and counted as zero; do not publish their number"
+            warnings.warn(told, stacklevel=3)
+        return self.result
+
+    def _stored(self) -> dict[str, Any] | None:
+        """Return the content of the checkpoint in the first process, if there is one, after it was verified."""
+        ledger = self.result.ledger
+        if self.processes.rank > 0 or self.checkpoint is None:
+            return None
+        if not self.checkpoint.exists():
+            if ledger.releases:
+                condition = f"to exist next to its ledger of {ledger.releases} releases"
+                raise expected("fit", f"{self.checkpoint}", condition, "a missing file", f"restore it, or {NEW_FOLDER}")
+            return None
+        with damage_refused("fit", self.checkpoint):
+            state = read_checkpoint(self.checkpoint)
+            seed = self.private_grad.plan.seed
+            require_resumable(state, version=_CHECKPOINT_VERSION, seed=seed, settings=self.settings, ledger=ledger)
+            return state
+        return None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Restore the run from the content of a checkpoint; raise OtherRunError if the model has other shapes."""
+        place = self.processes.shard_like
+        own = self.model.state_dict()
+        for name in sorted(own.keys() | state["model"].keys()):
+            shapes = [tuple(held[name].shape) if name in held else None for held in (state["model"], own)]
+            if shapes[0] != shapes[1]:
+                told = ["no such tensor" if shape is None else f"shape {shape}" for shape in shapes]
+                raise OtherRunError(f"{told[0]} for {name!r} of the model, now {told[1]}")
+        self.model.load_state_dict(place(state["model"], own))
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+        parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held: dict[int, dict[str, Tensor]] = state["optimizer"]["state"]
+        of_parameters = {i: place(own, dict.fromkeys(own, parameters[i])) for i, own in held.items()}
+        self.optimizer.load_state_dict({**state["optimizer"], "state": of_parameters})
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.private_grad.load_state_dict(state["private_grad"])
+        self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
+        self.result.updates = int(state["updates"])
+        self.result.seconds = float(state["seconds"])
+        self._measure_speed()
+
+
+@contextmanager
+def _signals_wait() -> Generator[None]:
+    """Delay SIGINT and SIGTERM to the end of the block; a second signal takes effect at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            raise KeyboardInterrupt
+        waiting.append((number, frame))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, wait)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in waiting:
+        handlers[signal.Signals(number)](number, frame)

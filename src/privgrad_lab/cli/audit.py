@@ -1,0 +1,211 @@
+"""The command that attacks methods and bounds their epsilon from below, and its games on the data of an experiment.
+
+A game guesses from one step whether a canary was among the examples.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad import audit as auditing
+from privgrad.accounting import accountant as accounting
+from privgrad.audit import Game, directions, one_step
+from privgrad.audit.methods import flat
+from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable, to_json
+from privgrad.data import DataSet
+from privgrad.errors import did_you_mean, expected
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
+from privgrad_lab.build import make_data, make_model, preconditioner, public_gradient, require_model
+from privgrad_lab.featuring import own
+from privgrad_lab.load_spec import load_spec
+from privgrad_lab.metrics import losses_for
+from privgrad_lab.spec import MethodTable, Spec
+
+
+def audit(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.toml", help="Experiment: audit one step of its methods, on its data.")
+    ] = None,
+    epsilon: Annotated[
+        list[float] | None,
+        typer.Option(help="Claimed epsilon; may be repeated. Default: 1, 3, 8; with a SPEC, from its noise."),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Audit only this method; may be repeated.")] = None,
+    trials: Annotated[int, typer.Option(help="Number of guesses about one step.")] = 60_000,
+    confidence: Annotated[float, typer.Option(help="Probability that all bounds hold together.")] = 0.95,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack the library's methods and bound epsilon from below. Exit code 1 if a bound exceeds its claim.
+
+    NOT private with a SPEC: the output is computed from the data of the SPEC.
+    """
+    if spec is None:
+        count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)
+    else:
+        games = games_of(load_spec(spec), method, epsilon)
+        count, each = len(games), 1 - (1 - confidence) / len(games)
+        found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
+    about = (
+        f"Claims at one delta; all bounds hold together with probability {confidence:g}. "
+        "A sixth of the runs chooses thresholds."
+    )
+    if spec is not None:
+        about = f"NOT private: computed from the data of {spec.name}. Each claim is for one step at rate 1. {about}"
+    done = _audited(count, found, out, about)
+    passed = all(one.passed for one in done)
+    if as_json:
+        print_json({"passed": passed, "confidence": confidence, "audits": [one.as_record() for one in done]})
+    else:
+        table = Table(*_AUDIT_COLUMNS, title="Lower bounds on epsilon", caption=about)
+        for one in done:
+            table.add_row(*map(Text, _audit_cells(one)))
+        STDOUT.print(table)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
+    """Return all audits; write each to disk as soon as it is done."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise expected("privgrad audit", "--out", "to be a folder", f"the file {out}", "give a folder")
+    run = {"command": command_line(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
+    head = f"{run['date']}, `{run['command']}`. {about}\n\n"
+    done: list[auditing.Audit] = []
+    kept = "finished audits are in the folder of --out, if it was given"
+    with stoppable(lambda: kept), Progress(console=STDERR) as bar:
+        task = bar.add_task("", total=count)
+        for one in found:
+            done.append(one)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
+                    file.write(to_json(one.as_record() | run) + "\n")
+                titles, *rows = (f"| {' | '.join(cells)} |" for cells in (_AUDIT_COLUMNS, *map(_audit_cells, done)))
+                rule = "|---" * len(_AUDIT_COLUMNS) + "|"
+                (out / "audits.md").write_text(head + "\n".join([titles, rule, *rows]) + "\n")
+            bar.update(task, advance=1, description=one.name)
+    return done
+
+
+_AUDIT_COLUMNS = ("audited", "claim", "bound", "of", "assuming", "any", "trials", "passed")
+
+
+def _audit_cells(one: auditing.Audit) -> list[str]:
+    """Return one audit as text, with one cell for each of `_AUDIT_COLUMNS`."""
+    share = f"{one.bound / one.claim:.0%}" if one.claim else "–"
+    assumed = next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing")
+    numbers = [f"{one.claim:.3f}", f"{one.bound:.2f}", share, assumed, f"{one.bounds.get('any', one.bound):.2f}"]
+    return [one.name, *numbers, f"{one.trials:,}", "yes" if one.passed else "NO"]
+
+
+def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:
+    """Return a game of one step for each private method of a spec, or for the named ones.
+
+    The step draws all of a few training examples (sample rate 1), and a canary made from one of them. There is a game
+    for each of the epsilons that one step shall cost; None keeps the spec's own noise.
+
+    Raises:
+        PrivacyError: a method is unknown or not private, the spec is a simulation, or the data do not allow a canary.
+    Privacy:
+        NOT private: the results of a game are computed from the spec's data.
+    """
+    if spec.privacy.simulate > 1:
+        condition, remedy = "to be 1", "leave it out: a simulation claims no epsilon to audit"
+        raise expected("privgrad audit", "privacy.simulate", condition, spec.privacy.simulate, remedy)
+    known = {method.name: method for method in spec.methods}
+    for name in methods or []:
+        if name not in known:
+            remedy = did_you_mean(name, list(known), "choose one of them")
+            raise expected("privgrad audit", "method", f"to be one of {', '.join(known)}", repr(name), remedy)
+    data = make_data(spec)
+    for method in spec.methods:
+        require_model(*own(spec, method, data))
+    inputs, labels, *users = data.train.tensors
+    is_numbers = inputs.is_floating_point() and data.vocabulary is None
+    has_classes = labels.ndim == 1 and not labels.is_floating_point()
+    if users or not (is_numbers and has_classes):
+        got, remedy = data.name, "audit the methods without a specification, or write a privgrad.audit.Game"
+        raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
+    games = [
+        _game(spec, known[name], data, epsilon)
+        for name in methods or known
+        if not known[name].non_private
+        for epsilon in epsilons or [None]
+    ]
+    if not games:
+        condition, got = "to include a private one", ", ".join(methods or known)
+        raise expected("privgrad audit", "methods", condition, got, "audit a specification with a private method")
+    return games
+
+
+def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
+    """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
+    spec, data = own(spec, method, data)
+    candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
+    method = method.with_own(candidate)
+    sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
+    if epsilon is not None:
+        sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
+    model = make_model(spec, data)
+    public = public_gradient(method, model, data)
+
+    def step(*, before_noise: bool = False) -> Callable[[Any], Tensor]:
+        plan = PrivacyPlan(
+            sample_rate=1.0,
+            steps=10**9,
+            expected_batch_size=count,
+            noise_multiplier=sigma,
+            max_grad_norm=candidate.max_grad_norm,
+            num_examples=count,
+            delta=delta,
+            group_size=method.group_size,
+            noise_on_grid=spec.privacy.noise_on_grid,
+        )
+        private_grad = PrivateGradient(
+            model,
+            losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
+            plan,
+            perturb=method.perturbation(candidate, spec.privacy.privacy_unit),
+            precondition=preconditioner(method.precondition, public, model, data),
+            engine=spec.run.engine,
+            microbatch_size=spec.run.microbatch_size,
+            memory_mb=spec.run.memory_mb,
+            side_information=None if public is None else public.source,
+        )
+        if math.isinf(private_grad.epsilon(steps=1)):
+            remedy = "name the other methods with --method"
+            raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, remedy)
+        release, raw = one_step(private_grad), list[Tensor]()
+        if not before_noise:
+            return release
+        # Not a plan without noise: scales that are measured by the noise would differ.
+        private_grad.register_raw_observer(lambda seen: raw.append(flat(seen.raw_mean)))
+        return lambda given: (release(given), raw.pop())[1]
+
+    inputs, labels = (tensor[:count] for tensor in data.train.tensors)
+    # The canary has scaled inputs and a wrong class; of three scales, take the one that moves the gradient most.
+    strange = (labels[:1] + 1) % data.num_classes
+
+    def with_canary(scale: float) -> Callable[[Tensor], TensorDataset]:
+        canary = TensorDataset(torch.cat([inputs, -scale * inputs[:1]]), torch.cat([labels, strange]))
+        return lambda included: canary if bool(included[0]) else TensorDataset(inputs, labels)
+
+    noiseless, absent = step(before_noise=True), torch.zeros(1, dtype=torch.bool)
+    makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
+    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).square().sum()))
+    release = accounting.Release(sigma, 1.0)
+    claim = accounting.epsilon([release], delta=delta)
+    found = directions(noiseless, made, 1)
+    return Game(f"{method.name}, step", step(), made, found, claim, delta, release)

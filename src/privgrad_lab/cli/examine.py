@@ -1,0 +1,101 @@
+"""The output of `privgrad doctor FILE.toml`: the findings in the data that an experiment names."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from rich.markup import escape
+from rich.table import Table
+
+from privgrad import data as loaders
+from privgrad.accounting.accountant import rounded_up
+from privgrad.cli.console import STDOUT, print_json
+from privgrad.data import findings
+from privgrad.data.findings import RawFinding, RawSize
+from privgrad.errors import expected
+from privgrad_lab.build import find_loader
+from privgrad_lab.load_spec import check_spec, read_tables
+
+_IMAGES = ("classes", "size", "channels", "unit", "max_rows")
+_SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
+
+
+def examine(path: Path, *, as_json: bool) -> int:
+    """Print the findings in the data of a TOML file; return the exit code."""
+    tables = read_tables(path)
+    given: object = tables.get("data")
+    if not isinstance(given, dict):
+        remedy = "add it, as docs/own-data.md describes"
+        raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(given), remedy)
+    data = cast("dict[str, Any]", given)
+    if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
+        remedy = "name a file or a folder; a function is checked by its author"
+        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("name")), remedy)
+    if {"model", "privacy"} <= tables.keys():  # it says what to train, and not only on what
+        check_spec(tables, path)
+    is_table = loader is loaders.table
+    fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
+    declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
+    declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
+    split = {key: data[key] for key in findings.SPLIT if key in data}
+    privacy: object = tables.get("privacy")
+    counted: object = cast("dict[str, Any]", privacy).get("num_examples") if isinstance(privacy, dict) else None
+    found: dict[str, list[RawFinding]] = {}
+    sizes: dict[str, RawSize] = {}
+    for name, own in ((data.get("file") or data.get("folder"), split), (data.get("test"), None)):
+        if name is not None:
+            place = path.parent / Path(f"{name}").expanduser()
+            several = (findings.raw_findings if is_table else findings.raw_image_findings)(place, **declared)
+            size = (findings.raw_table_size if is_table else findings.raw_folder_size)(place, declared, own)
+            found[place.name] = several + findings.raw_count_findings(size, counted)
+            sizes[place.name] = size
+    if isinstance(privacy, dict) and (too_large := _of_delta(cast("dict[str, Any]", privacy))):
+        found[path.name] = too_large
+    blocked = any(one.blocks for several in found.values() for one in several)
+    if as_json:
+        listed = {name: [asdict(one) for one in several] for name, several in found.items()}
+        raw = {"raw_findings": listed, "raw_sizes": {name: asdict(size) for name, size in sizes.items()}}
+        print_json(raw | {"private": False})
+        return int(blocked)
+    for name, several in found.items():
+        if name in sizes:
+            STDOUT.print(f"{name}, NOT PRIVATE: {sizes[name].text()}.", highlight=False, soft_wrap=True)
+            if note := sizes[name].note():
+                STDOUT.print(escape(f"{name}: {note}."), highlight=False, soft_wrap=True)
+        if several:
+            STDOUT.print(_table(f"{name}: NOT PRIVATE" if name in sizes else name, several))
+        else:
+            STDOUT.print(f"{name}: {fits}.", highlight=False)
+    if isinstance(counted, int):
+        ill = [name for name, size in sizes.items() if findings.raw_count_findings(size, counted)]
+        verdict = f"does NOT suit the training part: see {', '.join(ill)}." if ill else "suits the training part."
+        STDOUT.print(f"num_examples = {counted:,} {verdict}", highlight=False)
+    else:
+        STDOUT.print("privacy.num_examples is not given: nothing was compared with the training part.")
+    STDOUT.print(
+        "NOT PRIVATE: all of this is counted without noise. Do not publish it, nor decide by it what is public."
+    )
+    return int(blocked)
+
+
+def _of_delta(privacy: dict[str, Any]) -> list[RawFinding]:
+    """Return a finding if delta is so large that `PrivacyPlan` warns of it. It depends on public numbers alone."""
+    delta, count = privacy.get("delta"), privacy.get("num_examples")
+    if "simulate" in privacy or not (isinstance(delta, float) and isinstance(count, int) and count > 0):
+        return []
+    what = f"delta = {rounded_up(delta)} is above 1 / num_examples = {1 / count:.3g}"
+    remedy = "lower delta far below: such a delta allows a mechanism that publishes one whole record"
+    return [RawFinding("", what, 1, (), remedy)] if delta > 1 / count else []
+
+
+def _table(title: str, several: Sequence[RawFinding]) -> Table:
+    """Return the findings of one file or folder as a table."""
+    shown = Table(title=title)
+    for column in ("column", "finding", "count", "first rows", "remedy"):
+        shown.add_column(column, overflow="fold")
+    for one in several:
+        what = f"error: {one.what}" if one.blocks else one.what
+        cells = (one.column, what, f"{one.count:,}", ", ".join(map(str, one.rows)), one.remedy)
+        shown.add_row(*map(escape, cells), style="red" if one.blocks else None)
+    return shown

@@ -1,0 +1,109 @@
+"""compare(): a comparison of methods from Python, with the options of the TOML file."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from privgrad.errors import described, expected, require_path
+from privgrad.statement.text import budget_statement
+from privgrad_lab import paid_runner, runner
+from privgrad_lab.paid_runner import PaidFolder
+from privgrad_lab.prices import price
+from privgrad_lab.records import Record, summarize
+from privgrad_lab.spec import Spec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from privgrad.data import DataSet
+
+
+def compare_and_report(spec: Spec, out: Path, *, progress: bool, command: str = "") -> dict[str, Any]:
+    """Compare the methods of a spec, and write the report; return the numbers of `--json`."""
+    if spec.privacy.total_epsilon is None:
+        return report_of(spec, runner.compare(spec, out, progress=progress), out, command=command)[0]
+    return paid_report_of(spec, paid_runner.compare(spec, out, progress=progress), out, command=command)
+
+
+def report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the report of all trainings in a folder; return its numbers, and the facts of `metadata_of`."""
+    # matplotlib is an optional extra and slow to import, so only what draws imports it.
+    from privgrad_lab.report.metadata import metadata_of
+    from privgrad_lab.report.page import write_report
+    from privgrad_lab.report.texts import verdicts, words
+
+    metadata = metadata_of(spec, records, out, command=command)
+    index = write_report(records, metadata, out)
+    grids = {name: words(verdict) for name, verdict in verdicts(records).items()}
+    rows = [row | {"grid": grids.get(row["method"])} for row in summarize(records)]
+    seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
+    total = metadata["total_epsilon"] and metadata["total_epsilon"]["value"]
+    return {"report": str(index), "methods": rows, "research_seeds": seeds, "total_epsilon": total}, metadata
+
+
+def paid_report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> dict[str, Any]:
+    """Write the report and the statement of a private comparison, and return its outcome."""
+    from privgrad_lab.report.paid import write_page
+
+    cost = price(spec)
+    place = PaidFolder(spec, cost, out)
+    outcome = paid_runner.outcome_of(spec, cost, records, place)
+    written = budget_statement(place.budget)
+    index = write_page(spec, cost, outcome, records, written, out, command=command)
+    (out / "statement.html").write_text(written.to_html())
+    place.hide_times()
+    return outcome | {"report": str(index)}
+
+
+def compare(
+    spec: str | Path | Mapping[str, Any],
+    *,
+    out: str | Path,
+    data: "Callable[..., DataSet] | None" = None,
+    model: "Callable[..., nn.Module] | None" = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Compare methods as `privgrad compare` does, and write the same folder. A second call resumes it.
+
+    Args:
+        spec: the path of a TOML file, or its tables as a mapping. docs/experiments.md lists the options.
+        out: the folder of ledgers, records, weights and report.
+        data: a function that returns a DataSet, in place of [data] name. It must be at the top level of a module.
+            Other keys of [data] are its arguments.
+        model: a function from the DataSet to a module, in place of [model] name; also at the top level of a module.
+        progress: show progress bars.
+    Returns:
+        With privacy.total_epsilon: the outcome by name: "accuracy", "interval", "epsilon" (the total), "method",
+        "max_grad_norm", "noise_step", and "model" (the path of the weights). Otherwise, for research: "methods" (one
+        row per method), "total_epsilon" and "research_seeds". In both cases "report" is the path of the page.
+    Raises:
+        PrivacyError: as `privgrad compare`.
+        BudgetExceededError: a shared budget has less left than the total.
+    Privacy:
+        With privacy.total_epsilon everything is paid for before the first training. Without it, seeds are public, and
+        nothing is private.
+    """
+    # The experiments import pydantic, and reports matplotlib: `import privgrad` does not wait for them.
+    from privgrad_lab.load_spec import check_spec, read_tables
+
+    require_path("compare", "out", out, "give a folder's path")
+    if isinstance(spec, str | Path):
+        tables, path = read_tables(spec), Path(spec)
+    elif isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        tables, path = dict(spec), Path("spec.toml")
+    else:
+        raise expected("compare", "spec", "to be a path or a mapping", described(spec), "give the path of a TOML file")
+    for name, function in (("data", data), ("model", model)):
+        if function is not None:
+            tables[name] = {**tables.get(name, {}), "name": _name_of(name, function)}
+    return compare_and_report(check_spec(tables, path), Path(out), progress=progress)
+
+
+def _name_of(place: str, function: Callable[..., Any]) -> str:
+    """Return "module:function" for a function at the top level of a module; a lambda or a nested one is refused."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
+        remedy = "move it to the top level of a module: a resumed comparison finds it by its name"
+        raise expected("compare", place, "to be a function that its module names", described(function), remedy)
+    return f"{module}:{name}"

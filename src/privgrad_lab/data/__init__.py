@@ -1,0 +1,68 @@
+"""Loaders of the data sets of the papers and experiments.
+
+A loader looks for its files in a given path, then in a package or the cache, then at the public source. Data that not
+everyone can get has a stand-in, and results on a stand-in are reported under the stand-in's name. Fashion-MNIST
+replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
+replaces the Penn Treebank.
+"""
+
+from collections.abc import Callable
+
+from privgrad.data import DataSet, digits
+from privgrad_lab.data.debian import (
+    debian_maintainers,
+    debian_sections,
+    debian_synopses,
+    debian_tags,
+    debian_texts,
+    sentence_pairs,
+)
+from privgrad_lab.data.images import barcode, cifar10, fashion_mnist, mnist
+from privgrad_lab.data.sentiment import imdb, tweets
+from privgrad_lab.data.stackoverflow import stackoverflow
+from privgrad_lab.data.tabular import adult, heavy_tail
+from privgrad_lab.data.text import brown, ptb, snli
+
+__all__ = [
+    "LOADERS",
+    "adult",
+    "barcode",
+    "brown",
+    "cifar10",
+    "debian_maintainers",
+    "debian_sections",
+    "debian_synopses",
+    "debian_tags",
+    "debian_texts",
+    "fashion_mnist",
+    "heavy_tail",
+    "imdb",
+    "mnist",
+    "ptb",
+    "sentence_pairs",
+    "snli",
+    "stackoverflow",
+    "tweets",
+]
+
+LOADERS: dict[str, Callable[..., DataSet]] = {
+    "adult": adult,
+    "barcode": barcode,
+    "brown": brown,
+    "cifar-10": cifar10,
+    "debian-maintainers": debian_maintainers,
+    "debian-sections": debian_sections,
+    "debian-synopses": debian_synopses,
+    "debian-tags": debian_tags,
+    "debian-texts": debian_texts,
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "heavy-tail": heavy_tail,
+    "imdb": imdb,
+    "mnist": mnist,
+    "ptb": ptb,
+    "sentence-pairs": sentence_pairs,
+    "snli": snli,
+    "stackoverflow": stackoverflow,
+    "tweets": tweets,
+}

@@ -1,0 +1,252 @@
+"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privgrad.data.dataset import NO_LABEL, DataSet, split
+from privgrad.data.schema import PathLike, Positive
+from privgrad.errors import expected, require_integer
+from privgrad_lab.data.fetching import located
+
+_UNKNOWN = "<unk>"
+_TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
+_SNLI_LABELS = ("entailment", "neutral", "contradiction")
+
+
+def brown(
+    path: PathLike | None = None, *, length: Positive = 35, min_count: Positive = 2, validation: int = 0
+) -> DataSet:
+    """Load the task: the next word in the press part of the Brown corpus (1961), the stand-in for the Penn Treebank.
+
+    The words of the files are one stream, cut into sequences. They are lower-cased, and punctuation marks are words.
+    The last tenth of the files is the test part. 44 files: 91,335 training tokens in 2,609 sequences, 9,219 test
+    tokens. Inputs (n, length) are ids, labels (n, length) the next ids. Id 0 is <unk>, the others follow by falling
+    frequency.
+
+    Args:
+        path: folder with the tagged files ca01, ca02, ...; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/brown.
+        length: tokens of a sequence, >= 1.
+        min_count: words that are rarer in the training files are <unk>, >= 1. 2 leaves 5,880 ids and makes 7 % of the
+            training and 14 % of the test tokens <unk>; 1 would leave 12,451 ids.
+        validation: number of training sequences, from the end, to hold out.
+    Raises:
+        PrivacyError: files are absent or damaged, or a number is out of its range.
+    Privacy:
+        The vocabulary is computed from the private text: NOT private. An example is a sequence.
+    """
+    require_integer("brown", "min_count", min_count, 1)
+    folder = located("brown", path, "brown")
+    texts = [_tagged_words(file) for file in sorted(folder.glob("ca[0-9][0-9]"))]
+    held_out = max(1, len(texts) // 10)
+    train, test = (list(chain.from_iterable(part)) for part in (texts[:-held_out], texts[-held_out:]))
+    vocabulary = [word for word, count in Counter(train).most_common() if count >= min_count]
+    return _next_words("brown", "Brown corpus, press", train, test, vocabulary, length, validation)
+
+
+def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int = 0) -> DataSet:
+    """Load the task: the next word in TinyPTB. The Penn Treebank's validation part trains, its test part tests.
+
+    The words are from torchtext's tokenizer basic_english, as in the reference. The vocabulary comes from
+    ptb.train.txt. The lines of a part are one stream, cut into sequences: inputs (n, length) are ids, labels (n,
+    length) the next ids. Id 0 is <unk>, the others follow by falling frequency.
+
+    The arguments are those of `brown`, except that `path` is the folder with ptb.train.txt, ptb.valid.txt and
+    ptb.test.txt; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/ptb.
+
+    Raises:
+        PrivacyError: files are absent, or a number is out of its range.
+    Privacy:
+        An example is a sequence.
+    Reference:
+        Kunstner et al. 2024 (arXiv 2402.19449). Deviation: here sequences are consecutive; theirs run down columns.
+    """
+    folder = located("ptb", path, "ptb")
+    words, train, test = (
+        _basic_english(_read("ptb", folder / f"ptb.{part}.txt")) for part in ("train", "valid", "test")
+    )
+    vocabulary = [word for word, _ in Counter(words).most_common()]
+    return _next_words("ptb", "TinyPTB", train, test, vocabulary, length, validation)
+
+
+def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive = 128, validation: int = 0) -> DataSet:
+    """Load SNLI: does a sentence follow from another (0), is it neutral (1), or does it contradict the other (2)?
+
+    549,367 training pairs; the development part is the test part, as in the DP-AdamBC paper. Pairs without a gold label
+    are dropped. Inputs (n, 2, length): token ids, and token type ids; padded with the tokenizer's pad id.
+
+    Args:
+        path: folder with snli_1.0_train.jsonl and snli_1.0_dev.jsonl; None is
+            ${XDG_CACHE_HOME:-~/.cache}/privgrad/snli.
+        tokenizer: folder of a transformers tokenizer.
+        length: tokens of a pair, >= 5; a longer pair loses tokens of its longer sentence first.
+        validation: number of training pairs, from the end, to hold out.
+    Raises:
+        PrivacyError: files are absent or damaged, transformers is not installed, the tokenizer is absent, or a number
+            is out of its range.
+    """
+    folder = located("snli", path, "snli")
+    encode = PairEncoder("snli", tokenizer, length)
+    train, test = (encode.labeled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
+    return split("SNLI", train, test, validation, num_classes=len(_SNLI_LABELS), vocabulary=encode.vocabulary)
+
+
+class _Encoder:
+    """A transformers tokenizer from a folder, for inputs of one length; `function` is the name for errors."""
+
+    def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
+        require_integer(function, "length", length, 5)
+        try:
+            import transformers
+        except ImportError as error:
+            raise expected(function, "transformers", "to be installed", error, "pip install 'privgrad[hf]'") from error
+        library: Any = transformers
+        folder = Path(tokenizer).absolute()
+        try:
+            self._tokenizer: Any = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # a damaged folder can raise anything
+            first_line = str(error).partition(chr(10))[0]
+            got = f"{folder}: {first_line}" if folder.is_dir() else f"{folder}, which is not a folder"
+            remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
+            raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
+        self.vocabulary = len(self._tokenizer)
+        self._function, self._length = function, length
+
+
+class PairEncoder(_Encoder):
+    """A tokenizer for pairs of sentences; it cuts or pads each pair to one length."""
+
+    def labeled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
+        """Return inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
+        if not pairs:
+            name = "the number of labeled pairs in a part of the data"
+            raise expected(self._function, name, "to be at least 1", 0, "check its files")
+        inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
+        labels = torch.tensor([label for *_, label in pairs])
+        for start in range(0, len(pairs), 4096):  # so that the tokenizer's lists stay small
+            few = pairs[start : start + 4096]
+            encoded = self._tokenizer(
+                [first for first, *_ in few],
+                [second for _, second, _ in few],
+                truncation=True,
+                max_length=self._length,
+                padding="max_length",
+                return_token_type_ids=True,
+                return_tensors="pt",
+            )
+            for row, name in enumerate(("input_ids", "token_type_ids")):
+                inputs[start : start + 4096, row] = encoded[name]
+        return inputs, labels
+
+
+class ContinuationEncoder(_Encoder):
+    """A tokenizer for a text and its continuation, whose tokens are the targets."""
+
+    def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
+        super().__init__(function, tokenizer, length)
+        self._end = self._tokenizer.eos_token_id
+        if self._end is None:
+            remedy = "give the tokenizer of a causal language model"
+            raise expected(function, "the tokenizer's eos_token_id", "to be a token id", None, remedy)
+
+    def labeled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels, int64 (n, length), of texts (given, cue, continuation).
+
+        Inputs are ids, labels the next ids: NO_LABEL before the end of the cue, and after the end token. Texts that are
+        too long lose tokens of `given` first, then of the continuation; the cue is never cut.
+        """
+        if not texts:
+            name = "the number of texts in a part of the data"
+            raise expected(self._function, name, "to be at least 1", 0, "check its files")
+        inputs = torch.full((len(texts), self._length), self._end)
+        labels = torch.full_like(inputs, NO_LABEL)
+        columns: list[list[list[int]]] = [self._ids([text[k] for text in texts]) for k in range(3)]
+        for row, (given, cue, following) in enumerate(zip(*columns, strict=True)):
+            answer = [*following[: self._length - len(cue)], self._end]
+            ids = given[: max(0, self._length + 1 - len(cue) - len(answer))] + cue + answer
+            inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+            labels[row, len(ids) - 1 - len(answer) : len(ids) - 1] = torch.tensor(answer)
+        return inputs, labels
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _read(function: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise expected(function, f"{path}", "to be a text file", error, "fetch it again") from error
+
+
+def _tagged_words(path: Path) -> list[str]:
+    """Return the words of a file of the Brown corpus, without their tags and in lower case."""
+    tokens = [token.rpartition("/") for token in _read("brown", path).split()]
+    untagged = next((tag for word, _, tag in tokens if not word), None)
+    if untagged is not None:
+        raise expected("brown", f"{path}", "to hold word/tag tokens", repr(untagged), "fetch it again")
+    return [word.lower() for word, _, _ in tokens]
+
+
+def _basic_english(text: str) -> list[str]:
+    """Return the words of a text as torchtext's tokenizer basic_english splits it."""
+    text = re.sub(r"<br />|[;:]", " ", text.lower().replace('"', ""))
+    return re.sub(r"(['.,()!?])", r" \1 ", text).split()
+
+
+def _next_words(
+    function: str,
+    name: str,
+    train: Sequence[str],
+    test: Sequence[str],
+    words: Iterable[str],
+    length: int,
+    validation: int,
+) -> DataSet:
+    """Return a DataSet of sequences of ids, with the next ids as labels; a word that is not in `words` is <unk>."""
+    require_integer(function, "length", length, 1)
+    ids = {word: index for index, word in enumerate(dict.fromkeys((_UNKNOWN, *words)))}
+
+    def sequences(stream: Sequence[str]) -> tuple[Tensor, Tensor]:
+        numbers = torch.tensor([ids.get(word, 0) for word in stream], dtype=torch.int64)
+        end = (len(numbers) - 1) // length * length
+        if end < 1:
+            condition = f"to be less than {len(numbers)}, the tokens of a part"
+            raise expected(function, "length", condition, length, "give more text")
+        return numbers[:end].view(-1, length), numbers[1 : end + 1].view(-1, length)
+
+    return split(
+        name,
+        sequences(train),
+        sequences(test),
+        validation,
+        num_classes=len(ids),
+        frequency_edges=_TOKEN_EDGES,
+        vocabulary=len(ids),
+    )
+
+
+def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
+    """Return (premise, hypothesis, label) of each pair in a file that has a gold label."""
+    pairs: list[tuple[str, str, int]] = []
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
+                pair = json.loads(line)
+                if pair["gold_label"] != "-":
+                    sentences = pair["sentence1"], pair["sentence2"]
+                    if not all(isinstance(sentence, str) for sentence in sentences):
+                        raise TypeError("a sentence is not a string")
+                    pairs.append((*sentences, _SNLI_LABELS.index(pair["gold_label"])))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{type(error).__name__} in line {number}"
+        raise expected("snli", f"{path}", "to hold one JSON pair per line", got, "fetch it again") from error
+    return pairs

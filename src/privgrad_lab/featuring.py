@@ -1,0 +1,223 @@
+"""Features in experiments: the table [features], the model "head" and its defaults, and the saved head."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from privgrad import features
+from privgrad.data import DataSet
+from privgrad.data.table import width_of
+from privgrad.errors import did_you_mean, expected
+from privgrad.features import Extractor, Public
+from privgrad.features.caching import cached
+from privgrad.heads import Head
+from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
+from privgrad.heads.head import Target
+from privgrad.models import LowerLayers, UnitLinear
+from privgrad.training.defaults import head_noise_step
+from privgrad.training.run import FitResult
+from privgrad_lab import build
+from privgrad_lab.spec import BlockTable, DataTable, FeaturesTable, MethodTable, Spec, called, imported
+
+
+def _lower_layers(encoder: str) -> Extractor:
+    """Return the states that the model "pair-classifier" takes in place of token ids."""
+    lower = LowerLayers(build.encoder_folder(encoder))
+    return features.Frozen(lower, name=f"lower layers of {encoder}", source=f"weights of {encoder}")
+
+
+BLOCKS: dict[str, Callable[..., Extractor]] = {
+    "frozen-text": features.FrozenText,
+    "hog": features.Hog,
+    "lower-layers": _lower_layers,
+    "patches": features.Patches,
+    "scattering": features.Scattering,
+    "tf-idf": features.TfIdf,
+}
+
+# The data with features, by the training part as loaded and by table: computed once for all trainings.
+_MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary()
+
+
+def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tables of a file whose model is "head" with the defaults of `fit_head` where a key is absent.
+
+    These are steps, expected_batch_size and max_grad_norm, and the method if there is none.
+    """
+    model, privacy = raw.get("model"), raw.get("privacy")
+    if not isinstance(model, dict) or model.get("name") != "head" or not isinstance(privacy, dict):
+        return raw
+    defaults: dict[str, Any] = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
+    if isinstance(privacy.get("num_examples"), int):
+        defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
+    made = {**raw, "privacy": defaults | privacy}
+    if "methods" not in raw:
+        run = raw.get("run")
+        schedule: Any = run.get("schedule") if isinstance(run, dict) else None
+        decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
+        step = head_noise_step(decay, of_numbers=False)
+        method: dict[str, Any] = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}}
+        method |= {} if "tuning" in raw else {"noise_step": step}  # [tuning] has the noise steps to try
+        made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
+    return made
+
+
+def require_features(spec: Spec) -> None:
+    """Raise PrivacyError unless the tables of features name blocks, and fit together."""
+    places = [("features", spec.features)]
+    places += [(f"methods.{method.name}.features", method.features or None) for method in spec.methods]
+    for place, table in places:
+        if table is None:
+            continue
+        if spec.run.augmentation_multiplicity > 1:
+            remedy = "leave one of the two out: features are computed once"
+            condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
+            raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
+        for block in table.tables:
+            _require_block(f"{place}.blocks", block, spec.data)
+        if table.weights is not None and len(table.weights) != len(table.blocks):
+            condition = f"to be {len(table.blocks)} numbers, one for each block"
+            raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
+
+
+def _require_block(place: str, block: BlockTable, given: DataTable) -> None:
+    """Raise PrivacyError unless a block has a known name, options that are arguments of it, and inputs that suit it."""
+    name = block.name
+    if ":" not in name and name not in BLOCKS:
+        remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
+        raise expected("load_spec", place, f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+    arguments = signature(_maker(place, name)).parameters
+    valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
+    for option in block.options:
+        build.require_option(option, valid, f"{place}.{name}.{option}")
+    loader = build.find_loader(given.given, "data")
+    standardizes = loader is not None and ":" not in given.name and "standardize" in build.options_of(loader)
+    if name in ("hog", "patches", "scattering") and standardizes and given.options.get("standardize", True):
+        condition = f"to be false for the block {name!r}, which takes pixels in [0, 1]"
+        raise expected("load_spec", "data.standardize", condition, "true", "add standardize = false to [data]")
+
+
+def _maker(place: str, name: str) -> Callable[..., Any]:
+    """Return the extractor's class, or the function of the user."""
+    return imported(place, name) if ":" in name else BLOCKS[name]
+
+
+def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
+    """Return the spec with a method's own model, and the data with its features.
+
+    Privacy:
+        The features of a row depend on this row and on public rows only. A folder of features is private.
+    """
+    spec = spec.of(method)
+    if spec.features is None or data.extractor is not None:
+        return spec, data
+    held = _MADE.setdefault(data.train, {})
+    dtype = torch.float16 if spec.model.name == "head" else torch.float32
+    key = f"{dtype} {spec.features.model_dump_json()}"
+    if key not in held:
+        held[key] = _featured(spec.features, data, spec.data.home, dtype)
+    return spec, held[key]
+
+
+def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtype) -> DataSet:
+    """Return the data with features in place of all inputs."""
+    extractor, folder = _extractor(table, data), None
+    if table.folder is not None:
+        name = extractor.digest()[:12] + ("" if dtype == torch.float16 else "-float32")
+        folder = home / Path(table.folder).expanduser() / name
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
+    made: dict[str, Any] = {}
+    for name, part in parts.items():
+        if part is not None and part is parts["train"] and name != "train":
+            made[name] = made["train"]
+        elif part is not None:
+            place = None if folder is None else folder / name
+            compute = cached if "public" in name else features.cache  # public rows may be those of the extractor
+            inputs, *rest = part.tensors
+            around = inputs.shape[: -len(data.input_shape)]  # the rows of the data, and those of a person
+            rows = inputs.reshape(around.numel(), *data.input_shape)
+            if len(rows):
+                found = compute(extractor, rows, place, dtype=dtype)
+            else:
+                found = extractor(torch.zeros(1, *data.input_shape, dtype=inputs.dtype))[:0].to(dtype)
+            made[name] = TensorDataset(found.view(*around, found.shape[1]), *rest)
+    shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
+    images = data.input_shape if len(data.input_shape) == 3 else None
+    made |= {"input_shape": shape, "image_shape": images, "vocabulary": None, "public_inputs": None}
+    return replace(data, **made, extractor=extractor)
+
+
+def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
+    """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
+    made: list[tuple[Extractor, float]] = []
+    for given, weight in zip(table.tables, table.weights or [1.0] * len(table.blocks), strict=True):
+        block = _block(given, table, data)
+        if table.whiten is not None:
+            rows = _public(table.whiten, data, given.name)
+            width = block(rows.rows[:1]).shape[1]
+            options = {"power": table.power, "ridge": table.ridge}
+            chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **chosen)
+        made.append((block, weight))
+    return features.join(*made)
+
+
+def _block(given: BlockTable, table: FeaturesTable, data: DataSet) -> Extractor:
+    """Return the extractor of one block; it gets public rows if it has an argument `public`."""
+    make, options = _maker("features.blocks", given.name), given.options
+    if "public" in signature(make).parameters:
+        options["public"] = _public(table.public or table.whiten, data, given.name)
+    made = called("features.blocks", given.name, make, **options)
+    if not isinstance(made, Extractor):
+        remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
+        raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)
+    return made
+
+
+def _public(name: str | None, data: DataSet, block: str) -> Public:
+    """Return public rows for a block, with their source."""
+    if name is None:
+        remedy = 'set it to "silhouettes", "pink-noise" or "data"'
+        raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)
+    if name in build.SYNTHETIC_IMAGES:
+        if (images := build.synthetic_images(name, data)) is None:
+            condition, remedy = "to be square images with 1 or 3 channels", 'set public or whiten to "data"'
+            raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {data.input_shape}", remedy)
+        return images
+    if data.public_inputs is not None:
+        return Public(data.public_inputs, f"{len(data.public_inputs):,} public inputs of {data.name}")
+    for part, origin in ((data.public, "taken out of the training set"), (data.other_public, "from elsewhere")):
+        if part is not None:
+            return Public(part.tensors[0], f"{len(part):,} public examples {origin}, {data.name}")
+    remedy = "set public in [data], give elsewhere, or choose synthetic rows"
+    raise expected("make_data", "features.public", "to have public rows in the data", data.name, remedy)
+
+
+def save_head(
+    model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any], result: FitResult | None = None
+) -> str | None:
+    """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
+
+    A folder that holds a head is that of the same training. `privacy` are the facts that the head holds, with epsilon.
+    `result` is for the statement in the folder; a training within a budget has none.
+    """
+    if not isinstance(model, UnitLinear):
+        return None
+    if not (folder / "head.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
+        kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
+        facts: dict[str, Any] = {"classes": data.classes, "image_shape": data.image_shape}
+        # A function of the user may have replaced the codes of a table by other inputs.
+        if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):
+            facts["schema"] = data.schema
+        target = Target(kind, data.num_classes)
+        Head(model, target, data.extractor, privacy=privacy, result=result, **facts).save(folder)
+    return str(folder)

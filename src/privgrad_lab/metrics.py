@@ -1,0 +1,419 @@
+"""The losses of a training; the metrics of its model, by name or by a function of the user; the criteria of tuning.
+
+All results are NOT private for the examples that they are measured on. Paid scores rest on `unit_scores`: each score
+depends on one privacy unit, and is in [0, 1].
+"""
+
+import importlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.stats import binomtest
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad.data import DataSet
+from privgrad.data.dataset import NO_LABEL
+from privgrad.diagnostics import by_frequency
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.gradient.functional import evaluating
+from privgrad.perturb.augmentation import Flip, multiplicity, shift_and_flip
+from privgrad.precondition.public_gradient import LossFunction
+from privgrad_lab.spec import Spec, called, imported
+
+_MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
+
+
+def losses_for(data: DataSet, *, views: int = 1, flip: Flip | None = None) -> LossFunction:
+    """Return the loss function for a data set: (model, examples) -> losses, shape (B,).
+
+    The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
+    gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
+    above 1, each loss is the mean over that many randomly shifted views of the image, and `flip` is the direction in
+    which half of them are mirrored.
+    """
+
+    def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = _beside(model, batch[:2])
+        losses = _losses(model(inputs), labels, data)
+        return losses.sum(1) / (labels != NO_LABEL).sum(1).clamp(min=1) if losses.ndim > 1 else losses
+
+    def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images = batch[0].flatten(0, 1) if data.by_person else batch[0]
+        return shift_and_flip(images, flip=flip).view(batch[0].shape), batch[1]
+
+    return multiplicity(losses_of, moved, views=views)
+
+
+def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
+    """Return the loss of each example, shape (B,), or of each token, shape (B, T); 0 for a token without a label."""
+    if data.score is None:
+        return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
+    if labels.is_floating_point():
+        return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
+    return F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+
+
+def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors on the model's device."""
+    device = next(model.parameters()).device
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
+    """Return loss and score of each example, or of each token with a label; no scores for data without a score."""
+    losses, scores = [torch.zeros(0)], [torch.zeros(0)]
+    with evaluating(model), torch.no_grad():
+        for logits, labels in outputs(model, examples, data):
+            labeled = ... if tokens(labels) is None else labels.flatten() != NO_LABEL
+            losses.append(_losses(logits, labels, data).flatten()[labeled].cpu())
+            if data.score is not None:
+                scores.append(label_values(data.score, logits, labels, data).flatten()[labeled].cpu())
+    return torch.cat(losses), torch.cat(scores)
+
+
+def outputs(model: nn.Module, examples: TensorDataset, data: DataSet) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's outputs and the labels of batches of examples, in the caller's mode."""
+    length = tokens(examples.tensors[1])
+    rows = 256 if length is None else max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
+    for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
+        inputs, labels = _beside(model, batch)
+        yield model(inputs), labels
+
+
+def tokens(labels: Tensor) -> int | None:
+    """Return the number of labels per example if each belongs to a token or to a person's row, and None otherwise."""
+    return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
+
+
+def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
+    """Return a measure of each label: of each example, of each token, or of each row of a person.
+
+    Args:
+        name: "loss". "accuracy": 1 for the right class, and 0 otherwise. "recall@k": whether the class is among the k
+            most likely ones; for tags, the share of the example's tags among these. "squared_error": half the squared
+            distance between the probabilities and the right class, in [0, 1]; (p - y)^2 for two classes. Without
+            classes, the mean squared error of the outputs, which has no bound.
+        logits: outputs of the model.
+        labels: as in DataSet. Values of tokens without a label have no meaning.
+        data: their data set.
+    """
+    if name == "loss":
+        return _losses(logits, labels, data)
+    if name == "accuracy":
+        return logits.argmax(-1) == labels
+    if name == "squared_error":
+        if data.score is None:
+            return _losses(logits, labels, data)
+        chances = logits.double().softmax(-1)
+        right = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return ((chances.square().sum(-1) - 2 * right + 1) / 2).clamp(0, 1)
+    likely = logits.topk(min(int(name.removeprefix("recall@")), logits.shape[-1]), dim=-1).indices
+    if labels.is_floating_point():
+        return labels.gather(1, likely).sum(1) / labels.sum(1).clamp(min=1)
+    return (likely == labels.unsqueeze(-1)).any(-1)
+
+
+def unit_values(model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]) -> list[Tensor]:
+    """Return measures of each row of `examples`, each of shape (n,), float64: means of `label_values` over its labels.
+
+    A row may be an example, a text or a person; one without labels has 0. A row of the result depends on one row of
+    `examples` only.
+    """
+    found: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in names]
+    with evaluating(model), torch.no_grad():
+        for logits, labels in outputs(model, examples, data):
+            for name, rows in zip(names, found, strict=True):
+                values = label_values(name, logits, labels, data).double()
+                if tokens(labels) is not None:  # several labels in a row, or none
+                    labeled = labels.flatten(1) != NO_LABEL
+                    values = values.flatten(1).where(labeled, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+                rows.append(values.cpu())
+    return [torch.cat(rows) for rows in found]
+
+
+def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: str = "accuracy") -> Tensor:
+    """Return the score of each row of `examples`, shape (n,), float64 in [0, 1]; larger is better.
+
+    `by` is "accuracy" for the data's own score, or a name of `label_values`; the score of "squared_error" is 1 minus
+    the error, and 0 for errors above 1. A row without labels, and a model without finite outputs, score 0.
+
+    Privacy:
+        NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
+    """
+    name = data.score if by == "accuracy" else by
+    if name is None:
+        raise expected("unit_scores", "data", "to have a score", data.name, "measure the loss")
+    (values,) = unit_values(model, examples, data, [name])
+    scores = 1 - values if name == "squared_error" else values
+    return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
+
+
+def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
+    """Return what two models without inputs reach on `examples`; nothing for scores other than accuracy.
+
+    Each person counts once, as in `measure`.
+
+    Returns:
+        "most_frequent_class": the accuracy of a model that always says the most frequent class of `examples`.
+        "class_shares_loss": the loss of a model whose probabilities are always the shares of the classes.
+    """
+    labels = examples.tensors[1]
+    if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
+        return {}
+    rows = labels.view(len(labels), -1)
+    weights = (rows != NO_LABEL).double()
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    counts = torch.bincount(rows.clamp(min=0).flatten(), weights=weights.flatten(), minlength=data.num_classes)
+    shares = counts / counts.sum().clamp(min=1)
+    loss = -torch.special.xlogy(shares, shares).sum().item()
+    return {"most_frequent_class": (counts.max() / max(1, len(rows))).item(), "class_shares_loss": loss}
+
+
+def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
+    """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
+
+    Means are over all labels. Where a row of the data is a person, they are over persons: each counts once.
+    "raw_groups" is measured on the training examples without noise: NOT private for these.
+    """
+    if data.by_person and data.score is not None:
+        losses, scores = unit_values(model, held_out, data, ["loss", data.score])
+    else:
+        losses, scores = outcomes(model, held_out, data)
+    measured: dict[str, Any] = {"loss": losses.double().mean().item()}
+    if data.score is not None:
+        measured["accuracy"] = scores.double().mean().item()
+    if data.frequency_edges is not None:
+        labels = data.train.tensors[1].flatten()
+        labels = labels[labels != NO_LABEL]
+        counts = torch.bincount(labels, minlength=data.num_classes)
+        edges = data.frequency_edges or None
+        if held_out is not data.train or data.by_person:
+            losses, scores = outcomes(model, data.train, data)
+        measured["raw_groups"] = by_frequency(losses, scores, labels, counts, edges=edges)
+    return measured
+
+
+Kind = Literal["classes", "texts", "tags", "numbers"]
+# The kinds of labels that each metric suits.
+_SUITS: dict[str, tuple[Kind, ...]] = {
+    "accuracy": ("classes", "texts"),
+    "auc": ("classes",),
+    "f1": ("classes",),
+    "recall@k": ("classes", "texts", "tags"),
+    "squared_error": ("classes", "texts", "numbers"),
+    "a function": ("classes", "tags", "numbers"),
+}
+PER_PERSON = ("accuracy", "recall@k", "squared_error")
+_KINDS: dict[Kind, str] = {
+    "classes": "one class per label",
+    "texts": "a class for each token",
+    "tags": "tags",
+    "numbers": "no classes",
+}
+_CONFIDENCE = 0.95
+_RESAMPLES = 500
+
+
+def family(name: str) -> str:
+    """Return the key of a metric in _SUITS: "recall@k" for "recall@3"; "" for an unknown name."""
+    if ":" in name:
+        return "a function"
+    if re.fullmatch(r"recall@[1-9]\d*", name):
+        return "recall@k"
+    return name if name in ("accuracy", "auc", "f1", "squared_error") else ""
+
+
+def title(name: str) -> str:
+    """Return the name of a metric for tables: that of the function without its module."""
+    return name.rpartition(":")[2]
+
+
+def require_names(spec: Spec) -> None:
+    """Raise PrivacyError unless run.metrics and tuning.by name metrics, and functions can be imported."""
+    valid = [name for name in _SUITS if name != "a function"]
+    for name in spec.run.metrics:
+        if ":" in name:
+            imported("run.metrics", name)
+        elif not family(name):
+            remedy = did_you_mean(name, valid, 'choose one, such as recall@3 for k = 3, or "package.module:function"')
+            raise expected("load_spec", "run.metrics", f"to hold {', '.join(valid)}", repr(name), remedy)
+    titles = [title(name) for name in spec.run.metrics]
+    if double := [name for name in titles if titles.count(name) > 1]:
+        raise expected("load_spec", "run.metrics", "to have different names", repr(double[0]), "keep one of them")
+    by, criteria = "accuracy" if spec.tuning is None else spec.tuning.by, ["loss", "train_loss", *valid]
+    if by not in criteria[:2] and family(by) not in valid:
+        remedy = did_you_mean(by, criteria, "choose one; a function may be in run.metrics only")
+        raise expected("load_spec", "tuning.by", f"to be one of {', '.join(criteria)}", repr(by), remedy)
+
+
+def is_paid(name: str) -> bool:
+    """Return whether a metric is a mean of one value in [0, 1] per person, after cutting."""
+    return family(name) in PER_PERSON
+
+
+def require_suited(spec: Spec, data: DataSet) -> None:
+    """Raise PrivacyError unless the metrics suit the data, and functions of the user return a number.
+
+    A function is called with the labels of the test part and random outputs.
+    """
+    for name in spec.run.metrics:
+        _require_suited("run.metrics", name, data, data.test)
+    by = "accuracy" if spec.tuning is None else spec.tuning.by
+    if by not in ("accuracy", "loss", "train_loss") and any(map(spec.is_tuned, spec.methods)):
+        _require_suited("tuning.by", by, data, data.validation if spec.privacy.total_epsilon is None else data.test)
+
+
+def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -> None:
+    """Raise PrivacyError unless one metric suits a part of the data."""
+    kind, labels = _kind(data), part.tensors[1]
+    if kind not in _SUITS[family(name)]:
+        suited = [other for other, kinds in _SUITS.items() if kind in kinds]
+        remedy = f"choose {', '.join(suited[:-1])} or {suited[-1]}" if suited[1:] else f"choose {suited[0]}"
+        raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
+    if family(name) == "recall@k" and int(name.removeprefix("recall@")) >= data.num_classes:
+        condition, remedy = f"to have a k below {data.num_classes}, the number of classes", "lower k"
+        raise expected("make_data", place, condition, repr(name), remedy)
+    if family(name) == "auc" and len(present := labels[labels != NO_LABEL].unique()) < 2:
+        remedy = f'leave "auc" out of {place}, or choose parts with examples of several classes'
+        where = "the test part" if part is data.test else "the validation part"
+        raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present), remedy)
+    if family(name) in ("auc", "f1"):
+        _sklearn()
+    if ":" in name:
+        shape = (*labels.shape, data.num_classes) if kind == "classes" else labels.shape
+        random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        _pooled(name, *_labeled(labels, random, data))
+
+
+def _kind(data: DataSet) -> Kind:
+    """Return the kind of labels that a data set has."""
+    labels = data.test.tensors[1]
+    if data.score is None:
+        return "numbers"
+    if labels.is_floating_point():
+        return "tags"
+    return "classes" if tokens(labels) is None or data.by_person else "texts"
+
+
+def metrics_of(
+    model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str], known: Mapping[str, float]
+) -> dict[str, float]:
+    """Return metrics of a model on some examples, by name; those that are known are taken over.
+
+    Those of PER_PERSON are means over the rows of `examples`, so that each person counts once. The other ones are
+    computed from all labels together, so that each row of a person counts. They are NaN for a model whose outputs are
+    not finite.
+    """
+    per_person = [name for name in names if is_paid(name) and name not in known]
+    values = unit_values(model, examples, data, per_person) if per_person else []
+    found = {name: own.mean().item() for name, own in zip(per_person, values, strict=True)} | dict(known)
+    if pooled := [name for name in names if not is_paid(name)]:
+        gathered = _labeled(*_gathered(model, examples, data), data)
+        found |= {name: _pooled(name, *gathered) for name in pooled}
+    return {name: found[name] for name in names}
+
+
+def intervals_of(
+    model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]
+) -> dict[str, list[float] | None]:
+    """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person.
+
+    The metrics of PER_PERSON have that of `interval`. The other ones have a percentile bootstrap over the rows, with
+    500 draws and a fixed seed. It is None if a metric is undefined for one of the draws, and if all draws are equal:
+    those of a perfect result would claim certainty.
+    """
+    per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
+    most = math.inf if _kind(data) == "numbers" else 1.0
+    values = unit_values(model, examples, data, per_person) if per_person else []
+    found = {name: interval(own, most=most) for name, own in zip(per_person, values, strict=True)}
+    if not pooled:
+        return dict(found)
+    labels, logits = _gathered(model, examples, data)
+    rest = {name: _bootstrap(name, labels, logits, data) for name in pooled}
+    return {name: (found | rest)[name] for name in names}
+
+
+def interval(values: Tensor, *, most: float = 1.0) -> list[float]:
+    """Return a 95 % confidence interval of the mean of per-person values in [0, most], by the number of persons.
+
+    It is Wilson's for values of 0 and 1, and otherwise the normal approximation.
+    """
+    count, center = len(values), values.mean().item()
+    if bool(((values == 0) | (values == 1)).all()):
+        found = binomtest(int(values.sum()), count).proportion_ci(_CONFIDENCE, method="wilson")
+        return [float(found.low), float(found.high)]
+    half = 1.96 * values.std().item() / math.sqrt(count)
+    return [max(0.0, center - half), min(most, center + half)]
+
+
+def _bootstrap(name: str, labels: Tensor, logits: Tensor, data: DataSet) -> list[float] | None:
+    """Return the percentile interval of a metric over resamples of the rows."""
+    generator, count = torch.Generator().manual_seed(0), len(labels)
+    draws = (torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES))
+    try:
+        found = [_pooled(name, *_labeled(labels[rows], logits[rows], data)) for rows in draws]
+    except PrivacyError:  # a function of the user that is undefined for a draw
+        return None
+    low, high = (float(np.quantile(found, tail)) for tail in ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2))
+    return [low, high] if math.isfinite(low + high) and not math.isclose(low, high) else None
+
+
+def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
+    """Return the labels and the model's outputs of all rows of `examples`, on the CPU."""
+    with evaluating(model), torch.no_grad():
+        found = [(labels.cpu(), logits.cpu()) for logits, labels in outputs(model, examples, data)]
+    labels, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return labels, logits
+
+
+def _labeled(labels: Tensor, logits: Tensor, data: DataSet) -> tuple[Tensor, Tensor]:
+    """Return labels and outputs of the rows that the persons have, one below the other; all for other data."""
+    if data.score is None:  # labels that are no classes become vectors, as the outputs
+        return labels.flatten(1), logits.flatten(1)
+    if not data.by_person:
+        return labels, logits
+    has_label = labels != NO_LABEL
+    return labels[has_label], logits[has_label]
+
+
+def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
+    """Return a metric of all labels together; NaN if the outputs are not finite, and for auc with one class only."""
+    if not bool(logits.isfinite().all()):
+        return math.nan
+    if ":" in name:  # a function of the user gets labels, (N,) for classes, and outputs, (N, classes)
+        made = called("run.metrics", name, imported("run.metrics", name), labels, logits)
+        try:
+            value = float(made)
+        except (TypeError, ValueError, RuntimeError):  # no number; RuntimeError for a tensor of several
+            value = math.nan
+        if not math.isfinite(value):
+            raise expected("metrics", f"{name}", "to return a finite number", described(made), f"correct {name}")
+        return value
+    binary = logits.shape[1] == 2
+    if name == "f1":  # of class 1 for two classes, and otherwise the mean over classes
+        average = "binary" if binary else "macro"
+        return float(_sklearn().f1_score(labels, logits.argmax(1), average=average, zero_division=0))
+    one_hot = torch.nn.functional.one_hot(labels, logits.shape[1])
+    present = one_hot.any(0)
+    if int(present.sum()) < 2:
+        return math.nan
+    if binary:
+        return float(_sklearn().roc_auc_score(labels, logits[:, 1].double() - logits[:, 0].double()))
+    # The mean over the classes that occur of the area under the curve of each one against the rest.
+    chances = logits.double().softmax(1)
+    return float(_sklearn().roc_auc_score(one_hot[:, present], chances[:, present], average="macro"))
+
+
+def _sklearn() -> Any:
+    """Return scikit-learn's metrics, of an optional extra."""
+    try:
+        return importlib.import_module("sklearn.metrics")
+    except ImportError as error:
+        remedy = "pip install 'privgrad[experiments]'"
+        raise expected("metrics", "scikit-learn", "to be installed for auc and f1", error, remedy) from error

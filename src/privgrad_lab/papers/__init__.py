@@ -1,0 +1,1 @@
+"""The papers' tables and figures, reproduced. Only the command line imports this package."""

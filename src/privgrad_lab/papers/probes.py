@@ -1,0 +1,470 @@
+"""Items that measure along trainings: the bias of clipping, the time of a step, moments and cosines of gradients.
+
+Each item is a function of a spec, the item's table [probe], the output folder, and whether to show a progress bar. It
+writes the records and a plot to the folder, and returns its numbers and the same as a table. A second call resumes. A
+folder with another spec is refused.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from rich import table as rich
+from rich.progress import Progress, track
+from torch import Tensor, nn
+
+from privgrad.data import DataSet
+from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_clipping_bias, raw_pairwise_cosines
+from privgrad.errors import expected
+from privgrad.gradient.contribution import Contribution
+from privgrad.optim import AdamBC, PrivateOptimizer
+from privgrad.private_gradient import PrivateGradient
+from privgrad.processes import one_thread
+from privgrad.types import NoisyGradient
+from privgrad_lab.build import make_model
+from privgrad_lab.metrics import losses_for
+from privgrad_lab.records import Record, append, claim, mean, read_records, std
+from privgrad_lab.runner import open_folder
+from privgrad_lab.spec import MethodTable, Spec, Table
+
+
+def begin(
+    spec: Spec, method: MethodTable, seed: int, data: DataSet
+) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
+    """Return model, PrivateGradient and optimizer of a training before its first step, without side information."""
+    if spec.is_tuned(method):
+        condition = "to have one lr, one max_grad_norm and one radius"
+        got = f"{len(spec.grid(method))} candidates"
+        raise expected("reproduce", method.name, condition, got, "correct the item's file")
+    candidate = spec.grid(method)[0]
+    method = method.with_own(candidate)
+    torch.manual_seed(seed)
+    model = make_model(spec, data)
+    private_grad = PrivateGradient(
+        model,
+        losses_for(data),
+        spec.plan(seed, method, candidate.max_grad_norm),
+        perturb=method.perturbation(candidate),
+        engine=spec.run.engine,
+        memory_mb=spec.run.memory_mb,
+    )
+    return model, private_grad, method.make(model.named_parameters(), candidate)
+
+
+class Stop(NamedTuple):
+    """The state of a training after `step` steps; `released` is the last released gradient, None before the first."""
+
+    step: int
+    model: nn.Module
+    private_grad: PrivateGradient
+    released: NoisyGradient | None
+
+
+def stops(
+    spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
+) -> Iterator[Stop]:
+    """Train one method, call `tick` after each step, and yield a Stop at each number of steps in `at`, maybe 0."""
+    if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
+        condition = f"to be within the {spec.privacy.steps} steps"
+        raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
+    model, private_grad, optimizer = begin(spec, method, seed, data)
+    if 0 in at:
+        yield Stop(0, model, private_grad, None)
+    for step, batch in enumerate(private_grad.plan.batches(data.train), start=1):
+        released = private_grad(batch)
+        optimizer.step(grad=released)
+        tick()
+        if step in at:
+            yield Stop(step, model, private_grad, released)
+
+
+def describe_probe(spec: Spec, probe: Mapping[str, Any]) -> str:
+    """Return the text of spec.json for an item with a [probe] table."""
+    described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
+    return json.dumps(described, indent=1, ensure_ascii=False)
+
+
+_LABELS = {
+    "raw_bias": "|clipped g - g|",
+    "raw_cosine": "cosine of clipped g and g",
+    "raw_ascent": "cosine of g_i and g",
+    "raw_released": "cosine of last release and g",
+    "seconds": "seconds per step",
+}
+# By (method, number), then by seed or trial: the values at each x; their mean is shown.
+_Curves = dict[tuple[str, str], dict[int, dict[int, list[float]]]]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class BiasProbe(Table):
+    """The table [probe] of kind "bias": `raw_clipping_bias` of random training examples, at the weights."""
+
+    at: list[_Count] = Field(min_length=1)  # the steps to measure after
+    batch_sizes: list[_Count] = Field(min_length=1)  # numbers of examples
+    own: bool = False  # measure at the point that the method uses, too
+    shows: list[Literal["raw_bias", "raw_cosine", "raw_ascent", "raw_released"]] = Field(min_length=1)
+    against: Literal["step", "batch_size"]  # what the plot has along x; it averages over the other one
+
+
+class RuntimeProbe(Table):
+    """The table [probe] of kind "runtime". The last steps of the plan are timed, and all earlier ones warm up."""
+
+    depths: list[_Count] = Field(min_length=1)  # numbers of hidden layers
+    trials: _Count
+    repetitions: _Count  # steps of a trial
+
+
+def clipping_bias(
+    spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool
+) -> tuple[dict[str, Any], rich.Table]:
+    """Measure the bias of clipping along a training of each method and seed; `probe` is a BiasProbe.
+
+    The measurements do not change the training. Every method is measured on the same examples.
+
+    Privacy:
+        NOT private.
+    Reference:
+        The paper on BAM, figures 2, 4, 5 and 6. Deviation: the plots against batch size change the number of measured
+        examples, along the same trainings.
+    """
+    item = BiasProbe.model_validate(probe)
+    if max(item.batch_sizes) > spec.privacy.num_examples:
+        condition = f"to be at most {spec.privacy.num_examples}"
+        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "lower it in the item's file")
+    data = open_folder(spec, out, describe_probe(spec, probe))
+    done = {(record["method"], record["seed"]) for record in read_records(out)}
+    planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
+    with Progress(disable=not progress, transient=True) as bar:
+        task = bar.add_task("", total=len(planned) * spec.privacy.steps)
+        for index, (method, seed) in enumerate(planned):
+            bar.update(task, description=f"{method.name}, seed {seed}", completed=index * spec.privacy.steps)
+            if (method.name, seed) not in done:
+                along = stops(spec, method, seed, item.at, data, partial(bar.advance, task))
+                append(out, [record for stop in along for record in _measured(stop, spec, method, seed, data, item)])
+    other, over = ("batch size", item.batch_sizes) if item.against == "step" else ("steps", item.at)
+    caption = (
+        f"NOT PRIVATE. {data.name}. g: mean of the gradients g_i of random training examples, at the weights"
+        f"{'; own: at the point that the method uses' if item.own else ''}. Mean ± standard deviation over seeds, at "
+        f"{other} {', '.join(map(str, over))}."
+    )
+    curves: _Curves = {}
+    for record in read_records(out):
+        name = record["method"] if record["gradients"] == "plain" else f"{record['method']}, own"
+        for number in item.shows:
+            points = curves.setdefault((name, number), {}).setdefault(record["seed"], {})
+            points.setdefault(record[item.against], []).append(record[number])
+    return _shown(curves, item.against, spec.title, caption, out)
+
+
+def _measured(
+    stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, item: BiasProbe
+) -> Iterator[Record]:
+    """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
+    candidate, losses = spec.grid(method)[0], losses_for(data)
+    places: dict[str, Contribution | None] = {"plain": None}
+    own = method.perturbation(candidate)
+    if item.own and own is not None and stop.released is not None:
+        places["own"] = own
+    order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))
+    for size in item.batch_sizes:
+        for gradients, perturb in places.items():
+            found = raw_clipping_bias(
+                stop.model,
+                losses,
+                data.train[order[:size]],
+                max_grad_norm=candidate.max_grad_norm,
+                perturb=perturb,
+                released=stop.released,
+            )
+            key = {"method": method.name, "seed": seed, "step": stop.step, "batch_size": size, "gradients": gradients}
+            yield key | found
+
+
+def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+    """Measure the seconds of one step of each method, gradient and update together; `probe` is a RuntimeProbe.
+
+    The measurement uses one thread and flushes denormal numbers (below 1e-38) to zero. Gradients that vanish over many
+    layers would otherwise become denormal, and the processor handles these many times slower.
+
+    Reference:
+        The paper on BAM, figure 3. Deviation: not compiled.
+    """
+    item = RuntimeProbe.model_validate(probe)
+    if item.trials * item.repetitions > spec.privacy.steps:
+        condition = f"to hold {item.trials} trials of {item.repetitions}"
+        raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
+    data = open_folder(spec, out, describe_probe(spec, probe))
+    done = {record["depth"] for record in read_records(out)}
+    # The bar is refreshed between steps only: a refresh thread would add to the measured time.
+    with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=len(item.depths) * len(spec.methods) * spec.privacy.steps)
+        for index, depth in enumerate(item.depths):
+            completed = index * len(spec.methods) * spec.privacy.steps
+            bar.update(task, description=f"depth {depth}", completed=completed, refresh=True)
+            if depth not in done:
+                append(out, _timed(spec, depth, data, item, partial(bar.update, task, advance=1, refresh=True)))
+    caption = (
+        f"Seconds per step on one thread, batches of {spec.privacy.expected_batch_size}: mean ± standard deviation "
+        f"over {item.trials} trials of {item.repetitions} steps."
+    )
+    curves: _Curves = {}
+    for record in read_records(out):
+        points = curves.setdefault((record["method"], "seconds"), {}).setdefault(record["trial"], {})
+        points[record["depth"]] = record["seconds"]
+    return _shown(curves, "depth", spec.title, caption, out)
+
+
+def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Callable[[], object]) -> list[Record]:
+    """Time the methods' trials in turn, so that other load of the machine affects all methods equally."""
+    deep = spec.model_copy(update={"model": spec.model.model_copy(update={"depth": depth})})
+    clocks = {method.name: _seconds(deep, method, data, tick) for method in spec.methods}
+    for clock in clocks.values():
+        deque(islice(clock, spec.privacy.steps - item.trials * item.repetitions), maxlen=0)
+    return [
+        {"method": name, "depth": depth, "trial": trial, "seconds": list(islice(clock, item.repetitions))}
+        for trial in range(item.trials)
+        for name, clock in clocks.items()
+    ]
+
+
+def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
+    """Yield the seconds of each step of a training."""
+    _, private_grad, optimizer = begin(spec, method, spec.run.seeds[0], data)
+    for batch in private_grad.plan.batches(data.train):
+        start = perf_counter()
+        optimizer.step(grad=private_grad(batch))
+        elapsed = perf_counter() - start
+        tick()
+        yield elapsed
+
+
+@contextmanager
+def _flushed() -> Generator[None]:
+    """Flush denormal numbers to zero inside the block."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], rich.Table]:
+    """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
+    from privgrad_lab.report.figures import curves_figure, png
+
+    shown = list(dict.fromkeys(number for _, number in curves))
+    names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_LABELS[key[1]]}" for key in curves}
+    lines = {
+        key: [[(x, fmean(values)) for x, values in points.items()] for points in trials.values()]
+        for key, trials in curves.items()
+    }
+    found: dict[str, Any] = {}
+    for (method, number), trials in lines.items():
+        for points in zip(*trials, strict=True):
+            row, values = found.setdefault(f"{against}={points[0][0]}", {}), [y for _, y in points]
+            row.setdefault(method, {})[number] = {"mean": mean(values), "std": std(values)}
+    label = against.replace("_", " ")
+    table = rich.Table(label, *names.values(), title=title, caption=caption)
+    for x, row in found.items():
+        cells = (row[method][number] for method, number in names)
+        texts = (f"{c['mean']:.3g}" + ("" if c["std"] is None else f" ± {c['std']:.1g}") for c in cells)
+        table.add_row(x.partition("=")[2], *texts)
+    # With several numbers, the legend holds the full label, for example "cosine of g_i and g".
+    labels = [_LABELS[number] if len(shown) == 1 else _LABELS[number].partition(" of ")[0] for number in shown]
+    marked = [*dict.fromkeys(labels), *(["NOT PRIVATE"] if shown[0].startswith("raw_") else [])]
+    draw = partial(
+        curves_figure,
+        {names[key]: trials for key, trials in lines.items()},
+        xlabel=label,
+        ylabel=", ".join(marked),
+        xscale="log" if against == "batch_size" else "linear",
+    )
+    (out / "curves.png").write_bytes(png(draw))
+    return found, table
+
+
+NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
+_INNER = ("q1", "median", "q3", "mean")
+_BINS = 80
+_FLOOR = 0.041  # in variances of the noise: the gamma' that the paper tuned, on CIFAR-10 and on SNLI
+_PAIRED = 520  # number of examples, as in the paper's figure
+
+
+class NoiseMoments(Table):
+    """The file of an item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
+
+    kind: Literal["noise-moments"]
+    title: str
+    noise_multiplier: float = Field(gt=0)
+    max_grad_norm: float = Field(gt=0)
+    divisors: list[int]
+    beta2: float = Field(ge=0, lt=1)
+    steps: list[int]
+    coordinates: int = Field(ge=1)
+    seed: int
+    paper: dict[str, dict[str, float]]
+
+
+def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+    """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's.
+
+    `raw` is the item's file, NoiseMoments. The numbers are by step and divisor.
+    """
+    item = NoiseMoments.model_validate(raw)
+    claim(out, json.dumps(raw, indent=1))
+    found: dict[str, Any] = {}
+    table = rich.Table("", "divisor", *NUMBERS, title=item.title)
+    records: list[Record] = []
+    for divisor in item.divisors:
+        noise_std = item.noise_multiplier * item.max_grad_norm / divisor
+        parameter = nn.Parameter(torch.zeros(item.coordinates))
+        optimizer = AdamBC([("p", parameter)], lr=0.0, betas=(0.9, item.beta2))
+        generator = torch.Generator().manual_seed(item.seed)
+        steps = range(1, max(item.steps) + 1)
+        for t in track(steps, f"divisor {divisor}", disable=not progress, transient=True):
+            noise = noise_std * torch.randn(item.coordinates, generator=generator)
+            optimizer.step(grad=NoisyGradient({"p": noise}, noise_std))
+            if t in item.steps:
+                numbers = five_numbers(optimizer.state[parameter]["exp_avg_sq"])
+                records.append({"t": t, "divisor": divisor, **numbers})
+    for t in item.steps:
+        paper = item.paper[f"t={t}"]
+        table.add_row(f"t = {t}", "paper", *(f"{paper[number]:.4g}" for number in NUMBERS))
+        for record in (record for record in records if record["t"] == t):
+            differences = {number: record[number] / paper[number] - 1 for number in NUMBERS}
+            cells = (f"{record[number]:.4g} ({differences[number]:+.1%})" for number in NUMBERS)
+            table.add_row("", str(record["divisor"]), *cells)
+            numbers = {number: record[number] for number in NUMBERS}
+            # The divisor that the authors' code used comes first; its key does not name the divisor.
+            key = f"t={t}" if record["divisor"] == item.divisors[0] else f"t={t}, divisor {record['divisor']}"
+            found[key] = numbers | {"divisor": record["divisor"], "difference": differences}
+    last = found[f"t={max(item.steps)}"]
+    found["within_1_percent"] = all(abs(last["difference"][number]) < 0.01 for number in _INNER)
+    ends = [value for key, value in found.items() if key.startswith(f"t={max(item.steps)}")]
+    largest = {value["divisor"]: max(abs(value["difference"][number]) for number in _INNER) for value in ends}
+    largest_text = ", ".join(f"{difference:.2%} with divisor {divisor}" for divisor, difference in largest.items())
+    table.caption = (
+        f"With divisor {item.divisors[0]}, which the authors' library used, quartiles, median and mean at "
+        f"t = {max(item.steps)} are {'' if found['within_1_percent'] else 'NOT '}within 1 % of the paper's. Largest "
+        f"difference of these: {largest_text}. Extremes grow with the number of coordinates: here {item.coordinates:,}."
+    )
+    _write(out, records)
+    return found, table
+
+
+class _Along(Table):
+    """The table [probe] of kinds "moments" and "cosines": the steps to measure after; 0 is before the first."""
+
+    at: list[int] = Field(min_length=1)
+
+
+def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+    """Measure the moments of the gradient with and without noise along one training of the only method.
+
+    Privacy:
+        NOT private: the moments without noise are computed before the noise.
+    """
+    from privgrad_lab.report.figures import histograms_figure, png
+
+    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
+    if not records:
+        data = open_folder(spec, out, describe_probe(spec, probe))
+        with Progress(disable=not progress, transient=True) as bar:
+            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
+            along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
+            private_grad = next(along).private_grad
+            moments, stats = RawMoments(private_grad), RawGradientStats(private_grad)
+            for stop in along:
+                found = {"raw_moments": moments.table(), "raw_watch": stats.summary()}
+                records.append({"t": stop.step, **found, "raw_histograms": _histograms(moments)})
+        _write(out, records)
+    (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
+    table = rich.Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
+    for record in records:
+        for row, numbers in record["raw_moments"].items():
+            shown = (f"{numbers[number]:.3g}" for number in _INNER)
+            table.add_row(str(record["t"]), row.removeprefix("raw_"), *shown)
+    return {f"t={r['t']}": {key: r[key] for key in ("raw_moments", "raw_watch")} for r in records}, table
+
+
+def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+    """Measure the cosines between the gradients of random pairs of examples along one training of the only method.
+
+    Privacy:
+        NOT private.
+    """
+    from privgrad_lab.report.figures import cosines_figure, png
+
+    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
+    if not records:
+        data, matrices = open_folder(spec, out, describe_probe(spec, probe)), dict[int, Tensor]()
+        chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
+        inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
+        with Progress(disable=not progress, transient=True) as bar:
+            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
+            for stop in stops(spec, method, spec.run.seeds[0], at, data, tick):
+                found = raw_pairwise_cosines(stop.model, losses_for(data), (inputs, labels), labels)
+                matrices[stop.step] = found["cosines"]
+                records.append({"t": stop.step, "raw_within": found["within"], "raw_across": found["across"]})
+        (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
+        _write(out, records)
+    table = rich.Table(
+        "step", "within a class", "across classes", title=spec.title, caption="Mean cosines. NOT PRIVATE"
+    )
+    for record in records:
+        table.add_row(str(record["t"]), f"{record['raw_within']:.4f}", f"{record['raw_across']:.5f}")
+    return {f"t={record['t']}": record for record in records}, table
+
+
+def _only_method(spec: Spec) -> MethodTable:
+    """Return the only method of a spec; raise PrivacyError if there are several."""
+    if len(spec.methods) != 1:
+        raise expected("reproduce", "the number of methods", "to be 1", len(spec.methods), "correct the item's file")
+    return spec.methods[0]
+
+
+def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
+    """Return, by panel, the "edges" of the bins and the number of coordinates of each kind in each bin."""
+    clean, noisy = moments.raw_exp_avg_sq, moments.exp_avg_sq
+    debiased = {name: v - moments.noise_var[name] for name, v in noisy.items()}
+    panels: dict[str, dict[str, Tensor]] = {
+        "first moment": {"clean": _flat(moments.raw_exp_avg), "noisy": _flat(moments.exp_avg)},
+        "second moment": {"clean": _flat(clean), "noisy": _flat(noisy), "debiased": _flat(debiased)},
+        "step / lr, clean numerator": {
+            k.removeprefix("raw_"): x for k, x in moments.updates(debias_floor=_FLOOR).items()
+        },
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for title, values in panels.items():
+        ends = [np.quantile(x.numpy(), [0.001, 0.999]) for x in values.values()]
+        edges = np.linspace(min(low for low, _ in ends), max(high for _, high in ends), _BINS + 1)
+        found[title] = {"edges": edges.tolist()}
+        found[title] |= {name: np.histogram(x.numpy(), edges)[0].tolist() for name, x in values.items()}
+    return found
+
+
+def _flat(values: Mapping[str, Tensor]) -> Tensor:
+    """Return all values as one vector."""
+    return torch.cat([value.flatten() for value in values.values()])
+
+
+def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
+    """Return the records of a finished item; an empty list for an unfinished one."""
+    if records := read_records(out):
+        claim(out, describe_probe(spec, probe))
+    return records
+
+
+def _write(out: Path, records: Sequence[Record]) -> None:
+    """Write the records to runs.jsonl, in place of earlier ones."""
+    (out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

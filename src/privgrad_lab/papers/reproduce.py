@@ -1,0 +1,342 @@
+"""Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers."""
+
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from privgrad.errors import did_you_mean, expected
+from privgrad_lab import records as recorded
+from privgrad_lab import spec as spec_tables
+from privgrad_lab.data import LOADERS
+from privgrad_lab.load_spec import check_spec
+from privgrad_lab.papers import probes
+from privgrad_lab.papers.toy_regression import toy_regression
+from privgrad_lab.records import Record
+from privgrad_lab.report.metadata import metadata_of
+from privgrad_lab.runner import compare
+from privgrad_lab.spec import DataTable, MethodTable, Spec
+from privgrad_lab.tuner import judge
+
+
+def items() -> list[str]:
+    """Return the names of all items, as paper/item."""
+    return sorted(f"{paper.name}/{item.name.removesuffix('.toml')}" for paper, item in _files())
+
+
+def reproduce(
+    name: str,
+    out: Path,
+    *,
+    data: Path | None = None,
+    methods: Sequence[str] = (),
+    smoke: bool = False,
+    so_far: bool = False,
+    progress: bool = True,
+    command: str = "",
+) -> tuple[dict[str, Any], Table]:
+    """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
+
+    It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
+    comparison the report. `data`, `methods` and `smoke` are those of `prepared`. With `so_far`, nothing is run: the
+    results of an interrupted comparison are shown.
+
+    Raises:
+        PrivacyError: the item is unknown or does not support `data` or `so_far`, or the folder holds runs of another
+            item.
+    """
+    raw = prepared(name, data=data, smoke=smoke, methods=methods)
+    probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
+    kind = raw.get("kind", "comparison")
+    if so_far and kind not in ("comparison", "table"):
+        condition, got = "to be given for a comparison only", f"the item {name}"
+        raise expected("reproduce", "--so-far", condition, got, "leave --so-far out")
+    if kind == "table":
+        found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
+    elif kind in _WHOLE:
+        found, table = _WHOLE[kind](raw, out, progress=progress)
+    else:
+        spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
+        if kind in _PROBES:
+            found, table = _PROBES[kind](spec, probe, out, progress=progress)
+        else:
+            records = _records(spec, out, so_far=so_far, progress=progress)
+            found, table = _beside_paper(spec, records, stands_in_for)
+            if recorded.in_phase(records, "final"):
+                from privgrad_lab.report.page import write_report  # matplotlib is slow to import
+
+                write_report(records, metadata_of(spec, records, out, command=command), out)
+    (out / "table.json").write_text(json.dumps(found, indent=1))
+    with (out / "table.txt").open("w") as file:
+        Console(file=file, width=120).print(table)
+    return found, table
+
+
+# Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
+_Item = Callable[..., tuple[dict[str, Any], Table]]
+_WHOLE: dict[str, _Item] = {"noise-moments": probes.noise_moments, "toy": toy_regression}
+_PROBES: dict[str, _Item] = {
+    "moments": probes.moments,
+    "cosines": probes.cosines,
+    "bias": probes.clipping_bias,
+    "runtime": probes.runtime,
+}
+
+
+def _files() -> Iterator[tuple[Traversable, Traversable]]:
+    """Yield each item's file with the folder of its paper."""
+    for paper in resources.files("privgrad_lab.papers").joinpath("items").iterdir():
+        for item in paper.iterdir() if paper.is_dir() else ():
+            if item.name.endswith(".toml"):
+                yield paper, item
+
+
+def _load(name: str) -> dict[str, Any]:
+    """Return an item's tables, merged over the tables of its base item if it names one."""
+    for paper, item in _files():
+        if f"{paper.name}/{item.name}" == f"{name}.toml":
+            raw = tomllib.loads(item.read_text())
+            base = raw.pop("base", None)
+            # The paper's numbers belong to one item, so they are not inherited.
+            return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
+    remedy = did_you_mean(name, items(), "choose one of them")
+    raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), remedy)
+
+
+def prepared(
+    name: str, *, data: Path | None = None, smoke: bool = False, methods: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the tables of an item "paper/item", adapted to the request.
+
+    Args:
+        name: of the item.
+        data: path of the paper's own data; None keeps the item's default data.
+        smoke: return a tiny version, which only shows that the item works; its numbers mean nothing.
+        methods: names of the methods to keep; none of them keeps all.
+    """
+    raw = _load(name)
+    known = [method["name"] for method in raw.get("methods", [])]
+    for method in methods:
+        if method and method not in known:
+            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
+            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
+    tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
+    few = tiny.pop("only", [])
+    if data is not None:
+        if given is None:
+            remedy = "leave --data out: it has one source of data"
+            raise expected("reproduce", "--data", f"to be absent for {name}", data, remedy)
+        if smoke:
+            raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
+        raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
+        # The stand-in may have options that the paper's own data lack.
+        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["name"]]).parameters}
+        raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
+        raw.pop("stands_in_for", None)
+    if smoke:
+        raw = _merged(raw, tiny)
+        raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
+        if "methods" in raw:
+            raw["paper"] = {}  # the paper's numbers hold for the full size only
+            raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
+            if "noise_steps" in raw.get("tuning", {}) and not raw["tuning"].get("extend"):
+                raw["tuning"]["noise_steps"] = raw["tuning"]["noise_steps"][:1]
+            # The small data set may be the one that the full item uses as public data.
+            if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
+                del raw["data"]["elsewhere"]
+                for method in raw["methods"]:
+                    method.get("public", {}).pop("other", None)
+    if kept := methods or (few if smoke else []):
+        raw["methods"] = [method for method in raw["methods"] if method["name"] in kept]
+    return raw
+
+
+def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the method with the first entry of each grid; a grid of rates that may grow keeps all entries."""
+    cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
+    small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+    if "tune" in method:
+        small["tune"] = {name: values[:1] for name, values in method["tune"].items()}
+    if "warm_start" in method:
+        small["warm_start"] = method["warm_start"] | {"epochs": 1}
+    return small | {key: _smallest(method[key], {}) for key in ("perturb", "local") if key in method}
+
+
+def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
+    merged = dict(raw)
+    for key, value in changes.items():
+        if value is False and isinstance(merged.get(key), dict):
+            del merged[key]
+        else:
+            merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
+    """Run or resume the comparison and return its records; with so_far, return only those that exist."""
+    if not so_far:
+        return compare(spec, out, progress=progress)
+    recorded.claim(out, recorded.describe(spec), look_only=True)
+    return recorded.read_records(out)
+
+
+class _Row(spec_tables.Table):
+    """One row of a table item: an item on one data set, and the method for each column."""
+
+    title: str
+    item: str
+    methods: list[str]  # "" leaves a column empty
+    paper: list[float | str]  # a string if the paper has no number
+
+
+class _TableItem(spec_tables.Table):
+    """An item of kind "table": methods of other items, side by side."""
+
+    kind: str
+    title: str
+    columns: list[str]
+    rows: list[_Row]
+
+
+def _table(
+    raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool
+) -> tuple[dict[str, Any], Table]:
+    """Run a table item: for each row, the score (or loss) of its methods; each row has its own folder."""
+    item = _TableItem.model_validate(raw)
+    recorded.claim(out, json.dumps(raw, indent=1), look_only=so_far)
+    found: dict[str, Any] = {}
+    table = Table(
+        "", *item.columns, title=item.title, caption="Mean ± standard deviation over seeds; below, the paper."
+    )
+    for row in item.rows:
+        base = prepared(row.item, smoke=smoke, methods=row.methods)
+        stands_in_for = base.pop("stands_in_for", None)
+        base["paper"] = {}
+        spec = check_spec(base, row.item)
+        records = _records(spec, out / row.item.replace("/", "-"), so_far=so_far, progress=progress)
+        numbers, _ = _beside_paper(spec, records, None)
+        cells: list[str] = []
+        found[row.title] = {"stands_in_for": stands_in_for}
+        for column, name, theirs in zip(item.columns, row.methods, row.paper, strict=True):
+            everything = numbers[name]["groups"].get("all") if name else None
+            number = "loss" if everything is None or everything["accuracy"]["mean"] is None else "accuracy"
+            ours = None if everything is None else everything[number]
+            found[row.title][column] = {"method": name, number: ours, "paper": theirs}
+            cells.append(_cells(everything | {"paper": {}}, number)[0] if everything else "–")
+        table.add_row(row.title, *cells)
+        table.add_row(f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row.paper), style="dim")
+    return found, table
+
+
+def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:
+    """Summarize records next to the paper's numbers, by method; `stands_in_for` names the paper's data if others do."""
+    found = {method.name: _method_numbers(method, spec, records, stands_in_for) for method in spec.methods}
+    return found, _comparison_table(spec, records, found, stands_in_for)
+
+
+def _method_numbers(
+    method: MethodTable, spec: Spec, records: Sequence[Record], stands_in_for: str | None
+) -> dict[str, Any]:
+    """Return the chosen and tried values of one method, and its numbers by group of classes."""
+    runs = [record for record in records if record["method"] == method.name]
+    finals, theirs = recorded.in_phase(runs, "final"), spec.paper.get(method.name, {})
+    rows: dict[str, Any] = {}
+    if finals:
+        tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
+        title = {"test": "all (test)", "training": "all (training)"}[recorded.measured_on(records)]
+        rows["all"] = {"title": title} | _numbers(tests, theirs.get("all", {}), stands_in_for)
+    for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
+        key = f"{group['from']:g}"
+        groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
+        sizes = key if group["to"] == group["from"] else f"{key} to {group['to']:g}"
+        rows[key] = {"title": f"{group['classes']:g} x {sizes}"}
+        rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
+    tuning = recorded.in_phase(runs, "tuning")
+    by_noise = any(record["lr"] is None for record in runs)
+    tried, norms = (
+        sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm")
+    )
+    shown = ("max_grad_norm", "lr", "noise_step", *recorded.SOMETIMES_TUNED)
+    return {
+        **{key: finals[0].get(key) if finals else None for key in shown},
+        "own": recorded.own_text(finals[0].get("own") or ()) if finals else "",
+        "noise_steps_tried" if by_noise else "lrs_tried": tried,
+        **({"grid": judge(records, method.name, spec.tuning.by).text} if by_noise and tuning and spec.tuning else {}),
+        "raw_clip_fraction": recorded.mean(
+            [f["raw_clip_fraction"] for f in finals if f.get("raw_clip_fraction") is not None]
+        ),
+        "norms_tried": norms,
+        "seeds": len(finals),
+        "seeds_planned": len(spec.run.seeds),
+        "fraction_floored": recorded.mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
+        "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
+    }
+
+
+def _comparison_table(
+    spec: Spec, records: Sequence[Record], found: Mapping[str, Mapping[str, Any]], stands_in_for: str | None
+) -> Table:
+    """Return the numbers of all methods as a table with the paper's numbers, if the paper has any."""
+    score = next((record["score"] for record in records), None)
+    shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
+    paper = f"paper,\n{stands_in_for}" if stands_in_for else "paper"
+    tuned = ["max_grad_norm", *(key for key in ("lr", "noise_step") if any(row[key] for row in found.values()))]
+    firsts = [spec.grid(method)[0] for method in spec.methods]
+    tuned += [key for key in recorded.SOMETIMES_TUNED if any(getattr(first, key) is not None for first in firsts)]
+    columns = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
+    headers = [header for title in shown.values() for header in (title, paper)[columns]]
+    title = ", ".join(tuned).replace("max_grad_norm", "C").replace("noise_step", "u").replace("_", " ")
+    table = Table(title=spec.title)
+    for header in ("method", title, "classes", *headers):
+        table.add_column(header, overflow="fold")
+    for name, numbers in found.items():
+        rows = numbers.get("raw_groups") or numbers.get("groups") or {}
+        for index, row in enumerate(rows.values()):
+            values = ", ".join(f"{numbers[key]:g}" if numbers[key] is not None else "–" for key in tuned)
+            values += f", {numbers['own']}" if numbers["own"] else ""
+            first = (name, values) if index == 0 else ("", "")
+            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[columns]))
+        if not rows:
+            rates = numbers.get("lrs_tried") or numbers.get("noise_steps_tried") or []
+            tried = ", ".join(f"{rate:g}" for rate in rates) or "nothing"
+            table.add_row(name, "–", f"no final run yet; tried {tried}")
+    done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
+    sources = ", ".join(sorted({record["data"] for record in records}))
+    spread = "Mean ± standard deviation over seeds"
+    private = any("raw_groups" in row for row in found.values()) or recorded.measured_on(records) == "training"
+    groups = "; NOT PRIVATE: groups (classes x examples of each) and everything on training examples" if private else ""
+    table.caption = f"{sources}. {spread}{groups}." + (
+        f" {done} of {planned} final runs were done." if done < planned else ""
+    )
+    return table
+
+
+def _numbers(
+    runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float], stands_in_for: str | None
+) -> dict[str, Any]:
+    """Return mean and standard deviation of loss and accuracy, and the difference from the paper on equal data."""
+    found: dict[str, Any] = {"paper": dict(paper)}
+    for number in ("loss", "accuracy"):
+        values = [run[number] for run in runs if run[number] is not None]
+        found[number] = {"mean": recorded.mean(values), "std": recorded.std(values)}
+        if number in paper and values and not stands_in_for:
+            found[number]["difference"] = found[number]["mean"] - paper[number]
+    return found
+
+
+def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
+    """Return our number and the paper's as text."""
+    form = "{:.3g}" if number == "loss" else "{:.1%}"
+    ours, spread = row[number]["mean"], row[number]["std"]
+    text = "–" if ours is None else form.format(ours)
+    if ours is not None and spread is not None:
+        text += f" ± {form.replace('3g', '1g').format(spread)}"
+    return text, form.format(row["paper"][number]) if number in row["paper"] else "–"

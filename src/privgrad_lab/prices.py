@@ -1,0 +1,272 @@
+"""The price of a private comparison: three ways to spend one total epsilon on tuning and training."""
+
+import math
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal
+
+from privgrad.accounting import accountant as accounting
+from privgrad.accounting.mechanisms import Release, Selection, Split
+from privgrad.errors import expected
+from privgrad_lab.metrics import is_paid
+from privgrad_lab.spec import Candidate, MethodTable, Spec
+
+Way = Literal["none", "trials", "select"]
+ScoreOn = Literal["training", "held-out", "public"]
+Released = Release | Selection | Split
+
+# Shares of the total, counted in squared inverse noise, which adds up over releases.
+_SHARE_OF_TRIALS = 0.1
+_SHARE_OF_SCORES = 0.05
+
+
+@dataclass(frozen=True)
+class Price:
+    """A way to spend the total epsilon of a comparison.
+
+    "none" trains the only candidate. "trials" trains every candidate once with much noise, and the best one again.
+    "select" trains a random number of random candidates, and releases the best one.
+    """
+
+    way: Way
+    candidates: int  # their number
+    noise_multiplier: float  # of the training whose model is released
+    trial_noise: float | None  # the noise multiplier of a trial
+    score_noise: float | None  # that of a score, which is a sum over people; None if scores are free
+    releases: tuple[Released, ...]  # everything that the comparison releases from the training data
+    epsilon: float  # of these releases, at most the total
+
+
+def candidates_of(spec: Spec) -> list[tuple[MethodTable, Candidate]]:
+    """Return all candidates of all methods, in their order."""
+    return [(method, candidate) for method in spec.methods for candidate in dict.fromkeys(spec.grid(method))]
+
+
+def tunes_norm(spec: Spec) -> bool:
+    """Return whether candidates differ in their clipping norm C."""
+    return len({candidate.max_grad_norm for _, candidate in candidates_of(spec)}) > 1
+
+
+def way_of(spec: Spec) -> Way:
+    """Return the way that a spec chooses: that of [tuning], or "none" without it."""
+    return "none" if spec.tuning is None or spec.tuning.way is None else spec.tuning.way
+
+
+def price(spec: Spec, way: Way | None = None) -> Price:
+    """Return the noise with which a private comparison costs its total epsilon, and all its releases.
+
+    Args:
+        spec: an experiment with privacy.total_epsilon.
+        way: None takes that of the spec. Another one is for comparing prices.
+    Raises:
+        PrivacyError: no noise multiplier meets the total.
+    Privacy:
+        The noise is calibrated on the safe side, with all releases of the comparison composed.
+    Reference:
+        "trials": Panda et al. 2022 (arXiv 2212.04486); only the noise step is carried over. "select": Liu, Talwar 2019
+        (arXiv 1811.07971); Papernot, Steinke 2021 (arXiv 2110.03620).
+    """
+    table, tuning, count = spec.privacy, spec.tuning, len(candidates_of(spec))
+    assert table.total_epsilon is not None
+    score_on = "training" if tuning is None else tuning.score_on
+    mean, shape = (8.0, 1.0) if tuning is None else (tuning.mean_runs, tuning.shape)
+    rate = table.expected_batch_size / table.num_examples
+    asked = _Asked(count, table.total_epsilon, table.delta, rate, table.steps, score_on, mean, shape)
+    return _price(way or way_of(spec), asked)
+
+
+def prices_of(spec: Spec) -> dict[Way, Price]:
+    """Return the prices of all ways that fit a spec, the chosen one included."""
+    found: dict[Way, Price] = {"none": price(spec, "none")}
+    if way_of(spec) == "trials" or all(one.noise_step is not None for _, one in candidates_of(spec)):
+        found["trials"] = price(spec, "trials")
+    found["select"] = price(spec, "select")
+    return found
+
+
+def public_count(spec: Spec) -> int:
+    """Return the public number by which the sum of a score is divided.
+
+    For people who are held out it is the number to expect from num_examples and the shares of [data].
+    """
+    if spec.tuning is None or spec.tuning.score_on != "held-out":
+        return spec.privacy.num_examples
+    held_out, tested = (float(spec.data.options.get(f"{part}_share", 0.0)) for part in ("validation", "test"))
+    return max(1, round(spec.privacy.num_examples * held_out / (1 - held_out - tested)))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The numbers that decide a price; `mean` and `shape` are the law of the number of trainings of "select"."""
+
+    count: int  # of candidates
+    total: float
+    delta: float
+    rate: float
+    steps: int
+    score_on: ScoreOn
+    mean: float
+    shape: float
+
+    def sigma(self, rate: float, steps: int, besides: tuple[Release, ...] = ()) -> float:
+        """Return the noise multiplier at which these releases, with those besides, cost the total."""
+        return accounting.calibrate_noise_multiplier(
+            target_epsilon=self.total, delta=self.delta, sample_rate=rate, steps=steps, besides=besides
+        )
+
+    def trainings(self, sigma: float, runs: int = 1) -> Release:
+        return Release(sigma, self.rate, count=runs * self.steps)
+
+
+@cache
+def _price(way: Way, asked: _Asked) -> Price:
+    """Compute `price` from its numbers."""
+    sigma, trial, score, releases = {"none": _plain, "trials": _trials, "select": _select}[way](asked)
+    return Price(way, asked.count, sigma, trial, score, releases, accounting.epsilon(releases, delta=asked.delta))
+
+
+# Each way returns the noise multipliers of the last training, of a trial and of a score, and all releases.
+_Bill = tuple[float, float | None, float | None, tuple[Released, ...]]
+
+
+def _plain(asked: _Asked) -> _Bill:
+    """Spend the whole total on one training."""
+    sigma = asked.sigma(asked.rate, asked.steps)
+    return sigma, None, None, (asked.trainings(sigma),)
+
+
+def _trials(asked: _Asked) -> _Bill:
+    """Train each candidate once with much noise, and score it; the last training gets what is left."""
+    count = asked.count
+    # Squared inverse noise adds up over releases: this noise makes all trials together cost their share of the total.
+    trial = _rounded_up(asked.sigma(asked.rate, asked.steps) * math.sqrt(count / _SHARE_OF_TRIALS))
+    before: tuple[Release, ...] = (asked.trainings(trial, count),)
+    score = None
+    if asked.score_on == "training":
+        score = _rounded_up(asked.sigma(1.0, 1) * math.sqrt(count / _SHARE_OF_SCORES))
+        before += _scores(score, count)
+    sigma = asked.sigma(asked.rate, asked.steps, before)
+    releases = (*before, asked.trainings(sigma))
+    if asked.score_on == "held-out":  # scores are all that these people pay for
+        score = asked.sigma(1.0, count)
+        return sigma, trial, score, (Split((releases, _scores(score, count))),)
+    return sigma, trial, score, releases
+
+
+def _select(asked: _Asked) -> _Bill:
+    """Train and score a random number of random candidates; the best one is released."""
+    # The noise of a score is a fixed multiple of that of a training, so that one number is left to calibrate.
+    ratio = asked.sigma(1.0, 1) / asked.sigma(asked.rate, asked.steps) / math.sqrt(_SHARE_OF_SCORES)
+    calibrate = partial(accounting.calibrate, target_epsilon=asked.total, delta=asked.delta)
+    is_joint = asked.score_on == "training"
+
+    def trained(noise: float) -> tuple[Selection, ...]:
+        scores = _scores(noise * ratio if is_joint else None, 1)
+        return (Selection((asked.trainings(noise), *scores), asked.mean, asked.shape),)
+
+    def scored(noise: float) -> tuple[Selection, ...]:
+        return (Selection(_scores(noise, 1), asked.mean, asked.shape),)
+
+    sigma = calibrate(trained)
+    if asked.score_on == "held-out":
+        score = calibrate(scored)
+        return sigma, None, score, (Split((trained(sigma), scored(score))),)
+    return sigma, None, sigma * ratio if is_joint else None, trained(sigma)
+
+
+def _scores(noise: float | None, count: int) -> tuple[Release, ...]:
+    """Return the releases of paid scores; none if scores are free, without noise."""
+    return () if noise is None else (Release(noise, 1.0, count=count),)
+
+
+def _rounded_up(noise: float) -> float:
+    """Return a noise multiplier rounded up to three digits, which costs less than the given one."""
+    scale = 10 ** (math.floor(math.log10(noise)) - 2)
+    return float(f"{math.ceil(noise / scale) * scale:.6g}")
+
+
+def require_total(spec: Spec) -> None:
+    """Raise PrivacyError if a spec without privacy.total_epsilon has the options of a private comparison."""
+    if spec.privacy.total_epsilon is not None:
+        return
+    for name, value in (("tuning.way", spec.tuning and spec.tuning.way), ("privacy.budget", spec.privacy.budget)):
+        if value is not None:
+            other = "noise_multiplier" if spec.privacy.noise_multiplier is not None else "target_epsilon"
+            remedy = f"give total_epsilon in place of {other} and run `privgrad compare`, or leave {name} out"
+            raise expected("load_spec", "privacy.total_epsilon", f"to be given for {name}", None, remedy)
+    if spec.tuning is not None and not spec.tuning.seeds:
+        remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
+        raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
+    if spec.tuning_scale > 1 and spec.privacy.simulate > 1:
+        remedy = "keep one of the two: privacy.simulate holds for all trainings"
+        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", spec.tuning_scale, remedy)
+
+
+def require_payable(spec: Spec) -> None:
+    """Raise PrivacyError unless a spec with privacy.total_epsilon describes a comparison that this total can cover."""
+    if spec.privacy.total_epsilon is None:
+        return
+    _require_private_tables(spec)
+    for method in spec.methods:
+        _require_private_method(method)
+    count = len(candidates_of(spec))
+    if spec.tuning is None and count > 1:
+        remedy = 'add [tuning] with way = "trials" or "select", or keep one method with one noise_step'
+        raise expected("load_spec", "[tuning]", "to be given for several candidates", f"{count} candidates", remedy)
+    for method, candidate in candidates_of(spec) if way_of(spec) == "trials" else ():
+        if candidate.noise_step is None:  # a learning rate fits one noise only, and that of trials is another one
+            place = f"methods.{method.name}.noise_step"
+            remedy = 'give noise steps, leave the method out, or choose way = "select"'
+            raise expected("load_spec", place, "to be given for trials", f"lr = {candidate.lr:g}", remedy)
+
+
+def _require_private_tables(spec: Spec) -> None:
+    """Raise PrivacyError unless the tables apart from the methods suit a private comparison."""
+    privacy, tuning = spec.privacy, spec.tuning
+    for name in ("target_epsilon", "noise_multiplier"):
+        if (value := getattr(privacy, name)) is not None:
+            remedy = "leave one of the two out: total_epsilon covers tuning and training together"
+            raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", value, remedy)
+    if privacy.sampling != "poisson" or privacy.simulate > 1:
+        got = f"sampling = {privacy.sampling!r}" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
+        remedy = "leave this key out" + (", and max_batch_size" if privacy.max_batch_size else "")
+        raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, remedy)
+    places = [("run", spec.run), *([] if tuning is None else [("tuning", tuning)])]
+    if seeded := [name for name, table in places if "seeds" in table.model_fields_set]:
+        remedy = "leave it out: a seed makes the noise predictable. For research, give target_epsilon and seeds"
+        raise expected("load_spec", f"{seeded[0]}.seeds", "to be absent with total_epsilon", "seeds", remedy)
+    if spec.run.diagnose:
+        remedy = "leave it out: diagnostics are computed before the noise"
+        raise expected("load_spec", "run.diagnose", "to be false with total_epsilon", True, remedy)
+    if tuning is None:
+        return
+    if tuning.way is None:
+        remedy = 'add way = "trials", or way = "select"; docs/private-tuning.md compares them'
+        raise expected("load_spec", "tuning.way", "to be given with total_epsilon", None, remedy)
+    if tuning.extend:
+        remedy = "leave it out: the number of trainings must be known before the first one"
+        raise expected("load_spec", "tuning.extend", "to be false with total_epsilon", True, remedy)
+    if tuning.simulate > 1:
+        remedy = "leave it out: no epsilon covers a training in smaller batches with less noise"
+        raise expected("load_spec", "tuning.simulate", "to be absent with total_epsilon", tuning.simulate, remedy)
+    if not is_paid(tuning.by):
+        remedy = "choose one of these means of a value in [0, 1] per person: a noisy one can be paid for"
+        if tuning.by in ("auc", "f1"):
+            remedy += f', and list "{tuning.by}" in run.metrics'
+        condition = 'to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
+        raise expected("load_spec", "tuning.by", condition, tuning.by, remedy)
+
+
+def _require_private_method(method: MethodTable) -> None:
+    """Raise PrivacyError if no finite epsilon covers a method."""
+    unbounded = {
+        "non_private": method.non_private,
+        "perturb.rule": method.perturb is not None and method.perturb.rule == "RawSAM",
+        "precondition.rule": method.precondition is not None and method.precondition.rule.startswith("raw_"),
+    }
+    for name in (name for name, is_unbounded in unbounded.items() if is_unbounded):
+        place, remedy = f"methods.{method.name}.{name}", "leave the method out: its epsilon is infinite"
+        raise expected("load_spec", place, "to have a finite epsilon with total_epsilon", name, remedy)
+    if method.bands is not None:
+        place, remedy = f"methods.{method.name}.bands", "leave it out, or give target_epsilon of each training"
+        raise expected("load_spec", place, "to be absent with total_epsilon", method.bands, remedy)

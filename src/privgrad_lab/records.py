@@ -1,0 +1,448 @@
+"""The folder of an experiment and its records, and the numbers that tables and plots show of them.
+
+Accuracies and losses are NOT private for the examples on which they were measured.
+"""
+
+import json
+import math
+import os
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, cast
+
+from privgrad.errors import PrivacyError, expected
+from privgrad.ledger.file import is_in_use
+from privgrad_lab.spec import Spec, imported
+
+Record = dict[str, Any]
+
+
+def restart(out: Path) -> Path | None:
+    """Move an existing folder aside, so that no ledger is lost, and return its new path; None if there is no folder."""
+    if not out.exists():
+        return None
+    for path in out.rglob("ledger.jsonl"):
+        if is_in_use(path):
+            got, remedy = "a lock of a running training", "stop that training first"
+            raise expected("experiments", f"{path}", "to be unlocked", got, remedy)
+    aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
+    shutil.move(out, aside)
+    return aside
+
+
+def describe(spec: Spec) -> str:
+    """Return the text of spec.json, which identifies a folder's experiment."""
+    return spec.model_dump_json(indent=1, exclude_defaults=True)
+
+
+def claim(out: Path, description: str, *, look_only: bool = False) -> None:
+    """Create a folder for an experiment whose spec.json has this text, or check that it holds runs of this one only.
+
+    With `look_only`, nothing is written, and a folder without spec.json is refused.
+
+    Raises:
+        PrivacyError: `out` is a file, or holds runs of another spec. Nothing was written.
+    """
+    require_same(out, description)
+    path = out / "spec.json"
+    if look_only:
+        if not path.exists():
+            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != description:
+        whole = path.with_suffix(".new")  # a process that is killed leaves no half of a file
+        whole.write_text(description)
+        os.replace(whole, path)
+
+
+def require_same(out: Path, description: str) -> None:
+    """Raise PrivacyError if `out` is a file, or holds runs of a spec of another description."""
+    remedy = "choose another --out, or add --restart to move the old folder aside"
+    if out.exists() and not out.is_dir():
+        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "choose another --out")
+    path = out / "spec.json"
+    held = path.read_text() if path.exists() else None
+    if held is None and (out / "runs.jsonl").exists():
+        raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
+    if held is None:
+        return
+    try:
+        old, new = dict(json.loads(held)), dict(json.loads(description))
+    except (TypeError, ValueError):
+        got = "a spec.json that cannot be read"
+        raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy) from None
+    # The paper's numbers do not count: no training depends on them.
+    keys = [key for key in {**old, **new} if key != "paper" and old.get(key) != new.get(key)]
+    # The name of a function does not count either: it may have moved since. What counts is the function.
+    if keys := [key for key in keys if _resolved(old.get(key)) != _resolved(new.get(key))]:
+        got = f"runs of a spec with a different {', '.join(keys)}"
+        raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy)
+
+
+def _resolved(value: Any) -> Any:
+    """Return a part of a spec with functions in place of their names "package.module:function"."""
+    if isinstance(value, dict):
+        return {key: _resolved(part) for key, part in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_resolved(part) for part in cast("list[Any]", value)]
+    if isinstance(value, str) and ":" in value:
+        with suppress(PrivacyError):  # a title, say, or a module that is gone: it is compared as text
+            return imported("spec.json", value)
+    return value
+
+
+def is_begun(out: Path) -> bool:
+    """Return whether the folder holds releases, results, or the commitment of a private comparison."""
+    return any(next(out.rglob(name), None) is not None for name in ("ledger.jsonl", "commitment.txt", "runs.jsonl"))
+
+
+def read_records(out: Path) -> list[Record]:
+    """Return the records of a folder's runs.jsonl; an empty list if there is no such file."""
+    path = out / "runs.jsonl"
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except json.JSONDecodeError as error:
+        remedy = "delete the damaged line; the run then resumes from its own folder"
+        raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
+
+
+def make_secret(folder: Path) -> None:
+    """Create a folder that only its owner may open, for files that no epsilon covers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append records to a folder's runs.jsonl in one write."""
+    with (out / "runs.jsonl").open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the rate and the clipping norm
+TUNED = ("noise_step", "lr", "max_grad_norm", *SOMETIMES_TUNED)
+_MEASURED = ("raw_train_loss", "validation_accuracy", "validation_loss")  # what tuning may compare
+FEW_CLIPPED = 0.1  # a smaller share of clipped gradients means that C is too large
+
+
+def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Reduce the records of runs, of phase "tuning" or "final", to one row per method, in order of first appearance.
+
+    Mean and standard deviation (ddof = 1) are over the final runs. A mean is None unless every final run has the
+    number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon.
+
+    Returns:
+        Rows with the keys method; max_grad_norm, lr, noise_step, radius and local_lr (None if the final runs differ in
+        it); rate ("noise_step" if the rate was given or tuned as such, otherwise "lr"; a noise_step together with an
+        lr was measured); bands (of noise with memory; 1 without it); own (the values of `tune`, as text);
+        raw_clip_fraction and raw_least_clipped (mean and minimum, or None, as for private runs; NOT private);
+        lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
+        trainings and tuning_trainings (numbers of trainings: all, and for tuning);
+        seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
+        with one seed); metrics (mean and std of each of run.metrics, by name); epsilon (max); simulates_epsilon (max;
+        None unless the runs simulate a plan in smaller batches); sampling ("fixed" if any run was); fraction_floored,
+        seconds and updates (means, or None).
+    """
+    return [summary_row(method, runs) for method, runs in by_method(records).items()]
+
+
+def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
+    """Return the row of `summarize` for the runs of one method."""
+    finals = in_phase(runs, "final")
+    schemes = {run.get("sampling") for run in runs}
+    norm, lr, step = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr", "noise_step"))
+    tuning, others = in_phase(runs, "tuning"), dict[str, Any]()
+    for key in SOMETIMES_TUNED:
+        others[key] = _only(run.get(key) for run in finals)
+        others[f"{key}_at_edge"] = _at_edge(others[key], {run[key] for run in tuning if run.get(key) is not None})
+    norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
+    rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
+    accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
+    clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
+    measured: list[Record] = [run.get("metrics") or {} for run in finals]
+    metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
+    return {
+        "method": method,
+        "max_grad_norm": norm,
+        "lr": lr,
+        "noise_step": step,
+        "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
+        "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
+        **others,
+        "bands": _only(run.get("bands") for run in finals),
+        "lr_at_edge": _at_edge(lr, rates),
+        "norm_at_edge": _at_edge(norm, norms),
+        "trainings": _trainings(runs),
+        "tuning_trainings": len(tuning),
+        "seeds": len(finals),
+        "test_accuracy_mean": mean(accuracy),
+        "test_accuracy_std": std(accuracy),
+        "test_loss_mean": mean(loss),
+        "test_loss_std": std(loss),
+        "metrics": {name: {"mean": mean(values), "std": std(values)} for name, values in metrics.items()},
+        # NaN counts as the largest epsilon.
+        "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
+        "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
+        "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
+        "raw_clip_fraction": mean(clipped),
+        "raw_least_clipped": min(clipped, default=None),
+        **{name: mean(numbers(finals, name)) for name in ("fraction_floored", "seconds", "updates")},
+    }
+
+
+def is_by_noise(run: Record) -> bool:
+    """Return whether a run's rate was given or tuned as a noise step."""
+    return run.get("lr") is None and run.get("noise_step") is not None
+
+
+def without_raw(run: Record) -> Record:
+    """Return a record without the keys "raw_...", computed before the noise, if its run is private, without a seed."""
+    if run.get("seed") is not None:
+        return run
+    kept = {key: value for key, value in run.items() if not key.startswith("raw_")}
+    points = [
+        {key: value for key, value in point.items() if not key.startswith("raw_")} for point in run.get("curve") or ()
+    ]
+    return kept | {"curve": points}
+
+
+def _trainings(runs: Sequence[Record]) -> int:
+    """Return the number of trainings. A tuning run that also served as a final run counts once."""
+    keys = ("seed", "seconds", "raw_train_loss")
+    tuning = {
+        repr([run[key] for key in keys]) for run in in_phase(runs, "tuning") if run.get("raw_train_loss") is not None
+    }
+    return sum(run.get("phase") == "tuning" or repr([run.get(key) for key in keys]) not in tuning for run in runs)
+
+
+def measured_on(records: Iterable[Record]) -> str:
+    """Return the examples on which accuracy and loss were measured: "test", or "training" (NOT private)."""
+    return "training" if any(record.get("measured_on") == "training" for record in records) else "test"
+
+
+def rate_text(values: Any) -> str:
+    """Return the rate of a candidate as text: "u0.06" for a noise step, or "lr0.1"."""
+    return f"u{values.noise_step:g}" if values.lr is None else f"lr{values.lr:g}"
+
+
+def own_text(own: Iterable[Sequence[Any]]) -> str:
+    """Return the values of `tune` as text: "momentum 0.9", say."""
+    return ", ".join(f"{name.rpartition('.')[2]} {_short(value)}" for name, value in own)
+
+
+def _short(value: Any) -> str:
+    """Return a value of an option as text."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_short, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _only(values: Iterable[Any]) -> Any:
+    """Return the value that all entries share, or None if they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _at_edge(chosen: float | None, tried: set[float]) -> bool | None:
+    """Return whether the chosen value is the smallest or largest tried; None if fewer than two were tried."""
+    return chosen in (min(tried), max(tried)) if chosen is not None and len(tried) > 1 else None
+
+
+def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group records by method, in order of first appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(str(record["method"]), []).append(record)
+    return groups
+
+
+def trains_locally(record: Record) -> bool:
+    """Return whether each user trained on its own examples; otherwise people contribute gradients."""
+    return record.get("local_lr") is not None
+
+
+def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
+    """Return the records of one phase: "tuning" or "final"."""
+    return [record for record in records if record.get("phase") == phase]
+
+
+def numbers(runs: Sequence[Record], key: str) -> list[float]:
+    """Return the values of one key, or an empty list if any run lacks it."""
+    values = [run.get(key) for run in runs]
+    return [] if None in values else [float(value) for value in values if value is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, or None for no values."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def std(values: Sequence[float]) -> float | None:
+    """Return the standard deviation (ddof = 1); None for fewer than two values, NaN if one is not finite."""
+    if len(values) < 2:
+        return None
+    # statistics.stdev raises on values that are not finite.
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def is_finite(value: float | None) -> bool:
+    """Return whether the value is a finite number."""
+    return value is not None and math.isfinite(value)
+
+
+def tuned_by(records: Sequence[Record]) -> str:
+    """Return the key of the measurement that tuning compared."""
+    tuning = in_phase(records, "tuning")
+    if recorded := next((run["tuned_by"] for run in tuning if run.get("tuned_by")), None):
+        return recorded
+    # Older records do not hold it: it is the first measurement at which the values of all final runs are the best.
+    known = [key for key in _MEASURED if any(run.get(key) is not None for run in tuning)]
+    chosen_by = (key for key in known if len(known) > 1 and _is_best(records, key))
+    return next(chosen_by, next(iter(known), "validation_accuracy"))
+
+
+def is_cost(key: str) -> bool:
+    """Return whether a smaller value of a measurement is better: of a loss or an error."""
+    return key.endswith(("loss", "squared_error"))
+
+
+def _is_best(records: Sequence[Record], key: str) -> bool:
+    """Return whether the final runs of every method have the values at which tuning measured the best result."""
+    for runs in by_method(records).values():
+        costs = {
+            values: statistics.fmean(measured) if is_cost(key) else -statistics.fmean(measured)
+            for values, measured in _tried(runs, key).items()
+        }
+        chosen = {_values(run) for run in in_phase(runs, "final")}
+        if costs and any(costs.get(values, math.inf) > min(costs.values()) for values in chosen):
+            return False
+    return True
+
+
+def _values(run: Record) -> tuple[Any, ...]:
+    """Return a run's tuned values: those of TUNED, and its own as text."""
+    # A noise step together with a learning rate was measured, not tuned.
+    step = run.get("noise_step") if is_by_noise(run) else None
+    return (step, *(run.get(key) for key in TUNED[1:]), own_text(run.get("own") or ()))
+
+
+def _tried(runs: Sequence[Record], key: str) -> dict[tuple[Any, ...], list[float]]:
+    """Return one measurement of one method's tuning runs, by tuned values; without those at which a run diverged."""
+    trials: dict[tuple[Any, ...], list[float]] = {}
+    for run in in_phase(runs, "tuning"):
+        trials.setdefault(_values(run), []).append(run[key] if is_finite(run.get(key)) else math.nan)
+    return {values: measured for values, measured in trials.items() if all(map(math.isfinite, measured))}
+
+
+def score_of(records: Iterable[Record]) -> str:
+    """Return the name of the score that records hold under the key accuracy: "accuracy" or another name."""
+    return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
+
+
+def simulated_epsilon(records: Iterable[Record]) -> float | None:
+    """Return the largest finite epsilon of a plan that final runs simulate, whose own is infinite; None without any."""
+    simulated = (record.get("simulates_epsilon") for record in in_phase(records, "final"))
+    return max((epsilon for epsilon in simulated if epsilon is not None and is_finite(epsilon)), default=None)
+
+
+def is_scored(records: Sequence[Record]) -> bool:
+    """Return whether final runs have a score; otherwise they are compared by loss."""
+    return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
+
+
+def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
+    """Return, by method, the tried values of one entry of TUNED, each with the mean of the results of `tuned_seeds`."""
+    seeds = tuned_seeds(records, name)
+    return {method: [(value, statistics.fmean(found)) for value, found in points] for method, points in seeds.items()}
+
+
+def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[float, list[float]]]]:
+    """Return, by method, the tried values of one entry of TUNED in ascending order, each with the results of all seeds.
+
+    The results are of `tuned_by`, at the best of all other tuned values, own ones included. Values at which a run
+    diverged are left out.
+    """
+    result, key = {}, tuned_by(records)
+    best = min if is_cost(key) else max
+    for method, runs in by_method(in_phase(records, "tuning")).items():
+        found: dict[float, list[float]] = {}
+        for values, measured in _tried(runs, key).items():
+            value = values[TUNED.index(name)]
+            if value is not None:
+                found[value] = best(found.get(value, measured), measured, key=statistics.fmean)
+        result[method] = sorted(found.items())
+    return result
+
+
+def tuned_names(records: Sequence[Record]) -> list[str]:
+    """Return the entries of TUNED for which some method tried more than one value."""
+    return [name for name in TUNED if any(len(points) > 1 for points in tuned(records, name).values())]
+
+
+def curve(
+    runs: Sequence[Record],
+    measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
+    *,
+    along: str = "epsilon",
+) -> list[tuple[float, float, float, float]]:
+    """Return points (epsilon or step, mean, low, high) at the steps that all runs recorded with finite numbers.
+
+    The runs are those of one method, one per seed; at least one. The first value is the largest over the runs. low is
+    max(0, mean - std), high is mean + std; with one run, both equal the mean. The points are NOT private for
+    the examples of the measurement.
+    """
+    curves = [
+        {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
+        for run in runs
+    ]
+    points = []
+    for step in sorted(set.intersection(*map(set, curves))):
+        values = [float(measured(curve[step]) or 0.0) for curve in curves]
+        middle, spread = statistics.fmean(values), std(values) or 0.0
+        place = max(curve[step][along] for curve in curves)
+        points.append((place, middle, max(0.0, middle - spread), middle + spread))
+    return points
+
+
+def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
+    """Return the groups of classes by frequency, or an empty list if the runs were not measured by group."""
+    points = (point for record in records for point in (record.get("curve") or ())[-1:])
+    return next((point["raw_groups"] for point in points if "raw_groups" in point), [])
+
+
+def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the final runs by method, for methods whose runs all have rows of diagnostics.RawRecorder."""
+    finals = by_method(in_phase(records, "final"))
+    return {
+        method: runs
+        for method, runs in finals.items()
+        if all(any("raw_layers" in row for row in run.get("curve") or ()) for run in runs)
+    }
+
+
+def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
+    """Return RawRecorder's numbers as means over all rows of the runs; nan for a number that no row has."""
+    rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
+    found: dict[str, float] = {}
+    for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
+        values = [row[name] for row in rows if is_finite(row[name])]
+        found[name] = statistics.fmean(values) if values else math.nan
+    return found
+
+
+def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:
+    """Return RawRecorder's last histograms over all seeds: "edges", and by kind the share of coordinates per bin."""
+    last = [run["curve"][-1]["raw_moments"] for run in runs if "raw_moments" in run["curve"][-1]]
+    if not last:
+        return {}
+    found: dict[str, list[float]] = {"edges": last[0]["edges"]}
+    for kind in (kind for kind in last[0] if kind != "edges"):
+        counts = [sum(column) for column in zip(*(histogram[kind] for histogram in last), strict=True)]
+        found[kind] = [count / sum(counts) for count in counts]
+    return found

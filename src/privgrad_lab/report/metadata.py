@@ -1,0 +1,131 @@
+"""The facts of a report apart from the records: data, plan, total privacy cost, specification and machine."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privgrad.accounting.accountant import epsilon
+from privgrad.ledger.ledger import Ledger
+from privgrad.plan import PrivacyPlan
+from privgrad.training.schedule import Schedule
+from privgrad.types import COVERED
+from privgrad_lab.records import Record
+from privgrad_lab.runner import Run
+from privgrad_lab.spec import AdaptiveClipTable, FilterTable, MethodTable, Spec
+from privgrad_lab.tuner import candidate_of
+
+
+def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
+    """Return the facts of a report apart from its records, as `write_report` takes them.
+
+    There is at least one record. The total epsilon covers every ledger in the folder `out`.
+    """
+    plan = spec.plan(None)
+    seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
+    finals = {str(record["method"]): record for record in records if record["phase"] == "final"}
+    rules = {method: record.get("adaptive_clip") for method, record in finals.items()}
+    moved = {m: f" at first, moved by {AdaptiveClipTable(**rule).make()!r}" for m, rule in rules.items() if rule}
+    norms = {method: f"{record['max_grad_norm']:g}{moved.get(method, '')}" for method, record in finals.items()}
+    filters = {m: FilterTable(**record["filter"]) for m, record in finals.items() if record.get("filter")}
+    averages = {m: repr(filters[m].point or filters[m].make()) if m in filters else "none" for m in finals}
+    groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
+    ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
+    facts = [str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()]
+    drawn_by = {name for fact in facts for name in fact.split("; ")}
+    return {
+        "title": spec.title,
+        "command": command,
+        "data": records[0]["data"],
+        "model": _model(spec, records[0], out) if len(records) == 1 else None,
+        "plan": {name: value for name, value in asdict(plan).items() if name != "correlation"}
+        | {
+            "seed": ", ".join(map(str, seeds)) or None,
+            "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
+            "group_size": _by_method(groups),
+            **_turns(spec, plan),
+            "filter": _by_method(averages) or "none",
+            "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
+            "noise_generator": "; ".join(sorted(drawn_by)) or None,
+            "augmentation_multiplicity": spec.run.augmentation_multiplicity,
+            "ema_decay": spec.run.ema_decay or "none",
+            "schedule": _by_method({m.name: _schedule(spec, m) for m in spec.methods}),
+            "neighboring_relation": plan.neighboring_relation,
+            "privacy_unit": plan.privacy_unit,
+        },
+        "total_epsilon": _total_epsilon(spec, records, ledgers),
+        "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _model(spec: Spec, record: Record, out: Path) -> str:
+    """Return where the model of a single training is, and how to load it."""
+    if record.get("head") is not None:
+        return f'load it by privgrad.Head.load("{record["head"]}")'
+    (method,) = (method for method in spec.methods if method.name == record["method"])
+    name = Run(method, candidate_of(record), record["seed"], record["phase"]).name
+    key = "averaged" if spec.run.ema_decay else "model"
+    return f'torch.load("{out / "runs" / name / "checkpoint.pt"}")["{key}"] is its state dict; the file is private'
+
+
+def _place(method: MethodTable) -> str:
+    """Describe the point at which a method evaluates gradients, or the contribution of a user."""
+    if method.local is not None:
+        epochs = "an epoch" if method.local.epochs == 1 else f"{method.local.epochs} epochs"
+        return f"w minus its weights after {epochs} of SGD on its own examples, in batches of {method.local.batch_size}"
+    if method.filter is not None and method.filter.rule == "DiSK":
+        return "ahead of the weights (DiSK)"
+    if method.perturb is None:
+        return "at the weights"
+    if method.perturb.rule == "RawSAM":
+        return "along the private batch's own mean gradient, NOT private (RawSAM)"
+    return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
+
+
+def _schedule(spec: Spec, method: MethodTable) -> str:
+    schedule = spec.schedule_of(method) or Schedule()
+    return f"{schedule.decay}, warm-up {schedule.warmup:g}" if schedule.warmup else schedule.decay
+
+
+def _turns(spec: Spec, plan: PrivacyPlan) -> dict[str, str | float]:
+    """Return bands, sampling rate and noise multiplier, each by method if methods have noise with memory."""
+    if all(method.bands is None for method in spec.methods):
+        return {"bands": "1", "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
+    plans = {method.name: spec.plan(None, method) for method in spec.methods}
+    return {
+        "bands": _by_method({name: str(own.bands) for name, own in plans.items()}),
+        "sample_rate": _by_method({name: f"{own.group_rate:.4g}" for name, own in plans.items()}),
+        "noise_multiplier": _by_method({name: f"{own.noise_multiplier:.4g}" for name, own in plans.items()}),
+    }
+
+
+def _by_method(values: Mapping[str, str]) -> str:
+    """Return the value that all methods share, or a list of each method's own value."""
+    if len(set(values.values())) > 1:
+        return ", ".join(f"{value} ({method})" for method, value in values.items())
+    return next(iter(values.values()), "")
+
+
+def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
+    """Return the total cost of all trainings in a folder, from their ledgers; None if that of a record is missing."""
+    methods = {method.name: method for method in spec.methods}
+    for record in records:
+        run = Run(methods[record["method"]], candidate_of(record), record["seed"], record["phase"])
+        tuned = replace(run, phase="tuning")  # a final run that repeats a tuning run has no folder of its own
+        if not {run.name, tuned.name} & ledgers.keys():
+            return None
+    releases = [release for ledger in ledgers.values() for release in ledger.charged]
+    covered = spec.privacy.sampling in COVERED
+    return {
+        "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),
+        "runs": len(ledgers),
+        "covered": covered,
+        "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
+        "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tuning_scale > 1 else None,
+    }

@@ -1,0 +1,249 @@
+"""Show records of trainings as plots and as one self-contained web page."""
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from privgrad import optim
+from privgrad.accounting.accountant import rounded_up
+from privgrad.diagnostics.gradient_stats import SecondMoment, released_verdict, verdict
+from privgrad.errors import expected
+from privgrad.optim.debiased import Debiased
+from privgrad.types import COVERED
+from privgrad_lab import records as recorded
+from privgrad_lab.metrics import title
+from privgrad_lab.records import Record
+from privgrad_lab.report import figures, texts
+
+_TUNED_BY = {
+    "raw_train_loss": "Training loss (NOT PRIVATE)",
+    "validation_accuracy": "Validation {score}",
+    "validation_loss": "Validation loss",
+}
+_PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
+
+
+def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
+    """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
+
+    Args:
+        records: one mapping per training run; at least one with phase "final".
+        metadata: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
+        folder: the output folder; it is created if it does not exist. An earlier report in it is replaced.
+    Returns:
+        Path of index.html, which embeds its plots and needs no other file.
+    Raises:
+        PrivacyError: there is no final run.
+    Privacy:
+        The page states the guarantee of the runs. The results on it are NOT private for the examples on which they
+        were measured.
+    """
+    # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
+    plan = metadata.get("plan") or {}
+    first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
+    last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
+    records = [{**first, **recorded.without_raw(record), **last} for record in records]
+    if not (finals := recorded.in_phase(records, "final")):
+        condition, remedy = 'to hold a run with phase "final"', "add a final run, which is measured on the test set"
+        got = f"{len(records)} runs of the phases {sorted({str(record.get('phase')) for record in records})}"
+        raise expected("write_report", "records", condition, got, remedy)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, total, score = recorded.summarize(records), metadata.get("total_epsilon"), recorded.score_of(records)
+    names, privacy, by = recorded.tuned_names(records), _privacy(records, rows), recorded.tuned_by(records)
+    of_metric = f"Validation {by.removeprefix('validation_').replace('_', ' ')}"
+    if total is not None:
+        given = {key: value for key, value in total.items() if value is not None or key == "value"}
+        total = texts.total_text({"runs": privacy["runs"]} | given, tuned=bool(names))
+    of_users = any(recorded.trains_locally(record) for record in records)
+    page = template("page.html.j2").render(
+        metadata=metadata,
+        plan=plan,
+        on=recorded.measured_on(records),
+        score=score,
+        headline=_headline(
+            rows,
+            scored=any(record.get("score", "accuracy") is not None for record in records),
+            on=recorded.measured_on(records),
+            score=score,
+            one=records[0] if len(records) == 1 and records[0].get("seed") is None else None,
+        )
+        + f" {texts.constants_text(records)}".rstrip(),
+        rows=texts.method_texts(records),
+        rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
+        counts=rows if any(row["tuning_trainings"] for row in rows) else [],
+        trainings=texts.trainings_text(rows),
+        few_clipped=_few_clipped(records),
+        images=_draw_into(folder, records),
+        privacy=privacy,
+        simulated=texts.SIMULATED,
+        total=total,
+        metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
+        tuned_by=_TUNED_BY.get(by, of_metric).format(score=score),
+        tuned=[texts.TUNED_TITLES[name] for name in names],
+        of_users=of_users,
+        released=_released(records, of_users=of_users),
+        diagnoses=_diagnoses(records, of_users=of_users),
+        lost=[run for run in finals if (run.get("updates") or plan.get("steps")) != plan.get("steps")],
+        optimizers={str(record["method"]): _optimizer(record) for record in records},
+        sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
+    )
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    return folder / "index.html"
+
+
+def _few_clipped(records: Sequence[Record]) -> dict[str, str]:
+    """Return, by method that clipped too few gradients, the number of such final trainings as text."""
+    found: dict[str, str] = {}
+    for method, runs in recorded.by_method(recorded.in_phase(records, "final")).items():
+        shares = [run["raw_clip_fraction"] for run in runs if run.get("raw_clip_fraction") is not None]
+        if few := [share for share in shares if share < recorded.FEW_CLIPPED]:
+            found[method] = f"{len(few)} of {len(runs)} final trainings" if len(runs) > 1 else "its final training"
+    return found
+
+
+def _optimizer(record: Record) -> str | None:
+    """Return the optimizer of a run with its options, such as "SGD (momentum 0.9)"; None if it was not recorded."""
+    options = recorded.own_text((record.get("options") or {}).items())
+    return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
+
+
+def _released(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
+    """Return the verdict of the first final training by method, from released values, where these were recorded."""
+    finals = recorded.by_method(recorded.in_phase(records, "final"))
+    held = {method: runs[0]["released"] for method, runs in finals.items() if runs[0].get("released")}
+    return {method: _worded(released_verdict(found), of_users=of_users) for method, found in held.items()}
+
+
+def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
+    """Return the verdict of diagnostics by method."""
+    return {
+        method: _worded(verdict(recorded.diagnosis(runs), _second_moment(runs[0].get("optimizer"))), of_users=of_users)
+        for method, runs in recorded.diagnosed(records).items()
+    }
+
+
+def _worded(verdict: str, *, of_users: bool) -> str:
+    """Return a verdict as the page says it; that of user-level training speaks of updates and rounds."""
+    words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
+    text = verdict.replace("%", " %")
+    for example, user in words.items() if of_users else ():
+        text = text.replace(example, user)
+    return text
+
+
+def _second_moment(optimizer: str | None) -> SecondMoment:
+    """Return the kind of second moment that an optimizer divides by; records give the optimizer's name."""
+    kind = optim.OPTIMIZERS.get(optimizer or "", optim.PrivateOptimizer)
+    if issubclass(kind, Debiased):
+        return "debiased"
+    biased = (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi, optim.MicroAdam)
+    if issubclass(kind, biased):
+        return "biased"
+    without_noise = (optim.SGD, optim.MomentumSGD, optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent)
+    return "none" if issubclass(kind, without_noise) else "unknown"
+
+
+def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """Draw plots and write the wide ones; return, by plot, "wide" and "narrow" as base64, and its "size" there."""
+    draws = {"accuracy": figures.accuracy_figure}
+    if recorded.tuned_names(records):
+        draws["tuning"] = figures.tuning_figure
+    if recorded.groups_of(records):
+        draws["groups"] = figures.groups_figure
+    if watched := recorded.diagnosed(records):
+        draws["diagnosis"] = figures.diagnosis_figure
+        if any(map(recorded.histograms, watched.values())):
+            draws["moments"] = figures.moments_figure
+    # A plot of an earlier report in this folder would show other runs.
+    for name in _PLOTS:
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    images: dict[str, dict[str, str]] = {}
+    for name, draw in draws.items():
+        wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
+        (folder / f"{name}.png").write_bytes(wide)
+        images[name] = {
+            "wide": base64.b64encode(wide).decode(),
+            "narrow": base64.b64encode(narrow).decode(),
+            # A plot with one column gets the width of one column of the other plots.
+            "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
+        }
+    return images
+
+
+@cache
+def template(name: str) -> jinja2.Template:
+    """Return the template of a page with its filters."""
+    folder = resources.files("privgrad_lab.report")
+    loader = jinja2.FunctionLoader(lambda file: folder.joinpath(file).read_text("utf-8"))
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    environment.filters.update(epsilon=texts.epsilon_text, short=_short)
+    return environment.get_template(name)
+
+
+def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool, on: str, score: str, one: Record | None) -> str:
+    """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
+    finite = [row for row in rows if recorded.is_finite(row["test_accuracy_mean"])]
+    ranked = sorted(finite, key=lambda row: -row["test_accuracy_mean"])
+    if not ranked:
+        losses = sorted((r for r in rows if recorded.is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
+        if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
+            best = losses[0]
+            return f"{best['method']} has the lowest mean {on} loss, {texts.row_texts(best)['loss']}; see the spread."
+        return f"No method has a {on} {score} for all of its final runs, so none is best."
+    best, *rest = ranked
+    seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
+    figures = f"{texts.row_texts(best)['accuracy']} over {seeds}"
+    if not rest and one is not None:  # the record of a single training without a research seed
+        ends = one.get("test_interval")
+        within = "" if ends is None else f" (95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
+        return (
+            f"{best['method']} reaches a {on} {score} of {texts.row_texts(best)['accuracy']}{within} in one training."
+        )
+    if not rest:
+        return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
+    lead = f"{best['method']} has the best mean {on} {score}, {figures}"
+    second = rest[0]["method"]
+    gaps = [best["test_accuracy_mean"] - row["test_accuracy_mean"] for row in rest]
+    if best["test_accuracy_std"] is None or rest[0]["test_accuracy_std"] is None:
+        return f"{lead}; with one seed, {100 * gaps[0]:.1f} points more than {second} may be chance."
+    stds = [max(best["test_accuracy_std"], row["test_accuracy_std"] or 0.0) for row in rest]
+    if close := [row["method"] for row, gap, std in zip(rest, gaps, stds, strict=True) if gap <= std]:
+        return f"{lead}: within one standard deviation of {' and '.join(close)}, not a clear winner."
+    return (
+        f"{lead}: {100 * gaps[0]:.1f} points more than {second}, which is larger than the spread over "
+        f"seeds (one standard deviation is at most {100 * stds[0]:.1f} points)."
+    )
+
+
+def _short(value: Any) -> str:
+    """Return a setting as text, with six significant digits and 1e-5 for 1e-05."""
+    if value is None or isinstance(value, jinja2.Undefined):
+        return "not recorded"
+    return f"{value:.6g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute the facts of the privacy statement that depend on the records."""
+    epsilon = recorded.summary_row("all", records)["epsilon"]
+    fixed = [row["method"] for row in rows if row["sampling"] == "fixed"]
+    budgets = {row["epsilon"] for row in rows if row["seeds"]}
+    return {
+        "epsilon": epsilon,
+        "simulates": recorded.simulated_epsilon(records),
+        "factor": rounded_up(math.exp(epsilon), 3) if epsilon is not None and epsilon < 15 else None,
+        "delta": max(recorded.numbers(recorded.in_phase(records, "final"), "delta"), default=None),
+        "fixed": ", ".join(fixed),
+        # Runs of one plan differ in epsilon at most by rounding.
+        "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
+        "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
+        "all_poisson": all(row["sampling"] in COVERED for row in rows),
+        "runs": sum(row["trainings"] for row in rows),
+        "nonfinite": sum(int(record.get("raw_nonfinite_examples") or 0) for record in records),
+    }

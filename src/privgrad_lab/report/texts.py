@@ -1,0 +1,323 @@
+"""Numbers of a report as text, for the web page and for a table on a terminal of 80 columns."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from privgrad.accounting.accountant import two_decimals_up
+from privgrad_lab import records as recorded
+from privgrad_lab.metrics import title
+from privgrad_lab.records import Record
+from privgrad_lab.tuner import Verdict, judge
+
+EDGE, OPEN, PLATEAU = "⚠ edge", "⚠ open end", "plateau"
+MEANINGS = {
+    EDGE: "the chosen value is the smallest or the largest one tried; a better one may lie outside.",
+    OPEN: "the seeds do not show that both ends of the grid are worse.",
+    PLATEAU: "rates next to the chosen one are as good, within the spread over seeds.",
+}
+
+
+def verdicts(records: Sequence[Record]) -> dict[str, Verdict]:
+    """Return the verdict on the grid of each tuned method; empty unless some method was tuned over noise steps."""
+    # Older comparisons, over learning rates alone, have one seed in tuning and therefore no spread to judge by.
+    tuning, key = recorded.in_phase(records, "tuning"), recorded.tuned_by(records)
+    if not any(map(recorded.is_by_noise, tuning)):
+        return {}
+    by = "train_loss" if key == "raw_train_loss" else key.removeprefix("validation_")
+    tuned = {name: runs for name, runs in recorded.by_method(tuning).items() if recorded.numbers(runs, key)}
+    return {name: judge(runs, name, by) for name, runs in tuned.items()}
+
+
+def judged(records: Sequence[Record], rate: str) -> dict[str, Verdict]:
+    """Return the verdicts on grids of at least two rates of one kind: "noise_step" or "lr"."""
+    kinds = {True: "lr", False: "noise_step"}
+    found = verdicts(records).items()
+    return {name: v for name, v in found if len(v.rates) > 1 and kinds[v.best.noise_step is None] == rate}
+
+
+def mark(verdict: Verdict) -> str:
+    """Return the short mark of a verdict, a key of MEANINGS; empty if there is nothing to note."""
+    if len(verdict.rates) < 2:
+        return ""
+    if verdict.leads_at is not None:
+        return EDGE
+    if not verdict.is_inside:
+        return OPEN
+    return PLATEAU if verdict.low != verdict.high else ""
+
+
+def words(verdict: Verdict) -> str:
+    """Return a verdict in words, as `Verdict.text`, but with the edge that holds the best rate."""
+    if verdict.leads_at is None:
+        return verdict.text
+    end = {"low": "lower", "high": "upper"}[verdict.leads_at]
+    return f"best at the {end} edge of {verdict.rates[0]:g} to {verdict.rates[-1]:g}"
+
+
+_EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
+_DASH = "–"
+SIMULATED = "∞ (simulates ε): the mean gradients have the noise of a plan of this ε, in smaller batches; NOT private."
+TUNED_TITLES = {
+    "noise_step": "noise step u",
+    "lr": "learning rate",
+    "max_grad_norm": "clipping norm C",
+    "radius": "radius",
+    "local_lr": "local learning rate",
+}
+
+
+def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the rows of `summarize` as texts, with the verdicts on grids, for the terminal and for the page."""
+    rows, found = recorded.summarize(records), verdicts(records)
+    is_mixed = len({row["rate"] for row in rows}) > 1
+    texts: list[dict[str, Any]] = []
+    for row in rows:
+        verdict, text = found.get(row["method"]), row_texts(row, names_rate=is_mixed)
+        if verdict is not None:
+            others = " and ".join(name for name, key in _EDGES[1:] if row[f"{key}_at_edge"])
+            marks = dict.fromkeys(filter(None, (mark(verdict), EDGE if others else "")))
+            text |= {"at_edge": others, "marks": list(marks), "grid": words(verdict)}
+            text["grid_warns"] = mark(verdict) in (EDGE, OPEN)
+        texts.append(text)
+    return texts
+
+
+def rate_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the rates of `summarize` rows were given: "u" (noise step), "lr", or "rate" if both occur."""
+    kinds = {{"noise_step": "u", "lr": "lr"}[row["rate"]] for row in rows}
+    return kinds.pop() if len(kinds) == 1 else "rate"
+
+
+def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, Any]:
+    """Return one row of `summarize` as texts; with `names_rate`, the rate with its name."""
+    others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
+    others |= {name: row[key] for name, key in _EDGES[2:]} | {"bands": row["bands"] if row["bands"] != 1 else None}
+    rate, measured = row[row["rate"]], row["noise_step"] if row["rate"] == "lr" else None
+    name = f"{rate_title([row])} " if names_rate else ""
+    at_edge = " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"])
+    cost, simulated = epsilon_text(row["epsilon"]), row["simulates_epsilon"]
+    if recorded.is_finite(simulated):
+        cost = f"∞ (simulates {epsilon_text(simulated)})"
+    return {
+        "method": row["method"],
+        "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
+        "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
+        "metrics": {
+            title(name): _spread_text(found["mean"], found["std"], 1, ".3f", "")
+            for name, found in row["metrics"].items()
+        },
+        "epsilon": cost if row["seeds"] else _DASH,
+        "uncovered": row["sampling"] == "fixed",
+        "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
+        "measured": "" if measured is None else f"u {measured:.2g}, measured",
+        "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
+        "own": row["own"].split(", ") if row["own"] else [],
+        "at_edge": at_edge,
+        "marks": [EDGE] if at_edge else [],
+        "grid": "",
+        "grid_warns": False,
+        "seeds": str(row["seeds"]),
+        "clipped": _share_text(row["raw_clip_fraction"]),
+        "few_clipped": row["raw_least_clipped"] is not None and row["raw_least_clipped"] < recorded.FEW_CLIPPED,
+        "floored": _share_text(row["fraction_floored"]),
+        "seconds": f"{row['seconds']:.1f}" if recorded.is_finite(row["seconds"]) else _DASH,
+    }
+
+
+def _share_text(share: float | None) -> str:
+    """Return a share in percent as text; a small one with a decimal, so that it is not rounded up to FEW_CLIPPED."""
+    if share is None or not math.isfinite(share):
+        return _DASH
+    return f"{100 * share:.1f} %" if 0 < share < recorded.FEW_CLIPPED else f"{100 * share:.0f} %"
+
+
+def group_title(group: Mapping[str, float]) -> str:
+    """Return the title of a group of classes: their number, and the number of examples of each."""
+    sizes = f"{group['from']:g}" if group["from"] == group["to"] else f"{group['from']:g} to {group['to']:g}"
+    return f"{group['classes']:g} × {sizes} examples"
+
+
+def trainings_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of trainings, and each method's, of the rows of `summarize`; empty for a single training."""
+    counts = {row["method"]: row["trainings"] for row in rows}
+    total = f"{sum(counts.values())} trainings"
+    total += ", tuning included" if any(row["tuning_trainings"] for row in rows) else ""
+    if sum(counts.values()) < 2 or len(counts) == 1:
+        return "" if sum(counts.values()) < 2 else f"{total}."
+    if len(set(counts.values())) == 1:
+        return f"{total}: {next(iter(counts.values()))} for each method."
+    if len(counts) <= 4:
+        return f"{total}, not equally many: {', '.join(f'{count} ({name})' for name, count in counts.items())}."
+    return f"{total}, not equally many: between {min(counts.values())} and {max(counts.values())} for each method."
+
+
+def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
+    """Return a mean with its standard deviation, if there is one, as text."""
+    if mean is None or not math.isfinite(mean):
+        return _DASH if mean is None else "not finite"
+    text = f"{scale * mean:{form}}{unit}"
+    return text if std is None else f"{text} ± {scale * std:{form}}"
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
+    if epsilon is None or not math.isfinite(epsilon):
+        return "not private"
+    if epsilon > 1e6:
+        return "over 1000000"
+    return two_decimals_up(epsilon)
+
+
+def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
+    """Describe the total cost of all trainings on the same data in one or two sentences.
+
+    Args:
+        total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
+            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise),
+            "simulated" (the trainings that simulate the plan in smaller batches: "all", those of "tuning", or None).
+        tuned: whether some of the trainings were tuning runs.
+    """
+    runs, cost = total["runs"], epsilon_text(total["value"])
+    if cost == "not private":
+        simulated = {"all": "they simulate a plan", "tuning": "tuning simulates the plan"}
+        who = simulated.get(total.get("simulated") or "")
+        why = f": {who} in smaller batches" if who else ""
+        return f"{runs} trainings used the same data; together they have no finite ε{why}."
+    given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
+    if runs == 1:
+        return f"Only this training is counted here: it cost ε = {cost}{given}."
+    tuning = ", tuning included" if tuned else ""
+    save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
+    return (
+        f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
+        f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
+    )
+
+
+def constants_text(records: Sequence[Record]) -> str:
+    """Return what models without inputs would reach, in one or two sentences; "" if that is not recorded."""
+    finals = recorded.in_phase(records, "final")
+    shares = {share for record in finals if (share := record.get("most_frequent_class")) is not None}
+    texts = [f"The most frequent class alone would have {100 * shares.pop():.1f} %."] if len(shares) == 1 else []
+    for constant in sorted({record["class_shares_loss"] for record in finals if "class_shares_loss" in record})[:1]:
+        worse = {record["method"] for record in finals if (record["test_loss"] or 0.0) > constant}
+        several = len({record["method"] for record in finals}) > 1
+        texts += [losses_text(constant, sorted(worse) if several else [])] if worse else []
+    return " ".join(texts)
+
+
+def losses_text(constant: float, methods: Sequence[str] = ()) -> str:
+    """Return a sentence for a test loss (of `methods`, if there are several) above that of the class shares."""
+    of = f" of {', '.join(methods)}" if methods else ""
+    return (
+        f"The class shares alone would have a smaller loss, {constant:.3f}: the probabilities{of} are far off, even if "
+        "they rank well. For a head, try max_grad_norm = 1 (docs/before-training.md, Probabilities)."
+    )
+
+
+_LEAST_ROOM = 16  # for the names of methods, if they are as long; with less room, other columns become narrower
+
+
+def summary_table(records: Iterable[Record]) -> Table:
+    """Return the rows of `summarize` as a table for a terminal of 80 columns.
+
+    The number of seeds is in the caption, if it is the same for all.
+
+    Privacy:
+        NOT private for the examples on which accuracy and loss were measured, and for the share clipped.
+    """
+    records = list(records)
+    rows, texts = recorded.summarize(records), method_texts(records)
+    title, score = rate_title(rows), recorded.score_of(records)
+    columns = {
+        "method": [row["method"] for row in texts],
+        score: [row["accuracy"] for row in texts],
+        "loss": [row["loss"] for row in texts],
+        "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items() if k != score) for row in texts],
+        "ε": [row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "") for row in texts],
+        title: ["\n".join([row["rate"], *row["others"], *row["own"], *row["marks"]]) for row in texts],
+        "seeds": [row["seeds"] for row in texts],
+        "clipped": [row["clipped"] + ("\n⚠ low" if row["few_clipped"] else "") for row in texts],
+        "floored": [row["floored"] for row in texts],
+    }
+    if len({row["seeds"] for row in rows}) == 1:
+        del columns["seeds"]
+    for name in ("clipped", "floored", "metrics"):
+        if set(columns[name]) <= {"–", ""}:
+            del columns[name]
+    columns = _narrowed(columns, title)
+    widths, for_names = _widths(columns)
+    longest = max((len(name) for name in columns["method"]), default=0)
+    # Text, not str: rich must not read a method's name as markup.
+    caption = Text(_caption(records, rows, texts), style="table.caption")
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("method", width=max(min(longest, for_names), len("method")), overflow="fold")
+    for name, width in zip(list(columns)[1:], widths, strict=True):
+        table.add_column(name, justify="right", width=width)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]:
+    """Return the columns, with numbers on more lines as long as there is too little room for the names of methods."""
+    longest = max((len(name) for name in columns["method"]), default=0)
+
+    def fits() -> bool:
+        return _widths(columns)[1] >= min(longest, _LEAST_ROOM)
+
+    if not fits() and {"clipped", "floored"} <= columns.keys():  # one below the other
+        both = zip(columns.pop("clipped"), columns.pop("floored"), strict=True)
+        columns["clipped\nfloored"] = [
+            re.sub(r"\n(⚠) low", r" \1", clipped) + f"\n{floored}" for clipped, floored in both
+        ]
+    if not fits():
+        for name in list(columns)[1:]:
+            if name not in (title, "metrics"):
+                columns[name] = [
+                    re.sub(r" (?=±|\()|(?<=not|ver) |(?<=simulates) ", "\n", cell) for cell in columns[name]
+                ]
+    for name in filter(columns.__contains__, ("metrics", title)):
+        while not fits():  # a metric or a tuned value below its name, the longest first
+            lines = [line for cell in columns[name] for line in cell.split("\n") if re.match(r"[\w@]+ ", line)]
+            if not lines:
+                break
+            widest = max(lines, key=len)
+            columns[name] = [
+                "\n".join(line.replace(" ", "\n", 1) if line == widest else line for line in cell.split("\n"))
+                for cell in columns[name]
+            ]
+    return columns
+
+
+def _widths(columns: Mapping[str, Sequence[str]]) -> tuple[list[int], int]:
+    """Return the widths of all columns after the first, and the width that 80 columns leave for the first."""
+    lines = [[line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()]
+    widths = [max(map(len, column)) for column in lines[1:]]
+    return widths, 80 - sum(widths) - 3 * len(columns) - 1
+
+
+def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lines below the table: the measurement, the marks that occur, and the number of trainings."""
+    counts = {row["seeds"] for row in rows}
+    one = "One seed." if any(record.get("seed") is not None for record in records) else "One training."
+    spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
+    over = {0: "", 1: one} if len(counts) == 1 else {}
+    seeds = over.get(next(iter(counts), 0), spread)
+    lines = [f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these."]
+    lines += filter(None, [constants_text(records)])
+    if recorded.simulated_epsilon(records) is not None:
+        lines.append(SIMULATED)
+    if any(row["rate"] == "noise_step" for row in rows):
+        lines.append("u: noise step.")
+    if any(row["clipped"] != "–" for row in texts):
+        low = "; ⚠: below 10 %, lower C" if any(row["few_clipped"] for row in texts) else ""
+        lines.append(f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}.")
+    used = {mark for row in texts for mark in row["marks"]}
+    lines += [f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used]
+    return "\n".join([*lines, *filter(None, [trainings_text(rows)])]).strip()

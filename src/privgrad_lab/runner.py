@@ -1,0 +1,436 @@
+"""Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped.
+
+No epsilon covers a choice by training loss.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from privgrad import optim
+from privgrad.data import DataSet
+from privgrad.diagnostics import RawRecorder, ReleasedStats
+from privgrad.errors import expected
+from privgrad.heads.head import declared, privacy_of
+from privgrad.optim.debiased import Debiased
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient, RawStep
+from privgrad.progress import bars, note
+from privgrad.training.fitting import fit
+from privgrad.training.run import FitResult
+from privgrad.types import PrivacyUnit
+from privgrad_lab import records as recorded
+from privgrad_lab.build import (
+    make_data,
+    make_model,
+    preconditioner,
+    public_examples,
+    public_gradient,
+    require_model,
+    sizes_text,
+    warm_start,
+)
+from privgrad_lab.featuring import own, save_head
+from privgrad_lab.metrics import constants, interval, losses_for, measure, metrics_of, outcomes, unit_scores
+from privgrad_lab.records import Record
+from privgrad_lab.spec import Candidate, MethodTable, Spec
+from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
+
+if TYPE_CHECKING:
+    from privgrad.integrations.tensorboard import TensorBoard
+
+Phase = Literal["tuning", "final"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a comparison: a method with its tuned values, a seed and a phase."""
+
+    method: MethodTable
+    candidate: Candidate
+    seed: int | None
+    phase: Phase
+
+    @property
+    def name(self) -> str:
+        """The name of the folder for the run's ledger and checkpoint."""
+        norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
+        radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
+        local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
+        name, own = (quote(text, safe=" ,;+=()") for text in (self.method.name, recorded.own_text(self.candidate.own)))
+        own = own and f"-{own}"  # quoted, so that no two runs share a folder
+        return f"{name}{norm}-{recorded.rate_text(self.candidate)}{radius}{local}{own}-{self.phase}-seed{self.seed}"
+
+
+def find_record(records: Sequence[Record], run: Run) -> Record | None:
+    """Return the record of a run, or None if there is none yet."""
+    wanted = (run.method.name, run.candidate, run.seed, run.phase)
+    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == wanted), None)
+
+
+class Prepared(NamedTuple):
+    """The parts of one training, ready for `fit`."""
+
+    model: nn.Module
+    plan: PrivacyPlan
+    private_grad: PrivateGradient
+    optimizer: optim.PrivateOptimizer
+    method: MethodTable  # with the candidate's values of `tune`
+    source: str | None  # of the side information
+    released: ReleasedStats | None  # if the method has a private distribution of norms
+
+
+def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
+    """Make model, plan, optimizer and PrivateGradient of a run from public examples at most; nothing is charged."""
+    if run.seed is not None:
+        torch.manual_seed(run.seed)
+    else:
+        torch.seed()  # the first weights of a private run depend on nothing that came before
+    make_plan = spec.tuning_plan if run.phase == "tuning" else spec.plan
+    model, plan = make_model(spec, data), make_plan(run.seed, run.method, run.candidate.max_grad_norm)
+    method = run.method.with_own(run.candidate)
+    public = public_gradient(method, model, data)
+    if method.warm_start is not None:
+        warm_start(method.warm_start, model, public_examples(method, data), data)
+    optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
+    made = preconditioner(method.precondition, public, model, data)
+    # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.
+    sources = [public and public.source, data.extractor and declared(data.extractor)]
+    others = [source for source in sources if source and source != (made and made.source)]
+    private_grad = PrivateGradient(
+        model,
+        losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
+        plan,
+        perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
+        precondition=made,
+        engine=spec.run.engine,
+        microbatch_size=spec.run.microbatch_size,
+        memory_mb=spec.run.memory_mb,
+        side_information="; ".join(others) or None,
+        **method.parts(),
+    )
+    source = private_grad.ledger.plan_facts["side_information"]
+    has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
+    released = ReleasedStats(private_grad) if has_distribution else None
+    return Prepared(model, plan, private_grad, optimizer, method, source, released)
+
+
+@contextmanager
+def rows_are_units(unit: PrivacyUnit) -> Generator[None]:
+    """Keep `fit` from asking whether a row holds all data of one person: `build.make_data` has checked it."""
+    with warnings.catch_warnings():
+        if unit == "user":
+            warnings.filterwarnings("ignore", "NOT PRIVATE: the plan declares")
+        yield
+
+
+def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
+    """Return the part of a run's record that every kind of comparison has: settings, privacy and speed."""
+    plan = made.plan
+    assert plan.delta is not None
+    return {
+        "method": run.method.name,
+        "optimizer": made.method.optimizer,
+        "options": made.method.options,
+        "precondition": None if made.method.precondition is None else made.method.precondition.model_dump(),
+        "adaptive_clip": None if made.method.adaptive_clip is None else made.method.adaptive_clip.model_dump(),
+        "bands": plan.bands,
+        "filter": None if made.method.filter is None else made.method.filter.model_dump(),
+        **run.candidate._asdict(),
+        "noise_step": _noise_step(run, made.optimizer),
+        "seed": run.seed,
+        "phase": run.phase,
+        "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
+        "simulates_epsilon": made.private_grad.simulated_epsilon,
+        "delta": plan.delta,
+        "sampling": plan.sampling,
+        "score": data.score,
+        "side_information": made.source,
+        "released": None if made.released is None else made.released.summary(),
+        "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
+        "updates": result.updates,
+        "seconds": result.seconds,
+        "examples_per_second": result.examples_per_second,
+    }
+
+
+def _noise_step(run: Run, optimizer: optim.PrivateOptimizer) -> float | None:
+    """Return the noise step of a training's peak rate; None for one without it, and without noise."""
+    if run.candidate.noise_step is not None:
+        return run.candidate.noise_step
+    if run.method.assumed_noise_std is not None:
+        return None
+    for group in optimizer.param_groups:  # the training is over, and a schedule may have lowered the rate
+        group["lr"] = run.candidate.lr
+    step = optimizer.noise_step
+    return float(f"{step:.4g}") if step > 0 else None
+
+
+def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Progress = True) -> list[Record]:
+    """Train the only method of a spec, and return its record, which is also in out/runs.jsonl.
+
+    Without a research seed, the noise comes from the operating system's entropy. A second call resumes an interrupted
+    training. `progress` shows a bar; or `notes_only()` says only where a training resumes.
+
+    Raises:
+        PrivacyError: the spec has several methods, a grid or a total epsilon, or `out` holds runs of another spec or
+        seed.
+    Privacy:
+        `fit` charges each release to the run's ledger. The measurements in the record are NOT private for the examples
+        that they are measured on.
+    """
+    if (total := spec.privacy.total_epsilon) is not None:
+        remedy = "run `privgrad compare`, which spends it on tuning and training; or give target_epsilon in its place"
+        raise expected("train", "privacy.total_epsilon", "to be absent", total, remedy)
+    if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
+        remedy = "keep one in the file, or run `privgrad compare`"
+        got = [method.name for method in spec.methods]
+        raise expected("train", "methods", "to be exactly one, with one lr and one max_grad_norm", got, remedy)
+    run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
+    recorded.require_same(out, recorded.describe(spec))
+    if others := {record["seed"] for record in recorded.read_records(out)} - {seed}:
+        remedy = "choose another --out: each seed is an experiment of its own"
+        raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
+    data = open_folder(spec, out)
+    if find_record(recorded.read_records(out), run) is None:
+        recorded.append(out, [_train_one(spec, run, data, out, progress=progress)])
+    else:
+        note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
+    return recorded.read_records(out)
+
+
+def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
+    """Train every method under one budget: tune each method, then train it with every seed.
+
+    Tuning compares candidates as TuningTable says. With `tuning.noise_steps`, all private methods are tuned over one
+    grid, with the same number of trainings (see `tuner.wider`). Each training has its own ledger. The records are in
+    the order of their runs, also in out/runs.jsonl.
+
+    Raises:
+        PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec or of `train`.
+    """
+    data, tuning = open_folder(spec, out), spec.tuning
+    if any(record["seed"] is None for record in recorded.read_records(out)):
+        remedy = "choose another --out: a comparison has research seeds, and would mix with the private run"
+        raise expected("compare", f"{out}", "to hold runs of a comparison", "a run of `privgrad train`", remedy)
+    if tuning is not None and tuning.by == "accuracy" and data.score is None:
+        got = "'accuracy' of data without a score"
+        raise expected("compare", "tuning.by", "to be measured", got, 'set by = "loss"')
+    with bars(shown=progress) as bar:
+        _Comparison(spec, data, out, bar).run()
+    return recorded.read_records(out)
+
+
+class _Comparison:
+    """The trainings of a comparison in one folder. A training that has a record there is not repeated."""
+
+    def __init__(self, spec: Spec, data: DataSet, out: Path, bar: Progress) -> None:
+        self._spec, self._data, self._out, self._bar = spec, data, out, bar
+        self._seeds = [] if spec.tuning is None else spec.tuning.seeds
+        self._by = "accuracy" if spec.tuning is None else spec.tuning.by
+        self._tried: set[tuple[str, Candidate]] = set()
+        tuned = [method for method in spec.methods if spec.is_tuned(method)]
+        planned = sum(len(spec.grid(method)) for method in tuned) * len(self._seeds)
+        self._task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
+        if done := len(recorded.read_records(out)):
+            note(bar, f"already complete: {done:,} trainings in {out}")
+
+    def run(self) -> None:
+        """Tune the methods that share a grid, then each other one, and train each with its best candidate."""
+        spec, extend = self._spec, self._spec.tuning is not None and self._spec.tuning.extend
+        fair = [method for method in spec.methods if spec.is_tuned(method) and spec.shares_grid(method)]
+        for method in fair:
+            self._tune(method, spec.grid(method))
+        names = [method.name for method in fair]
+        while fair and extend and (rates := wider(self._seen(), names, self._by)) is not None:
+            for method in fair:
+                more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
+                self._tune(method, more, is_planned=False)
+        for method in spec.methods:
+            if method in fair:
+                best = best_candidate(self._seen(), method.name, self._by)
+            else:
+                best = self._tune_alone(method) if spec.is_tuned(method) else spec.grid(method)[0]
+            self._train(method, best, spec.run.seeds, "final")
+
+    def _tune_alone(self, method: MethodTable) -> Candidate:
+        """Tune a method over its own grid, which may grow beyond its edges; return the best candidate."""
+        tuning = self._spec.tuning
+        self._tune(method, self._spec.grid(method))
+        while tuning is not None and tuning.extend and not method.has_fixed_rate:
+            if (candidate := beyond_edge(self._seen(), method.name, self._by)) is None:
+                break
+            self._tune(method, [candidate], is_planned=False)
+        return best_candidate(self._seen(), method.name, self._by)
+
+    def _tune(self, method: MethodTable, candidates: Iterable[Candidate], *, is_planned: bool = True) -> None:
+        for candidate in candidates:
+            if not is_planned:  # the bar counts the first grids only
+                total = self._bar.tasks[self._task].total or 0
+                self._bar.update(self._task, total=total + len(self._seeds))
+            self._train(method, candidate, self._seeds, "tuning")
+
+    def _train(self, method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
+        spec, out, bar = self._spec, self._out, self._bar
+        self._tried.add((method.name, candidate))
+        for run in (Run(method, candidate, seed, phase) for seed in seeds):
+            bar.update(self._task, note=f"{phase}  {method.name}  {recorded.rate_text(candidate)}  seed {run.seed}")
+            if find_record(recorded.read_records(out), run) is None:
+                record = _tuned_already(spec, run, out) or _train_one(spec, run, self._data, out, progress=bar)
+                recorded.append(out, [record | {"tuned_by": None if spec.tuning is None else measurement_of(self._by)}])
+            bar.advance(self._task)
+
+    def _seen(self) -> list[Record]:
+        """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""
+        records = recorded.read_records(self._out)
+        return [record for record in records if (record["method"], candidate_of(record)) in self._tried]
+
+
+def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
+    """Do one run with `fit`, in its own folder, and return its record."""
+    folder = out / "runs" / run.name
+    spec, data = own(spec, run.method, data)
+    made = prepare(spec, run, data)
+    plan, private_grad = made.plan, made.private_grad
+    by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
+    validated = run.phase == "tuning" and not by_train_loss
+    # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
+    recorder = RawRecorder(made.optimizer) if spec.run.diagnose and not validated else None
+    board = _tensorboard(folder, data) if spec.run.tensorboard else None
+    clipped = _ClipFraction(plan.steps)
+
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        measured = measure(model, data.validation if validated else data.test, data)
+        raw = {name: value for name, value in measured.items() if name.startswith("raw_")}
+        raw |= {} if recorder is None else recorder.row()
+        if raw and plan.seed is None:  # a private run keeps what was computed before the noise apart
+            path = out / "raw" / f"{run.name}.jsonl"
+            recorded.make_secret(path.parent)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": private_grad.ledger.releases} | raw) + "\n")
+            return {name: value for name, value in measured.items() if name not in raw}
+        return measured | raw
+
+    if recorder is not None:
+        private_grad.register_raw_observer(recorder.observe)
+    if plan.seed is not None and not run.method.non_private:
+        private_grad.register_raw_observer(clipped.observe)
+    with rows_are_units(plan.privacy_unit):
+        result = fit(
+            private_grad,
+            made.optimizer,
+            data.train,
+            scheduler=spec.schedule_of(run.method),
+            evaluate=evaluate,
+            num_evaluations=spec.run.num_evaluations,
+            on_evaluate=board,
+            ema_decay=spec.run.ema_decay,
+            output_dir=folder,
+            progress=progress,
+        )
+    if board is not None:
+        board.close()
+    if run.phase == "final" and clipped.fraction is not None and clipped.fraction < recorded.FEW_CLIPPED:
+        warnings.warn(
+            f"NOT PRIVATE: {run.method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of its "
+            f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
+            stacklevel=2,
+        )
+    model, last = result.averaged or made.model, result.curve[-1]
+    record = facts_of(run, made, data, result) | {
+        "measured_on": data.measured_on,
+        "test_accuracy": None if validated else last.get("accuracy"),
+        "test_loss": None if validated else last["loss"],
+        **({} if validated else constants(data.test, data)),
+        "validation_accuracy": last.get("accuracy") if validated else None,
+        "validation_loss": last["loss"] if validated else None,
+        **({} if clipped.fraction is None else {"raw_clip_fraction": clipped.fraction}),
+        # Histograms are kept of the last evaluation only.
+        "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
+        "data": sizes_text(spec.data, data, plan),
+    }
+    if plan.seed is None and data.score is not None and not validated:
+        record["test_interval"] = interval(unit_scores(model, data.test, data))
+    record |= _metrics(spec, model, data, record, validated=validated)
+    if run.phase == "final":
+        record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
+    if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
+        record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
+    return record
+
+
+class _ClipFraction:
+    """The share of examples whose gradient was clipped in the last tenth of the steps. NOT private."""
+
+    def __init__(self, steps: int) -> None:
+        self._from, self._clipped, self._examples = steps - math.ceil(steps / 10), 0, 0
+
+    @property
+    def fraction(self) -> float | None:
+        """The share; None before such a step, and without examples."""
+        return self._clipped / self._examples if self._examples else None
+
+    def observe(self, raw: RawStep) -> None:
+        """Count one step."""
+        if raw.step >= self._from:
+            self._clipped += int((raw.clipping.raw_factors < 1).sum())
+            self._examples += len(raw.clipping.raw_factors)
+
+
+def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
+    """Return a TensorBoard writer; it is imported only here, because it is an optional extra."""
+    try:
+        from privgrad.integrations.tensorboard import TensorBoard
+    except ImportError as error:
+        remedy = "pip install 'privgrad[tensorboard]', or set run.tensorboard = false"
+        raise expected("experiments", "tensorboard", "to be installed", error, remedy) from error
+    return TensorBoard(folder / "tensorboard", names={} if data.score is None else {"accuracy": data.score})
+
+
+def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
+    """Return the record of an equal tuning run as a final record, or None."""
+    # If tuning uses the training loss, a tuning run and a final run are the same training with the same measurements.
+    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss" or spec.tuning_scale > 1:
+        return None
+    record = find_record(recorded.read_records(out), replace(run, phase="tuning"))
+    return None if record is None else record | {"phase": "final"}
+
+
+def _metrics(spec: Spec, model: nn.Module, data: DataSet, record: Record, *, validated: bool) -> Record:
+    """Return the metrics of run.metrics on the test part, or the criterion of [tuning] on the validation part."""
+    if not validated:
+        known = {} if data.score is None else {data.score: record["test_accuracy"]}
+        return {"metrics": metrics_of(model, data.test, data, spec.run.metrics, known)} if spec.run.metrics else {}
+    assert spec.tuning is not None
+    by, key = spec.tuning.by, measurement_of(spec.tuning.by)
+    return {} if key in record else {key: metrics_of(model, data.validation, data, [by], {})[by]}
+
+
+def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
+    """Load and check the data, then claim the folder for the spec. Nothing is written before every check has passed."""
+    text = description or recorded.describe(spec)  # of spec.json
+    recorded.require_same(out, text)  # before the data are loaded, which may take minutes
+    data = checked_data(spec)
+    recorded.claim(out, text)
+    return data
+
+
+def checked_data(spec: Spec) -> DataSet:
+    """Load the data, and check that the models, the features and the plan suit them."""
+    plan = spec.plan(None)  # its refusals and warnings come before the data are loaded
+    if spec.tuning_scale > 1:
+        plan.scaled(1 / spec.tuning_scale)
+    data = make_data(spec)
+    for method in spec.methods:
+        require_model(*own(spec, method, data))
+    return data

@@ -1,0 +1,259 @@
+"""Golden values, and calibration that errs on the safe side."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+import privgrad as pg
+from privgrad.accounting import calibration as calibration_cache
+from privgrad.accounting import composition
+from privgrad.accounting.accountant import (
+    Release,
+    attack_success,
+    calibrate,
+    calibrate_noise_multiplier,
+    epsilon,
+    steps_for_budget,
+)
+from reference.calibration import smallest_sigma
+
+# sample rate, sigma, steps, delta, RDP epsilon: SPEC's computed values (E1, 4.5.5, E4, E8, E3, 13.1, ENGINE).
+RDP_GOLDEN = [
+    (2048 / 50_000, 1.0, 552, 1e-5, 7.02),
+    (256 / 549_367, 0.4, 10_730, 1 / 2146, 6.99),
+    (256 / 549_367, 0.4, 10_730, 1e-5, 10.1),
+    (64 / 24_750, 1.0, 12_375, 1 / 24_750, 1.52),
+    (1.0, 10.0, 1795, 1e-5, 28.0),
+    (1.0, 5.0, 448, 1e-5, 28.0),
+    (8 / 1000, 0.7, 2250, 1e-3, 4.13),
+    (20 / 400, 0.3, 20, 1 / 400, 25.5),
+    (20 / 400, 0.3, 40, 1 / 400, 38.1),
+    (0.01, 1.0, 10_000, 1e-5, 6.713),
+    (4096 / 50_000, 10.1, 915, 1e-5, 1.0),  # claim D23: the paper on BAM gives epsilons, and no noise
+    (4096 / 50_000, 5.43, 915, 1e-5, 2.0),
+    (4096 / 50_000, 1.52, 915, 1e-5, 10.0),
+]
+PLD_GOLDEN = [
+    (2048 / 50_000, 1.0, 552, 1e-5, 6.35),
+    (64 / 24_750, 1.0, 12_375, 1 / 24_750, 1.37),
+    (8 / 1000, 0.7, 2250, 1e-3, 3.42),
+    (20 / 400, 0.3, 20, 1 / 400, 19.1),
+    (0.01, 1.0, 10_000, 1e-5, 6.188),
+]
+
+
+def cost(q: float, sigma: float, steps: int, delta: float, accountant: str = "pld") -> float:
+    return epsilon([Release(sigma, q, count=steps)], delta=delta, accountant=accountant)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "golden"), RDP_GOLDEN)
+def test_rdp_golden_values(q: float, sigma: float, steps: int, delta: float, golden: float):
+    assert cost(q, sigma, steps, delta, "rdp") == pytest.approx(golden, rel=0.005)
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "golden"), PLD_GOLDEN)
+def test_pld_golden_values(q: float, sigma: float, steps: int, delta: float, golden: float):
+    found = cost(q, sigma, steps, delta)
+    assert found == pytest.approx(golden, rel=0.005)
+    assert found <= cost(q, sigma, steps, delta, "rdp")
+
+
+def test_against_the_closed_form_of_the_gaussian_mechanism():
+    """One full-batch release: delta(eps) = Phi(1/(2s) - eps s) - e^eps Phi(-1/(2s) - eps s) (Balle, Wang 2018)."""
+    for sigma in (0.5, 1.0, 4.0):
+        found = cost(1.0, sigma, 1, 1e-5)
+
+        def delta_of(eps: float, s: float = sigma) -> float:
+            return float(norm.cdf(0.5 / s - eps * s) - math.exp(eps) * norm.cdf(-0.5 / s - eps * s))
+
+        assert delta_of(found) <= 1e-5 * (1 + 1e-9)
+        assert delta_of(found * 0.995) > 1e-5
+
+
+BUDGETS = [
+    (3.0, 1e-5, 0.01, 1000),
+    (1e-3, 1e-5, 0.01, 100),
+    (0.5, 1e-5, 1.0, 1),
+    (100.0, 1e-5, 0.5, 10),
+    (1000.0, 1e-5, 1.0, 1),
+    pytest.param(1.0, 1e-5, 1e-7, 10, marks=pytest.mark.slow),
+    (3.0, 1e-5, 240 / 1197, 200),
+]
+
+
+@pytest.mark.parametrize(("target", "delta", "q", "steps"), BUDGETS)
+def test_calibration_ends_on_the_safe_side(target: float, delta: float, q: float, steps: int):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=delta, sample_rate=q, steps=steps)
+    assert cost(q, sigma, steps, delta) <= target
+    assert sigma < 0.02 or cost(q, sigma, steps, delta) >= 0.998 * target
+
+
+@pytest.mark.slow
+@given(st.floats(0.3, 20.0), st.floats(0.001, 1.0), st.integers(1, 300))
+@settings(deadline=None, max_examples=20, derandomize=True)
+def test_calibration_is_safe_anywhere(target: float, q: float, steps: int):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
+    assert cost(q, sigma, steps, 1e-6) <= target
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-7, 1.0), st.integers(1, 10**4), st.floats(0.2, 1.0), st.floats(1e-6, 0.3))
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_the_search_ends_on_the_safe_side(target: float, q: float, steps: int, tighter: float, grid: float):
+    """With costs that take no time: PLD is tighter than RDP by some factor, and rounded up to some grid."""
+    grid *= target
+
+    def fast(mechanisms: tuple[Release, ...], delta: float, accountant: str) -> float:
+        (one,) = mechanisms
+        mean = one.sample_rate * math.sqrt(one.count) / one.noise_multiplier
+        by_rdp = mean**2 / 2 + mean * math.sqrt(2 * math.log(1 / delta))
+        return by_rdp if accountant == "rdp" else min(by_rdp, grid * math.ceil(tighter * by_rdp / grid))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "epsilon_of", fast)
+        patch.setattr(calibration_cache, "found", lambda key: None)  # another example's costs, with the same numbers
+        sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
+        assert (found := cost(q, sigma, steps, 1e-6)) <= target
+        assert sigma < 0.1 or found >= 0.998 * target - grid
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "besides"),
+    [pytest.param(3.0, 0.2, 50, [Release(4.0, 1.0)], marks=pytest.mark.slow), (8.0, 1.0, 2, [])],
+)
+def test_calibration_finds_what_bisection_finds(target: float, q: float, steps: int, besides: list[Release]):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-5, sample_rate=q, steps=steps, besides=besides)
+    slowly = smallest_sigma(target, 1e-5, q, steps, besides)
+    found, best = (epsilon([Release(s, q, count=steps), *besides], delta=1e-5) for s in (sigma, slowly))
+    assert 0.998 * target <= found <= target
+    assert best == pytest.approx(found, rel=2e-3)
+
+
+def test_releases_that_already_cost_the_target_leave_nothing():
+    with pytest.raises(pg.PrivacyError, match="the epsilon of the releases in besides"):
+        calibrate_noise_multiplier(
+            target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=10, besides=[Release(0.5, 1.0)]
+        )
+
+
+def test_a_second_calibration_computes_nothing(monkeypatch: pytest.MonkeyPatch):
+    def sigma(**changed: Any) -> float:
+        numbers: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 7}
+        return calibrate_noise_multiplier(**(numbers | changed))
+
+    def refuse(*_: Any) -> float:
+        raise AssertionError("computed")
+
+    first = sigma()
+    real = composition.epsilon_of
+    monkeypatch.setattr(composition, "epsilon_of", refuse)
+    assert sigma() == first
+    for changed in ({"steps": 8}, {"delta": 1e-6}, {"besides": [Release(9.0, 1.0)]}, {"target_epsilon": 2.5}):
+        with pytest.raises(AssertionError, match="computed"):
+            sigma(**changed)
+    (kept,) = calibration_cache.folder().glob("*.json")
+    held = kept.read_text()
+    for damaged in (
+        "",
+        "[]",
+        held[:-5],
+        held.replace(str(first), "NaN"),
+        held.replace(str(first), "-1.0"),
+        held.replace(str(first), "0.9"),
+    ):
+        kept.write_text(damaged)
+        with pytest.raises(AssertionError, match="computed"):
+            sigma()
+    kept.write_text(held)
+    monkeypatch.setattr(calibration_cache, "version", lambda _: "another one")
+    with pytest.raises(AssertionError, match="computed"):
+        sigma()
+    monkeypatch.setattr(composition, "epsilon_of", real)
+    monkeypatch.setattr(calibration_cache, "folder", lambda: kept)  # a file, in which nothing can be kept
+    assert sigma() == first
+
+
+def test_steps_for_budget_is_the_largest_that_fits():
+    steps = steps_for_budget(target_epsilon=0.5, delta=1e-5, sample_rate=0.02, noise_multiplier=3.0)
+    assert cost(0.02, 3.0, steps, 1e-5) <= 0.5 < cost(0.02, 3.0, steps + 1, 1e-5)
+    with pytest.raises(pg.PrivacyError, match="one step"):
+        steps_for_budget(target_epsilon=0.01, delta=1e-5, sample_rate=1.0, noise_multiplier=1.0)
+
+
+def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise():
+    for accountant in ("pld", "rdp"):
+        by_steps = [cost(0.02, 2.0, steps, 1e-5, accountant) for steps in (10, 100, 1000)]
+        by_rate = [cost(q, 2.0, 100, 1e-5, accountant) for q in (0.001, 0.02, 0.1, 1.0)]
+        by_noise = [cost(0.02, sigma, 100, 1e-5, accountant) for sigma in (4.0, 2.0, 1.0)]
+        for row in (by_steps, by_rate, by_noise):
+            assert (np.diff(row) > 0).all()
+
+
+def test_no_release_costs_nothing_and_no_noise_costs_everything():
+    assert epsilon([], delta=1e-5) == 0.0
+    assert cost(0.1, 1.0, 0, 1e-5) == 0.0
+    assert cost(0.1, 0.0, 1, 1e-5) == math.inf
+
+
+def test_releases_compose_in_any_order():
+    a, b = Release(1.0, 0.01, count=100), Release(2.0, 0.1, count=50)
+    both = epsilon([a, b], delta=1e-5)
+    assert both == epsilon([b, a], delta=1e-5)
+    assert both == epsilon([a, Release(2.0, 0.1, count=20), Release(2.0, 0.1, count=30)], delta=1e-5)
+    assert both > max(epsilon([a], delta=1e-5), epsilon([b], delta=1e-5))
+
+
+def test_fixed_size_batches_are_not_covered():
+    fixed = [Release(1.0, 0.01, "fixed", 100)]
+    with pytest.raises(pg.SamplingError, match="not covered by the accountant"):
+        epsilon(fixed, delta=1e-5)
+    assert epsilon(fixed, delta=1e-5, assume_poisson=True) == cost(0.01, 1.0, 100, 1e-5)
+    with pytest.raises(pg.SamplingError, match=r"draw Poisson samples\.$"):  # it has no such argument
+        calibrate(lambda sigma: [Release(sigma, 0.01, "fixed", 100)], target_epsilon=3.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, math.nan, "0.1"])
+def test_a_false_positive_rate_out_of_range_is_refused(rate: Any):
+    with pytest.raises(pg.PrivacyError, match=r"false_positive_rate to be in \(0, 1\)"):
+        attack_success([Release(1.0, 0.01)], false_positive_rate=rate)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -0.1, 2.0, math.nan])
+def test_delta_out_of_range_is_refused(delta: float):
+    with pytest.raises(pg.PrivacyError, match="delta"):
+        epsilon([], delta=delta)
+    with pytest.raises(pg.PrivacyError, match="delta"):
+        calibrate_noise_multiplier(target_epsilon=1.0, delta=delta, sample_rate=0.1, steps=1)
+
+
+def test_extreme_noise_is_infinite_or_nothing_but_no_traceback():
+    assert cost(0.1, 1e-6, 10, 1e-5) > 1e9
+    assert cost(0.1, 1e160, 10, 1e-5) >= 0.0
+    assert cost(0.1, 1e-200, 1, 1e-5) == math.inf
+    assert cost(5e-324, 1.0, 1, 1e-5) >= 0.0
+    sigma = calibrate_noise_multiplier(target_epsilon=1e-4, delta=1e-12, sample_rate=1.0, steps=1)
+    assert cost(1.0, sigma, 1, 1e-12) <= 1e-4
+
+
+def test_rounding_makes_nothing_free():
+    """How likely some release is beyond a point, with an example (a little likelier) and without, bounds epsilon."""
+    sigma, q, steps, delta = 0.5, 1e-15, 10**12, 1e-15
+    at_least = 0.0
+    for point in np.linspace(0.0, 4.0, 30):
+        absent, present = norm.sf(point / sigma), norm.sf((point - 1) / sigma)
+        without = -math.expm1(steps * math.log1p(-absent))
+        more = (1 - without) * -math.expm1(steps * math.log1p(-q * (present - absent) / (1 - absent)))
+        if more > delta:
+            at_least = max(at_least, math.log1p((more - delta) / without))
+    assert 0 < at_least <= cost(q, sigma, steps, delta, "rdp") < 10
+
+
+def test_a_target_that_cannot_be_met_is_refused():
+    with pytest.raises(pg.PrivacyError, match="target_epsilon to be within reach"):
+        calibrate_noise_multiplier(target_epsilon=1e-12, delta=1e-12, sample_rate=1.0, steps=1)
+    with pytest.raises(pg.PrivacyError, match="accountant"):
+        cost(0.1, 1.0, 1, 1e-5, "prv")

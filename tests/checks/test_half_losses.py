@@ -1,0 +1,110 @@
+"""Losses in half precision are compared in float32 too, because their own tolerance hides a dependence."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import privgrad as pg
+from privgrad.checks.model_and_loss import check_loss
+from privgrad.types import LossFunction
+
+
+class Centered(nn.Module):
+    """Subtracts a share of the batch's mean."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.first, self.last = share, nn.EmbeddingBag(50, 16), nn.Linear(16, 2)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.first(words) * self.scale
+        return self.last(x - self.share * x.mean(0))
+
+
+class Quantized(nn.Module):
+    """Rounds activations to eight bits with one scale for the batch, as BitLinear with a scale per tensor does."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.first, self.last = share, nn.EmbeddingBag(50, 16), nn.Linear(16, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.first(words)
+        scale = 127 / x.detach().abs().max()
+        return self.last(x + self.share * ((x * scale).round() / scale - x).detach())
+
+
+def losses(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def under_autocast(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1], reduction="none")
+
+
+def converted(model: nn.Module, batch: Any) -> Tensor:
+    """Converts its logits in all ways."""
+    logits = model(batch[0]).bfloat16().half().to(torch.bfloat16).to(dtype=torch.float16)
+    return F.cross_entropy(logits, batch[1], reduction="none")
+
+
+WAYS: dict[str, tuple[torch.dtype, LossFunction]] = {
+    "bfloat16": (torch.bfloat16, losses),
+    "float16": (torch.float16, losses),
+    "autocast": (torch.float32, under_autocast),
+    "bfloat16 under autocast": (torch.bfloat16, under_autocast),
+    "converted": (torch.bfloat16, converted),
+}
+
+
+def made(kind: type[Centered | Quantized], share: float, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(share).to(dtype)
+
+
+def examples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(50, (64, 6), generator=generator), torch.randint(2, (64,), generator=generator)
+
+
+@pytest.mark.parametrize("kind", [Centered, Quantized])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dependence_that_half_precision_hides_is_refused(way: str, kind: Any):
+    dtype, loss = WAYS[way]
+    model = made(kind, 0.05 if kind is Centered else 1.0, dtype)
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example only"):
+        check_loss(model, loss, examples())
+
+
+@pytest.mark.parametrize("kind", [Centered, Quantized])
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_of_their_own_examples_are_accepted_in_half_precision(way: str, kind: Any):
+    dtype, loss = WAYS[way]
+    model = made(kind, 0.0, dtype)
+    check_loss(model, loss, examples())
+    assert {x.dtype for x in model.state_dict().values()} == {dtype}
+
+
+class Insists(Centered):
+    """Takes half precision only; or computes with a tensor in half precision that is no parameter."""
+
+    def __init__(self, *, raises: bool) -> None:
+        super().__init__(0.0)
+        self.raises, self.held = raises, torch.ones((), dtype=torch.bfloat16)
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.raises and self.last.weight.dtype == torch.float32:
+            raise TypeError("expected half precision")
+        return super().forward(words) * self.held
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_model_that_insists_on_half_precision_is_compared_in_it_alone(raises: bool):
+    torch.manual_seed(0)
+    check_loss(Insists(raises=raises).bfloat16(), losses, examples())

@@ -1,0 +1,196 @@
+"""Which trainings are known for which weights: copies, parts, wrappers, files that were opened again, and pickles."""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.accounting.accountant import rounded_up
+from privgrad.checks.model_and_loss import configuration
+
+
+def train(model: nn.Module, folder: Path | None = None, *, steps: int = 2, **changed: Any) -> pg.FitResult:
+    private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=steps, delta=1e-3, **changed))
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    return pg.fit(private_grad, optimizer, make_data(), output_dir=folder, progress=False)
+
+
+def test_a_second_training_that_its_ledger_does_not_count_gets_a_warning(tmp_path: Path):
+    model = make_model()
+    train(model, tmp_path)
+    private_grad = pg.PrivateGradient(copy.deepcopy(model), loss_fn, make_plan(delta=1e-3))
+    batch = next(iter(private_grad.plan.batches(make_data())))
+    with pytest.warns(UserWarning, match=r"trained before, with 2 releases that this ledger does not count"):
+        private_grad(batch)
+    train(model, tmp_path, steps=4)  # the same ledger, opened again, counts all of them
+    budget = pg.Budget(
+        tmp_path / "budget.jsonl", total_epsilon=99.0, delta=1e-3, num_examples=32, privacy_unit="example"
+    )
+    twice = make_model()
+    for name in ("one", "two"):
+        plan = make_plan(delta=1e-3)
+        ledger = budget.open_ledger(tmp_path / name / "ledger.jsonl", plan)
+        private_grad = pg.PrivateGradient(twice, loss_fn, plan, ledger=ledger)
+        private_grad(next(iter(plan.batches(make_data()))))
+
+
+def test_a_saved_model_that_was_loaded_is_named_by_the_next_save(tmp_path: Path):
+    model = make_model()
+    first = pg.save(model, tmp_path / "a", ledger=train(model).ledger)
+    other = make_model()
+    pg.load(other, tmp_path / "a")
+    said = pg.save(other, tmp_path / "b", ledger=train(other).ledger)
+    (named,) = (line for line in said.sections[-1].sentences if "were loaded into the model" in line)
+    assert f"epsilon = {rounded_up(first.numbers['epsilon'], 3)} and delta = 0.001" in named
+    assert "were loaded into the model" in str(
+        pg.save(copy.deepcopy(other), tmp_path / "c", ledger=pg.ledgers_of(other))
+    )
+
+
+def counts(model: nn.Module) -> list[int]:
+    return sorted(ledger.releases for ledger in pg.ledgers_of(model))
+
+
+def shared(model: Any) -> nn.Module:
+    other = nn.Linear(5, 4)
+    other.weight = model[0].weight
+    return other
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    made = make_model()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+DERIVED: dict[str, Callable[[Any], nn.Module]] = {
+    "itself": lambda model: model,
+    "a copy": copy.deepcopy,
+    "a shallow copy": copy.copy,
+    "a copy of a part": lambda model: copy.deepcopy(model[0]),
+    "a wrapper": lambda model: nn.Sequential(model, nn.Softmax(1)),
+    "a copy of a wrapper": lambda model: copy.deepcopy(nn.Sequential(model, nn.Softmax(1))),
+    "other precision and back": lambda model: model.double().float(),
+    "a module with one of its parameters": shared,
+    "parametrized": lambda model: nn.Sequential(parametrizations.weight_norm(copy.deepcopy(model)[0])),
+    "compiled": torch.compile,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("derived", DERIVED)
+def test_weights_keep_their_trainings(derived: str):
+    model = make_model()
+    train(model, steps=2)
+    made = DERIVED[derived](model)
+    train(model, steps=3)
+    gc.collect()
+    is_copy = ("copy" in derived and "shallow" not in derived) or derived == "parametrized"
+    assert counts(model) == [2, 3]
+    assert counts(made) == ([2] if is_copy else [2, 3])
+
+
+def test_a_training_that_goes_on_is_counted_as_far_as_it_went():
+    model, plan = make_model(), make_plan(delta=1e-3, steps=3)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    assert pg.ledgers_of(model) == []  # nothing released
+    made, seen = copy.deepcopy(model), list[list[int]]()
+    for batch in plan.batches(make_data()):
+        private_grad(batch)
+        seen.append(counts(model) + counts(made))
+    assert seen == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_file_that_is_opened_again_is_one_training(tmp_path: Path):
+    model = make_model()
+    first, again = train(model, tmp_path / "run"), train(model, tmp_path / "run")
+    assert first.ledger is not again.ledger
+    assert counts(model) == [2]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    train(model, tmp_path / "run")  # another training at the path of the first
+    assert counts(model) == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:1 charged steps")
+def test_a_record_covers_what_its_file_held_when_it_was_read(tmp_path: Path):
+    model, plan = make_model(), make_plan(delta=1e-3, steps=3)
+    early = None
+    for steps in (1, 3):
+        ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+        for batch in plan.batches(make_data(), start=ledger.next_step):
+            private_grad(batch)
+            if ledger.releases == steps:
+                break
+        ledger.close()
+        early = early or ledger
+    assert (early and early.releases, counts(model)) == (1, [3])
+    with pytest.raises(pg.PrivacyError, match=r"a training with 3 releases, recorded in .*ledger\.jsonl; give"):
+        pg.save(model, tmp_path / "saved", ledger=early)
+    assert pg.save(model, tmp_path / "saved", ledger=tmp_path / "ledger.jsonl").numbers["releases"] == 3
+
+
+def test_a_frozen_part_was_not_trained():
+    encoder = nn.Linear(5, 5).requires_grad_(False)
+    for _ in range(2):  # several heads on one encoder
+        model = nn.Sequential(encoder, make_model())
+        train(model)
+        assert counts(model) == [2]
+    assert pg.ledgers_of(encoder) == []
+
+
+def test_weights_from_elsewhere_have_no_known_training():
+    model = make_model()
+    train(model)
+    assert pg.ledgers_of(loaded(model)) == []
+    whole = pickle.loads(pickle.dumps(model))
+    assert pg.ledgers_of(whole) == []
+    train(whole, steps=3)
+    assert counts(whole) == [3]
+
+
+def test_a_pickled_model_loads_without_privgrad(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(5, 3))
+    train(model)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(dict(model.named_parameters()), tmp_path / "parameters.pt")
+    torch.load(tmp_path / "parameters.pt", weights_only=True)
+    read = f"import sys, torch; torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True).stdout
+    assert "torch" in told.split()
+    assert not [name for name in told.split() if name.startswith("privgrad")]
+
+
+def test_trainings_are_forgotten_with_the_weights():
+    model = make_model()
+    alive = weakref.ref(train(model).ledger)
+    made = copy.deepcopy(model)
+    gc.collect()
+    assert alive() is not None
+    del model
+    gc.collect()
+    assert alive() is not None  # its copy is there
+    del made
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_note_leaves_the_model_as_it_is():
+    model = make_model()
+    before = list(model.state_dict()), list(model.buffers()), str(model), configuration(model)
+    train(model)
+    assert (list(model.state_dict()), list(model.buffers()), str(model), configuration(model)) == before
+    rows = torch.rand(3, 5)
+    torch.testing.assert_close(torch.func.functional_call(model, model.state_dict(), rows), model(rows))

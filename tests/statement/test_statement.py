@@ -1,0 +1,231 @@
+"""The statement on ledgers: its sentences say what the ledgers hold, and its numbers are those of the accountant."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import norm
+from typer.testing import CliRunner
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.accounting.accountant import Release, attack_success, rounded_up
+from privgrad.cli import app
+from privgrad.statement.text import budget_statement, statement
+
+
+def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
+    """The ledger of a short training."""
+    plan = make_plan(**({"delta": 1e-3} | changed))
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    for batch in plan.batches(make_data()):
+        if private_grad.ledger.releases < steps:
+            private_grad(batch)
+    private_grad.ledger.close()
+    return private_grad.ledger
+
+
+def test_the_statement_says_what_must_not_follow_from_results():
+    model, ledger = make_model(), pg.Ledger()
+
+    def train(steps: int) -> str:
+        plan = make_plan(steps=steps, delta=1e-3)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+        for batch in plan.batches(make_data(), start=ledger.next_step):
+            private_grad(batch)
+        return str(statement([ledger]))
+
+    doubt = "no number here is a guarantee"
+    assert doubt not in train(3)
+    assert ledger.planned_steps == (3,)
+    assert "if the number of steps, which changed, was fixed beforehand" in train(5)
+    assert ledger.planned_steps == (3, 5)
+    stopped = str(statement([trained(2)]))
+    assert "Of 10 planned steps, 2 are released. If results decided when to stop, the number here is no" in stopped
+    assert "The PLD number holds if the plans of all ledgers were" in str(statement([ledger, trained(10)]))
+
+
+def test_the_statement_quotes_the_accountant():
+    ledger = trained()
+    found = statement([ledger])
+    assert found.numbers["epsilon"] == ledger.epsilon(delta=1e-3)
+    assert found.numbers["epsilon_rdp"] == ledger.epsilon(delta=1e-3, accountant="rdp")
+    text = str(found)
+    assert f"epsilon = {rounded_up(found.numbers['epsilon'], 3)} and delta = 0.001" in text
+    assert f"Quote epsilon = {rounded_up(found.numbers['epsilon'], 4)}" in text
+    assert "2 noisy gradients" in text
+    assert "declared to have 32 rows or more" in text
+    assert "A person with several rows is protected less" in text
+    assert "would satisfy" not in text
+    assert statement([ledger], delta=1e-6).numbers["epsilon"] > found.numbers["epsilon"]
+    both = statement([ledger, trained()])
+    assert both.numbers["releases"] == 4
+    assert both.numbers["epsilon"] > found.numbers["epsilon"]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.001, 0.01, 0.1])
+def test_the_attack_bound_is_that_of_the_best_attack_on_one_gaussian(sigma: float, alpha: float):
+    best = float(norm.cdf(norm.ppf(alpha) + 1 / sigma))
+    found = attack_success([Release(sigma, 1.0)], false_positive_rate=alpha)
+    assert best <= found <= best * 1.01 + 0.001
+
+
+def test_the_attack_bound_grows_with_the_releases_and_ends_at_its_limits():
+    found = [attack_success([Release(1.0, 0.1, count=n)], false_positive_rate=0.01) for n in (0, 1, 10, 100, 10_000)]
+    assert found == sorted(found)
+    assert found[0] == 0.01
+    assert found[-1] <= 1.0
+    assert attack_success([Release(0.0, 0.1)], false_positive_rate=0.01) == 1.0
+    with pytest.raises(pg.SamplingError):
+        attack_success([Release(1.0, 0.1, "fixed")], false_positive_rate=0.01)
+    with pytest.raises(pg.PrivacyError):
+        attack_success([Release(1.0, 0.1)], false_positive_rate=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:sampling")
+def test_a_delta_that_allows_to_publish_a_row_is_named():
+    ledger, words = trained(), "This delta is above 1 / 32."
+    assert words not in str(statement([ledger]))
+    assert words in str(statement([ledger], delta=0.04))
+
+
+def test_what_weakens_the_protection_is_said_first():
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 1}, "would satisfy differential privacy .* A seed produced the noise"),
+        ({"sampling": "fixed"}, "would satisfy differential privacy .* The batches had a fixed size"),
+        ({"noise_multiplier": 0.0}, "These releases protect nobody: their epsilon is infinite"),
+    ]
+    for changed, said in cases:
+        first, _, _ = str(statement([trained(**changed)])).partition("Whose data")
+        assert re.search(said, " ".join(first.split()).replace(" - ", " ")), first
+        assert "are protected by" not in first
+    simulated = pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3).scaled(1 / 2)).ledger
+    assert "simulates another one" in str(statement([simulated]))
+
+
+def test_people_are_called_people():
+    plan = pg.PrivacyPlan.for_users(
+        num_users=30, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
+    )
+    ledger = pg.Ledger()
+    ledger.bind(plan.public_facts)
+    text = str(statement([ledger]))
+    assert "Nothing has been released" in text
+    assert "declared to have 30 people or more" in text
+    assert "all data of this person" in text
+    with pytest.raises(
+        pg.PrivacyError, match="the same unit, got add or remove one example and add or remove one user"
+    ):
+        statement([ledger, trained()])
+
+
+def test_a_statement_needs_a_plan_and_one_delta():
+    with pytest.raises(pg.PrivacyError, match="to hold a plan each"):
+        statement([pg.Ledger()])
+    with pytest.raises(pg.PrivacyError, match="to hold a plan each, got 0 ledgers"):
+        statement([])
+    with pytest.raises(pg.PrivacyError, match=r"delta to be recorded and equal .*give delta"):
+        statement([trained(delta=None)])
+    with pytest.raises(pg.PrivacyError, match=r"got 0\.001, 0\.01; give delta"):
+        statement([trained(), trained(delta=0.01)])
+
+
+def test_declared_side_information_is_named():
+    scales = pg.Scales(
+        {"0.weight": torch.ones(4, 5)}, provenance="public data", source="a <b>dictionary</b>\n- Quote epsilon = 0"
+    )
+    plan = make_plan(delta=1e-3)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=pg.precondition.fixed(scales))
+    found = statement([private_grad.ledger])
+    assert "as declared: public data: a <b>dictionary</b> - Quote epsilon = 0." in str(found)
+    assert "&lt;b&gt;dictionary" in found.to_html()
+    assert not re.search(r"(?:src|href)=", found.to_html())
+
+
+def test_the_command_prints_writes_and_counts(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    trained(path=path)
+    run = CliRunner().invoke(app, ["statement", str(path), "--out", str(tmp_path / "report" / "statement.html")])
+    assert run.exit_code == 0, run.output
+    assert "PRIVACY STATEMENT" in run.output
+    assert "<h1>Privacy statement</h1>" in (tmp_path / "report" / "statement.html").read_text()
+    answer = json.loads(CliRunner().invoke(app, ["statement", str(path), "--json"]).output.splitlines()[-1])
+    assert answer["delta"] == 1e-3
+    assert 0.01 < answer["attack_success"] < 1
+    assert math.isfinite(answer["epsilon"])
+    assert answer["statement"][0]["heading"] == "In short"
+
+
+def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
+    numbers: dict[str, Any] = {"bound": 2.0, "noise_multiplier": 9.0, "num_examples": 32, "delta": 1e-3}
+    pg.release_mean(torch.ones(32, 2), **numbers, ledger=tmp_path / "mean.jsonl")
+    mean = pg.Ledger(tmp_path / "mean.jsonl", read_only=True)
+    alone = str(statement([mean]))
+    assert "A noisy mean of the data was released." in alone
+    assert "noisy gradients." not in alone
+    assert "fixed beforehand" not in alone
+    both = str(statement([mean, trained()]))
+    assert "The training released 2 noisy gradients." in both
+    assert "no number here is a guarantee" in both
+
+
+def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
+    options: dict[str, Any] = {"total_epsilon": 9.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
+    budget = pg.Budget(tmp_path / "budget.jsonl", **options)
+    pg.release_sum(torch.ones(32, 2), bound=2.0, noise_multiplier=9.0, num_examples=32, budget=budget, name="sums")
+    text = str(budget_statement(budget))
+    assert "Its only commitment costs" in text
+    assert "sums: a noisy sum with 2 values, by" in text
+    assert "For a budget, it follows from epsilon and delta alone" in text
+    pg.release_sum(torch.ones(32, 2), bound=2.0, noise_multiplier=9.0, num_examples=32, ledger=tmp_path / "own.jsonl")
+    run = CliRunner().invoke(app, ["statement", str(tmp_path / "budget.jsonl"), str(tmp_path / "own.jsonl")])
+    assert "own.jsonl to be a ledger of the budget, got a ledger without a budget" in str(run.exception)
+    budget.commit("two trainings", [Release(9.0, 0.1, count=5), Release(9.0, 0.1, count=5)])
+    budget.commit("/home/ann/clinic/run/ledger.jsonl", [Release(9.0, 0.1, count=5)], by="Ann")
+    assert "run/ledger.jsonl: a training with up to 5 noisy gradients, by Ann" in str(budget_statement(budget))
+    assert "clinic" not in str(budget_statement(budget))
+    assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))
+
+
+def test_a_clipping_norm_that_moves_is_named():
+    plan = make_plan(delta=1e-5)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
+    private_grad(next(iter(plan.batches(make_data()))))
+    private_grad.ledger.close()
+    assert "clipping norm 1, moved by TargetFraction(0.75, rate=0.5, steps=50)" in str(statement([private_grad.ledger]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"norm_bins": 6}, "noisy shares of gradients by length, Slots(bins=6)"),
+        ({"adaptive_clip": pg.clip.Quantile(count_std=5.0)}, "a noisy count of gradients within C, Count(weight=0.2"),
+        ({"adaptive_clip": pg.clip.SquaredError()}, "a noisy histogram of the gradients' norms, Histogram("),
+        ({}, None),
+    ],
+)
+def test_what_is_released_with_each_gradient_is_named(options: dict[str, Any], words: str | None):
+    plan = make_plan(delta=1e-5)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, **options)
+    private_grad(next(iter(plan.batches(make_data()))))
+    private_grad.ledger.close()
+    text = str(statement([private_grad.ledger]))
+    assert ("Each gradient was released with" in text) == (words is not None)
+    assert words is None or f"Each gradient was released with {words}" in text
+
+
+def test_several_budgets_are_refused_with_what_to_do(tmp_path: Path):
+    for name in ("a.jsonl", "b.jsonl"):
+        pg.Budget(tmp_path / name, total_epsilon=3.0, delta=1e-5, num_examples=100, privacy_unit="example")
+    both = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    found = CliRunner().invoke(app, ["statement", *both])
+    assert found.exit_code != 0
+    assert "give each budget alone" in str(found.exception)
+    found = CliRunner().invoke(app, ["epsilon", both[0]])
+    assert "run `privgrad budget` on it" in str(found.exception)
+    assert "left: nothing" not in CliRunner().invoke(app, ["budget", both[0]]).stdout

@@ -1,0 +1,413 @@
+"""What several processes do in test_distributed.py; torchrun takes it as `distributed_job.py FOLDER JOB...`.
+
+A job is a function of this file, or one of the faults of mutants/processes.py, planted around its function.
+"""
+
+import inspect
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, TensorDataset
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_plan
+from mutants.processes import PROCESSES
+from privgrad.noise.banded import Banded
+from privgrad.processes import ALONE, Processes
+from privgrad.training.distributed import Distributed
+
+# The first layer is longer than what optimizers take in one block.
+WIDTH = 600
+FAULTS = {f"fault{index}": mutant for index, mutant in enumerate(PROCESSES)}
+OPTIMIZERS = [n for n, c in vars(pg.optim).items() if inspect.isclass(c) and n not in ("PrivateOptimizer",)]
+
+
+def wide_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
+    body = nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+    return nn.Sequential(*body, head, nn.Linear(4, 3)).double()
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3))).double()
+
+
+DATA, PUBLIC = make_data(dtype=torch.float64), make_data(8, torch.float64)
+
+
+def everything() -> tuple[Tensor, Tensor]:
+    inputs, labels = DATA.tensors
+    return inputs, labels
+
+
+class Changing(Dataset[tuple[Tensor, Tensor]]):
+    """Each example flipped now and then, as views of images are."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = DATA[index]
+        return inputs * random.choice((-1, 1)), label
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in model:
+        if isinstance(part, nn.Sequential):
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def of_all(value: Any) -> list[Any]:
+    """The value of each process."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def public(model: nn.Module, processes: Processes) -> pg.PublicGradient:
+    return pg.PublicGradient(model, loss_fn, PUBLIC, source="a test's", batch_size=4, processes=processes)
+
+
+def inputs(*, first: int = 0) -> pg.precondition.Preconditioner:
+    """Matrices that are computed again at steps 2 and 4."""
+    return pg.precondition.inputs(PUBLIC.tensors[0][first:], source="a test's", every=2, batch_size=4)
+
+
+def released(
+    model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
+) -> dict[str, Tensor]:
+    """The parameters after the plan's steps."""
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
+    kind = getattr(pg.optim, optimizer)
+    wanted = inspect.signature(kind).parameters
+    extra: dict[str, Any] = {"horizon": 10} if "horizon" in wanted else {}
+    if "public" in wanted:
+        extra["public"] = public(model, processes)
+    moved = kind(model.named_parameters(), lr=0.05, **extra)
+    for batch in plan.batches(DATA, processes=processes):
+        moved.step(grad=private_grad(batch))
+    return processes.gather_state({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
+    "plain": lambda model, processes: {},
+    "microbatches": lambda model, processes: {"microbatch_size": 1},
+    "vmap": lambda model, processes: {"engine": "vmap"},
+    "bam": lambda model, processes: {"perturb": pg.perturb.BAM(0.05)},
+    "bam exact": lambda model, processes: {"perturb": pg.perturb.BAM(0.05, mode="exact")},
+    "sat": lambda model, processes: {"perturb": pg.perturb.SAT(0.05)},
+    "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
+    "preconditioned": lambda model, processes: {"precondition": pg.precondition.public_adam(public(model, processes))},
+    "inputs": lambda model, processes: {"precondition": inputs()},
+    "adaptive clip": lambda model, processes: {
+        "adaptive_clip": pg.clip.TargetFraction(),
+        "perturb": pg.perturb.DiSK(0.5),
+        "filter": pg.filters.EMA(0.5),
+    },
+}
+
+
+def same_training(
+    processes: Processes, folder: Path, names: Iterable[str] = ("plain", "sat", "inputs", "adaptive clip")
+) -> dict[str, dict[str, Tensor]]:
+    """Some variants, whole and sharded: the parameters at the end."""
+    ends: dict[str, dict[str, Tensor]] = {}
+    for name in names:
+        options = VARIANTS[name]
+        for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
+            model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
+            plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
+            ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
+    return ends
+
+
+def every_training(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return same_training(processes, folder, VARIANTS)
+
+
+def input_maps(processes: Processes, folder: Path) -> Any:
+    """The matrices of each step in each process, of a whole model and of a sharded one."""
+    found: list[Any] = []
+    for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
+        model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
+        plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=inputs())
+        optimizer, mine = pg.optim.SGD(model.named_parameters(), lr=0.05), list[dict[str, Tensor]]()
+        for batch in plan.batches(DATA, processes=processes):
+            optimizer.step(grad=private_grad(batch))
+            maps = private_grad.state_dict()["precondition"]["maps"]
+            mine.append({name: own["matrix"] for name, own in maps.items()})
+        found += of_all(mine) if processes.count > 1 else [mine]
+    return found
+
+
+def every_optimizer(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    ends: dict[str, dict[str, Tensor]] = {}
+    for name in OPTIMIZERS:
+        model = sharded(wide_model()) if processes.count > 1 else wide_model()
+        ends[name] = released(model, make_plan(seed=3, steps=3), processes, optimizer=name)
+    return ends
+
+
+def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Releases without examples: noise only, by process."""
+
+    def nothing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.0 * loss_fn(model, batch)
+
+    model = wide_model()
+    private_grad = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
+    releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
+    mine = {str(i): torch.cat([v.flatten() for v in g.values()]) for i, g in enumerate(releases)}
+    everyone = of_all(mine)
+    return {str(rank): values for rank, values in enumerate(everyone)}
+
+
+def noise_memory(processes: Processes, folder: Path) -> Any:
+    """Releases without examples, of noise with memory under a seed; and the steps of examples without a seed."""
+
+    def nothing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.0 * loss_fn(model, batch)
+
+    changed: dict[str, Any] = {"steps": 12, "sample_rate": 0.125, "expected_batch_size": 4, "correlation": Banded(3)}
+    plan = make_plan(seed=7, **changed)
+    private_grad = pg.PrivateGradient(wide_model(), nothing, plan, processes=processes)
+    releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
+    flat = torch.stack([torch.cat([v.flatten() for v in gradient.values()]) for gradient in releases])
+    stated = [(gradient.noise_std, gradient.noise_gain, gradient.noise_memory) for gradient in releases]
+    plan, data = make_plan(**changed), TensorDataset(torch.arange(32))
+    drawn = [batch.examples[0].tolist() for batch in plan.batches(data, processes=processes)]
+    mine = flat, [repr(values) for values in stated], drawn
+    return of_all(mine) if processes.count > 1 else [mine]
+
+
+def sampling(processes: Processes, folder: Path) -> Any:
+    """Which examples each process drew, by step: of its own entropy, and under a seed."""
+    data = TensorDataset(torch.arange(64))
+    plans = [make_plan(num_examples=64, expected_batch_size=16, steps=400, seed=seed) for seed in (None, 5)]
+    mine = [
+        [(batch.examples[0].tolist(), batch.sampling.stream) for batch in plan.batches(data, processes=processes)]
+        for plan in plans
+    ]
+    return of_all(mine)
+
+
+def empty_batches(processes: Processes, folder: Path) -> Any:
+    """A rate so low that most processes, and some steps, have no example."""
+    for model in (small_model(), sharded(small_model())):
+        plan = make_plan(sample_rate=1 / 32, expected_batch_size=1, seed=2, steps=12)
+        drawn = [batch.size for batch in plan.batches(DATA, processes=processes)]
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        for batch in plan.batches(DATA, processes=processes):
+            optimizer.step(grad=private_grad(batch))
+    everyone = of_all(drawn)
+    return [everyone, private_grad.ledger.releases]
+
+
+def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
+    """The last process' loss raises in the third step; then all go on with the fourth."""
+    calls = 0
+
+    def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if calls == 2 and processes.rank == processes.count - 1:
+            raise ArithmeticError("broken")
+        return loss_fn(model, batch)
+
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
+    private_grad = pg.PrivateGradient(
+        small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes
+    )
+    outcomes: list[str] = []
+    for calls, batch in enumerate(plan.batches(DATA, processes=processes)):  # noqa: B007
+        try:
+            private_grad(batch)
+            outcomes.append("released")
+        except (pg.PrivacyError, ArithmeticError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    everyone = of_all(outcomes)
+    private_grad.ledger.close()
+    return [everyone, private_grad.ledger.releases]
+
+
+def refusals(processes: Processes, folder: Path) -> Any:
+    """What each of these says, in every process."""
+    plan, model, data, rule = make_plan(seed=0), small_model(), DATA, pg.clip.TargetFraction()
+
+    def untold() -> None:
+        pg.PrivateGradient(model, loss_fn, plan)
+
+    def untold_batches() -> None:
+        next(plan.batches(data))
+
+    def foreign_batch() -> None:
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        batch = next(plan.batches(data, processes=processes))
+        private_grad(replace(batch, sampling=replace(batch.sampling, rank=0, processes=1)))
+
+    def other_plans() -> None:
+        mine = make_plan(seed=0, noise_multiplier=1.0 + processes.rank)
+        pg.PrivateGradient(model, loss_fn, mine, processes=processes)
+
+    def other_public() -> None:
+        precondition = inputs(first=processes.rank)
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=precondition)
+
+    def other_filter() -> None:
+        own = pg.filters.EMA(0.5 + processes.rank / 8)
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, filter=own)
+
+    def wrapped() -> None:
+        pg.PrivateGradient(DistributedDataParallel(small_model()), loss_fn, plan, processes=processes)
+
+    def wrapped_inside() -> None:
+        pg.PrivateGradient(nn.Sequential(DistributedDataParallel(small_model())), loss_fn, plan, processes=processes)
+
+    def wrapped_by_fsdp1() -> None:
+        inner = FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
+        pg.PrivateGradient(inner, loss_fn, plan, processes=processes)
+
+    def part_of_the_world() -> None:
+        Distributed(cast("dist.ProcessGroup", dist.new_group([0])))
+
+    def other_order() -> None:
+        plan.batches(TensorDataset(*(values.roll(processes.rank, 0) for values in everything())), processes=processes)
+
+    def other_length() -> None:
+        twice = [torch.cat([values, values]) for values in everything()]
+        plan.batches(TensorDataset(*(values[processes.rank :] for values in twice)), processes=processes)
+
+    def changing() -> None:
+        for _ in plan.batches(Changing(), processes=processes):
+            pass
+
+    def groups() -> None:
+        pg.PrivateGradient(model, loss_fn, make_plan(seed=0, group_size=2), processes=processes)
+
+    def not_private() -> None:
+        pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.RawSAM(0.1), processes=processes)
+
+    def other_bound() -> None:
+        """C of the first process, for which the noise is made, is half of that of the others."""
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, adaptive_clip=rule)
+        if processes.rank == 0:
+            state = private_grad.state_dict()
+            private_grad.load_state_dict(state | {"adaptive_clip": state["adaptive_clip"] | {"max_grad_norm": 0.5}})
+        private_grad(next(plan.batches(data, processes=processes)))
+
+    def other_groups() -> None:
+        """A process draws new groups in the middle; a second try is refused as the first one is."""
+        turns = make_plan(correlation=Banded(2))
+        private_grad = pg.PrivateGradient(model, loss_fn, turns, processes=processes)
+        old, new = (list(turns.batches(data, processes=processes)) for _ in range(2))
+        private_grad(old[0])
+        mine = new if processes.rank == processes.count - 1 else old
+        with pytest.raises(pg.PrivacyError):
+            private_grad(mine[1])
+        private_grad(mine[2])
+
+    def fixed() -> None:
+        next(make_plan(sampling="fixed").batches(data, processes=processes))
+
+    said: dict[str, str] = {}
+    cases = [
+        untold,
+        untold_batches,
+        foreign_batch,
+        other_plans,
+        other_public,
+        other_filter,
+        other_groups,
+        wrapped,
+        wrapped_inside,
+        wrapped_by_fsdp1,
+    ]
+    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
+    for case in cases:
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except pg.PrivacyError as error:
+            said[case.__name__] = str(error)
+    return of_all(said)
+
+
+def losses(processes: Processes, folder: Path) -> list[float]:
+    """Final training losses of trainings with noise of their own."""
+    ends: list[float] = []
+    for _ in range(10):
+        model = small_model()
+        released(model, make_plan(steps=6), processes, optimizer="SGD")
+        ends.append(float(loss_fn(model, everything()).mean().detach()))
+    return ends
+
+
+def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Trainings through fit to the step in the folder's file "steps", whole and sharded; later ones go on."""
+    steps = int((folder / "steps").read_text())
+    ends: dict[str, dict[str, Tensor]] = {}
+    for kind in ("whole", "sharded"):
+        model = sharded(small_model()) if kind == "sharded" and processes.count > 1 else small_model()
+        private_grad = pg.PrivateGradient(model, loss_fn, make_plan(seed=4, steps=steps), processes=processes)
+        pg.fit(
+            private_grad,
+            pg.optim.AdamBC(model.named_parameters(), lr=0.05),
+            DATA,
+            evaluate=lambda model: {"loss": float(loss_fn(model, everything()).mean())},
+            output_dir=folder / kind,
+            save_seconds=0.0,
+            progress=False,
+        )
+        ends[kind] = processes.gather_state(
+            {name: value.detach().clone() for name, value in model.state_dict().items()}
+        )
+    return ends
+
+
+def take_part(folder: Path, jobs: Sequence[str]) -> None:
+    """Do the jobs in one process of those that torch.distributed knows; the first writes down the results."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="a fixed seed makes the noise predictable")
+    processes = Distributed()
+    for name in jobs:
+        with pytest.MonkeyPatch.context() as patch:
+            job = name
+            if name in FAULTS:
+                FAULTS[name].plant(patch)
+                job = cast("dict[str, str]", FAULTS[name].given)["job"]
+            result = globals()[job](processes, folder)
+        if processes.rank == 0:
+            torch.save(result, folder / f"{name}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def child(rank: int, count: int, store: Path, folder: Path, jobs: Sequence[str]) -> None:
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=count)
+    take_part(folder, jobs)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    take_part(Path(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and abort a process that takes its interpreter down
