@@ -393,6 +393,14 @@ def test_a_first_line_that_is_no_plan_is_refused_whatever_its_checksum(tmp_path:
             pg.Ledger(path, read_only=True)
 
 
+def test_a_draw_that_is_no_text_is_refused_whatever_its_checksum(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    first, line = written(path, "a").splitlines()
+    path.write_bytes(resealed(first, line.replace(b'"draw": "a"', b'"draw": 1.5')))
+    with pytest.raises(pg.PrivacyError, match="line 2"):
+        pg.Ledger(path, read_only=True)
+
+
 @pytest.mark.parametrize("changed", [b'"noise_multiplier": 9.0', b'"noise_multiplier": []', b'"noise": 1.0'])
 def test_a_release_of_other_numbers_is_refused_whatever_its_checksum(tmp_path: Path, changed: bytes):
     path = tmp_path / "ledger.jsonl"

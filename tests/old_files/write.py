@@ -601,7 +601,7 @@ def write_saved(told: dict[str, Any]) -> None:
 
 
 def write_budget(told: dict[str, Any]) -> None:
-    from privgrad.mechanisms import Release, Selection, Split
+    from privgrad.mechanisms import Release, Selection, Split  # pyright: ignore
 
     folder = FIXED / "budget"
     with stopping(1000):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -375,7 +375,7 @@ class Oracle:
         size = sum(p.numel() for p in parameters.values()) + (self.case.options.bins or 0)
         with seeded(0), private_grad._contribution.at(0, parameters, dict):
             for _, unmapped in private_grad._chunks(batch, 0, transform.inverse_scales):
-                chunk = with_mapped_inputs(unmapped, transform.input_maps)
+                chunk = with_mapped_inputs(unmapped, cast("Any", transform.input_maps))
                 for index in range(next(iter(chunk.values())).examples):
                     own: dict[str, Tensor] = {}
                     for name, factor in chunk.items():

@@ -73,7 +73,7 @@ class _Draws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = torch_states()
-        result = func(*args, **(kwargs or {}))
+        result: Any = func(*args, **(kwargs or {}))
         if torch.equal(before, torch_states()):
             return result
         place = len(self.sizes)

@@ -100,7 +100,8 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     with _one_line("batch", "to be a function without arguments", remedy):
         given: object = made() if callable(made) else made
     pair = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
-    loss_fn, examples = pair if len(pair) == 2 else (None, None)
+    loss_fn: Any = pair[0] if len(pair) == 2 else None
+    examples: Any = pair[1] if len(pair) == 2 else None
     if not callable(loss_fn):
         raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", type(given).__name__, remedy)
     with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):

@@ -128,7 +128,7 @@ def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
         names = _required(function, path.name, names, header)
         columns: Columns = {name: [] for name in names}
         places = [(columns[name], header.index(name)) for name in names]
-        for count, row in enumerate(filter(None, rows), start=1):  # empty lines do not count
+        for count, row in enumerate((row for row in rows if row), start=1):  # empty lines do not count
             if len(row) != len(header):
                 name, remedy = f"row {count} of {path.name}", "correct the row, or quote values that contain commas"
                 raise expected(function, name, f"to have {len(header)} values, like the header", len(row), remedy)

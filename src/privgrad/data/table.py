@@ -243,7 +243,7 @@ def table(
     if not chosen["train"]:
         remedy = "lower test_share and validation_share, or give a larger file"
         raise expected("table", f"the training part of {own.name}", "to hold at least 1 unit", 0, remedy)
-    parts = {part: _tensors(schema, own, rows) for part, rows in chosen.items()}
+    parts: dict[Any, Any] = {part: _tensors(schema, own, rows) for part, rows in chosen.items()}
     if test is not None:
         other = _read(schema, test, table)
         _require_apart(schema, own, other)

@@ -192,7 +192,8 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
         b_PKO, a_PKI = b_NO[:whole].reshape(-1, size, shape[0]), a_NI[:whole].reshape(-1, size, shape[1])
         total = torch.bmm(b_PKO.mT, a_PKI).sum(0, dtype=torch.float64)
         return total if whole == terms else total.add_(b_NO[whole:].mT @ a_NI[whole:])
-    parts = list(zip(b_NO.split(size), a_NI.split(size), strict=True))
+    pieces = (cast("tuple[Tensor, ...]", x.split(size)) for x in (b_NO, a_NI))
+    parts = list(zip(*pieces, strict=True))
     sums = (_joined(parts[start : start + _JOINED_PARTS]) for start in range(0, len(parts), _JOINED_PARTS))
     total = next(sums)
     for more in sums:

@@ -356,6 +356,8 @@ class Ledger:
                 require_integer("Ledger", "commitment", committed["releases"], 1)
                 kind = replace(release_of(plan), count=committed["releases"])
                 self._committed, self._budget = (str(committed["name"]), kind), str(committed["budget"])
+        elif not isinstance(line["draw"], str):
+            raise TypeError(f"a draw is a text, got {line['draw']!r}")
         else:
             self._count(self._checked(line), line)
 
