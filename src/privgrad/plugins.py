@@ -15,7 +15,7 @@ def from_lab(name: str) -> Any:
     remedy = "pip install 'privgrad[experiments]'"
     found = entry_points(group="privgrad.lab", name=name)
     if not found:
-        raise expected("privgrad", f"{name!r} of privgrad_lab", "to be installed", "nothing of this name", remedy)
+        raise expected("privgrad", f"{name!r} of privgrad_lab", "to be installed", f"{len(found)} entry points", remedy)
     try:
         return next(iter(found)).load()
     except ImportError as error:

@@ -186,7 +186,7 @@ def test_plans_that_do_not_suit_are_refused(changed: dict[str, Any], words: str)
 
 
 def test_memory_in_truncated_batches_is_refused_before_anything_is_calibrated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("privgrad.plan.calibrated", lambda *_: pytest.fail("calibrated"))
+    monkeypatch.setattr("privgrad.plan._calibrated", lambda *_: pytest.fail("calibrated"))
     numbers: dict[str, Any] = {"target_epsilon": 3.0, "delta": 1e-6, "max_grad_norm": 1.0, "num_examples": 1000}
     with pytest.raises(pg.PrivacyError, match="for_budget: expected sampling to be 'poisson' for noise with memory"):
         pg.PrivacyPlan.for_budget(
