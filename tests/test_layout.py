@@ -29,7 +29,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "accounting": 1004,
         "audit": 880,
         "checks": 837,
-        "cli": 609,
+        "cli": 610,
         "clip": 1107,
         "data": 1874,
         "diagnostics": 737,
@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 1041,
         "sampling": 939,
         "statement": 832,
-        "training": 1605,
+        "training": 1608,
     },
     "privgrad_lab": {"(root)": 4144, "cli": 647, "data": 1907, "models": 397, "papers": 1037, "report": 1288},
 }

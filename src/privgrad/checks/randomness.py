@@ -7,7 +7,7 @@ import operator
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,10 +77,10 @@ class _Draws(TorchFunctionMode):
         if torch.equal(before, torch_states()):
             return result
         place = len(self.sizes)
-        drawn: Any = result[0] if isinstance(result, tuple) else result
+        drawn = cast("Any", result[0] if isinstance(result, tuple) else result)
         self.sizes.append(drawn.numel() if isinstance(drawn, Tensor) else 1)
         if place not in self._places or not isinstance(result, Tensor):
-            return result
+            return cast("Any", result)
         is_in_place = bool(args) and result is args[0]
         return result.fill_(self._number) if is_in_place else torch.full_like(result, self._number)
 

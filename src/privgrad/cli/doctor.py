@@ -99,11 +99,12 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
     with _one_line("batch", "to be a function without arguments", remedy):
         given: object = made() if callable(made) else made
+    kind = type(given).__name__
     pair = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
     loss_fn: Any = pair[0] if len(pair) == 2 else None
     examples: Any = pair[1] if len(pair) == 2 else None
     if not callable(loss_fn):
-        raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", type(given).__name__, remedy)
+        raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", kind, remedy)
     with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
         return explain(model, cast("LossFunction", loss_fn), examples, engine=cast("Any", engine))
 

@@ -300,17 +300,17 @@ def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -
 def _numbers(where: Where, place: str, values: Any) -> list[float]:
     """Return a list of finite numbers."""
     shown: object = values
-    given = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else [None]
+    given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else [None]
     for value in given:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise where.wrong(place, "to be a list of finite numbers", described(shown), "correct it")
-    return [float(value) for value in given]
+    return [float(cast("Any", value)) for value in given]
 
 
 def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
     """Return the texts of different public values."""
     shown: object = values
-    given = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else []
+    given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else []
     if not given or any(not isinstance(value, str | int | float) for value in given):
         remedy = "list the allowed values from a codebook or form, not from the data"
         raise where.wrong(place, "to be a list of texts, numbers or true and false", described(shown), remedy)

@@ -134,8 +134,11 @@ class Distributed(Processes):
         return {name: _placed(value, like[name]) if name in like else value for name, value in values.items()}
 
     def gather_state(self, state: T) -> T:
+        def whole(leaf: Any) -> Any:
+            return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
         with _answered():
-            return cast(T, tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state))
+            return cast(T, tree_map(whole, state))
 
     def _any_failed(self, *, failed: bool, step: int) -> bool:
         """Return whether any process failed; raise PrivacyError if the processes are at different steps."""
