@@ -304,7 +304,7 @@ def _numbers(where: Where, place: str, values: Any) -> list[float]:
     for value in given:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise where.wrong(place, "to be a list of finite numbers", described(shown), "correct it")
-    return [float(cast("Any", value)) for value in given]
+    return [float(value) for value in given]
 
 
 def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
