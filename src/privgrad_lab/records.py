@@ -78,7 +78,7 @@ def require_same(out: Path, description: str) -> None:
         raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy) from None
     # The paper's numbers do not count: no training depends on them.
     keys = [key for key in {**old, **new} if key != "paper" and old.get(key) != new.get(key)]
-    # The name of a function does not count either: it may have moved since. What counts is the function.
+    # The name of a function does not count either: it may have moved since. Only the function counts.
     if keys := [key for key in keys if _resolved(old.get(key)) != _resolved(new.get(key))]:
         got = f"runs of a spec with a different {', '.join(keys)}"
         raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy)
