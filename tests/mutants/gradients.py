@@ -609,8 +609,7 @@ CLIPPING = [
     Mutant(
         "passes split by the number of examples that were drawn",
         passes_by_the_drawn_size,
-        "test_pass_sizes.test_equal_examples_round_alike_when_one_more_would_have_split_the_pass",
-        {"name": "Embedding"},
+        "test_pass_sizes.test_users_are_split_by_the_expected_cohort",
     ),
     Mutant(
         "pass sizes by the floats of the last pass",
