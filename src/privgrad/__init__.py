@@ -70,7 +70,7 @@ _FORMER = {
     "privgrad.features.public_images": "privgrad.features.images",
     "privgrad.features.public_words": "privgrad.features.text",
     "privgrad.features.scaled": "privgrad.features.whitened",
-    "privgrad.gradient.clipping": "privgrad.clip.clipping",
+    "privgrad.gradient.clipping": "privgrad.clip",
     "privgrad.models.convolutional": "privgrad_lab.models.convolutional",
     "privgrad.models.each_row": "privgrad.models.layers",
     "privgrad.models.fully_connected": "privgrad.models.layers",
