@@ -308,7 +308,7 @@ def metrics_of(
 
     Those of PER_PERSON are means over the rows of `examples`, so that each person counts once. The other ones are
     computed from all labels together, so that each row of a person counts. They are NaN for a model whose outputs are
-    not finite.
+    not finite. No noise is added: they are of the test part, or of the validation part where `tuning` costs nothing.
     """
     per_person = [name for name in names if is_paid(name) and name not in known]
     values = unit_values(model, examples, data, per_person) if per_person else []

@@ -135,7 +135,10 @@ def rows_are_units(unit: PrivacyUnit) -> Generator[None]:
 
 
 def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
-    """Return the part of a run's record that every kind of comparison has: settings, privacy and speed."""
+    """Return the part of a run's record that every kind of comparison has: settings, privacy and speed.
+
+    Its epsilon is that of this training alone. Times depend on the data; a private comparison leaves them out.
+    """
     plan = made.plan
     assert plan.delta is not None
     return {

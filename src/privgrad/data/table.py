@@ -199,7 +199,8 @@ def table(
     has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with rows of zeros
     and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for them.
 
-    A column of text is the only input: bytes, int8 (n, length), for the extractors of `privgrad.features`.
+    A column of text is the only input: bytes, int8 (n, length), for the extractors of `privgrad.features`. A TOML's
+    `[data] file` gives these arguments.
 
     Args:
         path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, a folder that `datasets` saved to disk, or a

@@ -167,7 +167,10 @@ def merged(x: Tensor, parts: int) -> Tensor:
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
-    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
+    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions.
+
+    Sums and inner products of written-out gradients use it; their norms do not.
+    """
     return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
 
 

@@ -238,7 +238,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
-        """Return why the optimizer with these options has no noise step; an empty string if it has one."""
+        """Return why the optimizer with these options has no noise step; an empty string if it has one.
+
+        It is asked for a new group and in each step; where it answers, the property `noise_step` is NaN.
+        """
         return "" if self.has_noise_step() else self._without_noise_step or type(self).__name__
 
     def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:

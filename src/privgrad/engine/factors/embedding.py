@@ -188,6 +188,7 @@ class ManyBags(LinearMapFactor):
         return ManyBags(ids, weight, r, self.shape[0])
 
     def __add__(self, other: Factor) -> Factor:
+        # A table that is used twice in a pass, or in several steps of a local training.
         if isinstance(other, Bags):
             return self + other.merge(1)
         if not isinstance(other, ManyBags) or other.ids_BJT.shape[2] != self.ids_BJT.shape[2]:
