@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 737,
         "engine": 7204,
         "features": 1957,
-        "gradient": 2796,
+        "gradient": 2799,
         "heads": 991,
         "integrations": 1635,
         "ledger": 1495,

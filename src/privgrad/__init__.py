@@ -24,6 +24,9 @@ A privacy reviewer of one step reads these files, in this order. The guarantee r
 `parts.py`, and the rest of these rooms, concern options: groups, noise with memory, adaptive C, budgets. All else
 serves speed, warnings and use. `engine/` is fast and compared with the reference; `checks/` find mistakes and prove
 nothing. `privgrad_lab`, a second package, runs experiments.
+
+A wrong gradient that depends on its own example alone is clipped like any other, and only useless. A wrong norm, or a
+gradient that depends on other examples, breaks the guarantee.
 """
 
 import sys
