@@ -34,7 +34,7 @@ from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import advanced, parameters_kept, seeded, trainable
 from privgrad.gradient.probes import gradients
-from privgrad.gradient.secret_draws import SecretDraws
+from privgrad.gradient.secret_draws import secret_draws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
 from privgrad.ledger.ledger import Ledger
 from privgrad.noise.banded import Recursion
@@ -198,7 +198,6 @@ class PrivateGradient:
                 self._ledger.close()
             raise
         Parts.checks.note_training(model, self._ledger)
-        self._draws = SecretDraws()
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
         keep_freed_memory()
@@ -452,36 +451,30 @@ class PrivateGradient:
         raw_mean = partial(self._raw_mean, batch, "perturb")
         own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
 
-        while True:
-            accumulator = ClippingAccumulator(
-                like=parameters,
-                clip=self._clip,
-                max_grad_norm=self.max_grad_norm,
-                inverse_scales={} if contribution.applies_scales else scales,
-                grouped=plan.group_size > 1,
-                expected_size=plan.divisor,
-                statistic=self._statistic,
-            )
-            done = 0
-            with (
-                parameters_kept(self._model),
-                self._draws.under(own_key) as attempt,
-                contribution.at(step, parameters, raw_mean),
-            ):
-                for rows, chunk in self._chunks(batch, step, scales):
-                    self._require_rows(rows, chunk, parameters)
-                    if transform.input_maps:
-                        chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
-                    chunk = chunk or _without_gradient(rows, parameters)
-                    chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
-                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
-                    accumulator.add(chunk, padded)
-                    if self._shares_draws and (done > 0 or self._processes.count > 1):
-                        self._require_own_draws()
-                    done += rows
-                    del chunk  # before the next one is computed: only one is in memory
-            if attempt.holds:
-                return accumulator.result()
+        accumulator = ClippingAccumulator(
+            like=parameters,
+            clip=self._clip,
+            max_grad_norm=self.max_grad_norm,
+            inverse_scales={} if contribution.applies_scales else scales,
+            grouped=plan.group_size > 1,
+            expected_size=plan.divisor,
+            statistic=self._statistic,
+        )
+        done = 0
+        with parameters_kept(self._model), secret_draws(own_key), contribution.at(step, parameters, raw_mean):
+            for rows, chunk in self._chunks(batch, step, scales):
+                self._require_rows(rows, chunk, parameters)
+                if transform.input_maps:
+                    chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
+                chunk = chunk or _without_gradient(rows, parameters)
+                chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+                padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                accumulator.add(chunk, padded)
+                if self._shares_draws and (done > 0 or self._processes.count > 1):
+                    self._require_own_draws()
+                done += rows
+                del chunk  # before the next one is computed: only one is in memory
+        return accumulator.result()
 
     def _chunks(
         self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor]

@@ -27,40 +27,35 @@ from torch import Tensor
 from privgrad.errors import expected
 
 
-def set_states(key: bytes, *, of_all: bool = True) -> None:
+def set_states(key: bytes) -> None:
     """Give the global random streams of torch (on the CPU), numpy and Python whole states from a key.
+
+    numpy must draw from a Mersenne Twister, as it does in `numpy_and_python_kept`.
 
     Args:
         key: 32 bytes, for one use only.
-        of_all: False for torch's state only. Otherwise numpy must draw from a Mersenne Twister, as it does in
-            `numpy_and_python_kept`.
     """
     torch.default_generator.set_state(torch_state(key))
-    if of_all:
-        of_numpy: Any = ("MT19937", mersenne_words(key, "numpy").tolist(), 624)
-        np.random.set_state(of_numpy)
-        random.setstate((random.Random.VERSION, (*mersenne_words(key, "Python").tolist(), 624), None))
+    of_numpy: Any = ("MT19937", mersenne_words(key, "numpy").tolist(), 624)
+    np.random.set_state(of_numpy)
+    random.setstate((random.Random.VERSION, (*mersenne_words(key, "Python").tolist(), 624), None))
 
 
 @contextmanager
-def numpy_and_python_kept() -> Generator[tuple[Any, Any]]:
+def numpy_and_python_kept() -> Generator[None]:
     """Restore the states of numpy's and Python's global random streams afterwards.
 
     Inside, numpy draws from a Mersenne Twister, also if the program has chosen another generator. Neither library keeps
-    a normal for its next call, so that every draw changes `numpy_and_python_states`. The block gets these states as
-    they are at its start: to read numpy's again would take 0.1 ms.
+    a normal for its next call, so that every draw changes `numpy_and_python_states`.
     """
     held, of_python = get_bit_generator(), random.getstate()
     of_numpy: Any = np.random.get_state(legacy=False)
-    if isinstance(held, np.random.MT19937) and not of_numpy["has_gauss"]:
-        before = _without_normal(of_numpy), of_python[1]
-    else:
+    if not isinstance(held, np.random.MT19937) or of_numpy["has_gauss"]:
         set_bit_generator(np.random.MT19937(0))  # also makes numpy forget a normal that it keeps
-        before = numpy_and_python_states()
     if of_python[2] is not None:  # the kept normal
         random.setstate((*of_python[:2], None))
     try:
-        yield before
+        yield
     finally:
         set_bit_generator(held)
         if isinstance(held, np.random.MT19937):  # numpy takes a list of words in a quarter of the time of an array
@@ -74,13 +69,10 @@ def numpy_and_python_states() -> tuple[Any, Any]:
 
     A normal that either keeps for its next call is left out.
     """
-    return _without_normal(get_bit_generator().state), random.getstate()[1]
-
-
-def _without_normal(of_numpy: Any) -> Any:
-    """Return a state of numpy as a value to compare: the words and the position of a Mersenne Twister."""
-    held = of_numpy["state"]
-    return (held["key"].tobytes(), held["pos"]) if of_numpy["bit_generator"] == "MT19937" else of_numpy
+    of_numpy: Any = get_bit_generator().state
+    if of_numpy["bit_generator"] == "MT19937":
+        of_numpy = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
+    return of_numpy, random.getstate()[1]
 
 
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
@@ -257,6 +249,15 @@ def mersenne_words(key: bytes, name: str) -> np.ndarray:
         name: of the library; each name has independent words.
     """
     return _derived(key, name).uint64(0, 312).view(np.uint32)
+
+
+def untempered(words: np.ndarray) -> np.ndarray:
+    """Return the state of a Mersenne Twister whose next outputs are these words: shape (624,), uint32."""
+    words = words ^ (words >> 18)
+    held = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
+    for _ in range(4):  # each time, seven more of the lower bits are right
+        held = words ^ ((held << 7) & np.uint32(0x9D2C5680))
+    return held ^ (held >> 11) ^ (held >> 22)
 
 
 def torch_state(key: bytes) -> Tensor:

@@ -270,7 +270,7 @@ CASES: dict[str, Case] = {
     ),
     "shuffled in training": Case(
         ShufflesInTraining,
-        "apart in training mode too, or use engine='vmap'",
+        "keep examples apart, in dimension 0",
         [VMAP, {"make": lambda: ShufflesInTraining().eval()}],
         x=vectors(3),
     ),

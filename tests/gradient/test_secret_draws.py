@@ -2,6 +2,8 @@
 
 import pickle
 import random
+import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +24,7 @@ from privgrad.checks.randomness import require_equal_alone
 from privgrad.engine.factored import Factored
 from privgrad.gradient.functional import parameters_kept
 from privgrad.gradient.reference import Vmap
-from privgrad.gradient.secret_draws import SecretDraws
+from privgrad.gradient.secret_draws import secret_draws
 from privgrad.rng import Stream, mersenne_words, torch_state
 
 KEY = bytes(range(32))
@@ -162,34 +164,15 @@ def test_no_draw_of_a_released_gradient_comes_from_a_short_seed(name: str, engin
     torch.manual_seed(0)
     plan = make_plan(seed=0)
     private_grad, batches = pg.PrivateGradient(DRAWING[name](), loss_fn, plan, engine=engine), plan.batches(make_data())
-    private_grad(next(batches))  # its first computation shows that the model draws
+    private_grad(next(batches))  # its checks draw outside of the step
     with Seen() as seen:
         private_grad(next(batches))
     assert torch.ops.aten.rand.generator in seen.functions
     assert not {torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p} & seen.functions
 
 
-def test_a_step_that_draws_for_the_first_time_gives_what_later_ones_would():
-    def gradients(known: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, plan = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)), make_plan(seed=0)
-        private_grad = pg.PrivateGradient(model, loss_fn, plan)
-        private_grad._draws._draws = known
-        found = [private_grad(batch) for batch, _ in zip(plan.batches(make_data()), range(3), strict=False)]
-        return [noisy.tensors["0.weight"] for noisy in found]
-
-    for one, other in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_models_without_draws_keep_torchs_operations():
-    with SecretDraws().under(KEY) as attempt:
-        pass
-    assert attempt.holds
-
-
 def test_replaced_draws_have_their_distributions():
-    with _drawn_once().under(KEY):
+    with secret_draws(KEY):
         kept = torch.empty(100_000, dtype=torch.float64).bernoulli_(0.3)
         waits = torch.empty(100_000).exponential_(2.0)
     assert stats.binomtest(int(kept.sum()), kept.numel(), 0.3).pvalue > 1e-6
@@ -198,10 +181,129 @@ def test_replaced_draws_have_their_distributions():
     assert waits.min() > 0
 
 
-def _drawn_once() -> SecretDraws:
-    draws = SecretDraws()
-    draws._draws = True
-    return draws
+def test_operations_that_draw_nothing_do_not_pass_through_python():
+    layers = nn.Sequential(nn.Conv1d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(6, 3))
+
+    def calls() -> int:
+        count = 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(note)
+        try:
+            layers(torch.ones(4, 1, 5)).sum().backward()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls()
+    ordinary = calls()
+    with secret_draws(KEY):
+        assert calls() == ordinary
+
+
+def drawing_operations() -> dict[str, Any]:
+    """All operations that torch tags as drawing from a random stream, by name."""
+    found = dict[str, Any]()
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and hasattr(torch.ops.aten, base):
+            operation = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+            if operation is not None and torch.Tag.nondeterministic_seeded in operation.tags:
+                found[f"{base}.{overload}" if overload else base] = operation
+    return found
+
+
+# They need another device, or get the numbers from outside; or they draw nothing: one chooses a kernel, the other
+# takes no dropout.
+NOT_DRAWN_ON_THE_CPU = re.compile(
+    r"_cudnn|_lstm_mps|miopen|_triton|_flash_attention_forward|_efficient_attention|_fused_dropout|_for_mps"
+    r"|_fill_mem_eff|_flash_attention(\.quantized)?$|_cudnn_attention|_fused_attention|_nested_tensor|_fused_sdp_choice"
+    r"|_flash_attention_for_cpu"
+)
+ROWS, WIDTH = 64, 16
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("p", "dropout_p", "dropout"), 0.5),
+    **dict.fromkeys(("train", "training"), True),
+    "size": [ROWS, WIDTH],
+    "high": 2**20,
+    "low": 0,
+    "to": 2**20,
+    "from": 0,
+    "n": 1000,
+    "num_samples": WIDTH,
+    "lambd": 1.0,
+    "mean": 0.0,
+    "std": 1.0,
+    "replacement": False,
+    "is_causal": False,
+    "median": 0.0,
+    "sigma": 1.0,
+    "num_layers": 2,
+    "has_biases": False,
+    "bidirectional": False,
+    "batch_first": True,
+}
+
+
+def argument(operation: str, name: str, kind: str) -> Any:
+    """Return a value for an argument of an operation with which it draws many numbers."""
+    if "Tensor" not in kind:
+        return VALUES[name]
+    if name in ("query", "key", "value"):
+        return torch.ones(2, 2, WIDTH, WIDTH)
+    if operation.startswith(("lstm", "gru", "rnn")):
+        gates, state = {"l": 4, "g": 3, "r": 1}[operation[0]], torch.zeros(2, ROWS, WIDTH)
+        return {
+            "input": torch.ones(ROWS, 5, WIDTH),
+            "data": torch.ones(ROWS * 5, WIDTH),
+            "batch_sizes": torch.full((5,), ROWS),
+            "hx": [state, state] if gates == 4 else state,
+            "params": [torch.eye(WIDTH).repeat(gates, 1)] * 4,
+        }[name]
+    if name == "high":
+        return torch.tensor(2**20)
+    if operation.startswith(("randint", "random")):
+        return torch.zeros(ROWS, WIDTH, dtype=torch.long)
+    if name == "out":
+        integers = torch.zeros(1000 if "perm" in operation else (ROWS, WIDTH), dtype=torch.long)
+        return integers if "perm" in operation or "multi" in operation else torch.zeros(ROWS, WIDTH)
+    if name in ("out0", "out1"):
+        return torch.zeros(ROWS, WIDTH, dtype=torch.bool if name == "out1" else None)
+    if operation.startswith("rrelu"):
+        return -torch.ones(ROWS, WIDTH)
+    if name == "count":
+        return torch.full((ROWS, WIDTH), 50.0)
+    return torch.full((ROWS, WIDTH), 0.5)
+
+
+@pytest.mark.parametrize("name", drawing_operations())
+def test_each_operation_that_draws_takes_its_numbers_from_the_whole_state(name: str):
+    """Two states that begin with the same words give the same numbers at first, and then others."""
+    if NOT_DRAWN_ON_THE_CPU.search(name):
+        return
+    operation = drawing_operations()[name]
+    kinds = {one.name: str(one.type) for one in operation._schema.arguments}
+    given = [one for one in kinds if one in VALUES or ("Tensor" in kinds[one] and "Optional" not in kinds[one])]
+
+    def drawn(state: Tensor) -> bytes:
+        values = {one: argument(name, one, kinds[one]) for one in given}
+        with secret_draws(KEY):
+            torch.default_generator.set_state(state)
+            result = operation(**values, **({"generator": None} if "generator" in kinds else {}))
+        found = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
+        return b"".join(
+            x.contiguous().numpy().tobytes()
+            for x in (*found, *(values.get(n) for n in ("self", "noise")))
+            if isinstance(x, Tensor)
+        )
+
+    state, other = torch_state(KEY), torch_state(KEY[::-1])
+    other[: 24 + 8 * 300] = state[: 24 + 8 * 300]  # 300 of 624 words
+    assert drawn(state) == drawn(state)
+    assert drawn(state) != drawn(other)
 
 
 def test_the_random_streams_of_the_program_are_left_alone():

@@ -431,7 +431,7 @@ def short_state(key: bytes) -> Tensor:
     return torch.Generator().manual_seed(int.from_bytes(key[:8])).get_state()
 
 
-def only_torchs_state(key: bytes, **_: Any) -> None:
+def only_torchs_state(key: bytes) -> None:
     torch.default_generator.set_state(rng.torch_state(key))
 
 

@@ -6,7 +6,7 @@ states the fault that it finds, its cost, and what it refuses wrongly.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,19 +20,27 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
-from privgrad.checks.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
+from privgrad.checks.randomness import Drawn, Randomness, find_randomness, require_unseeded, without_randomness
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, seeded, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
+from privgrad.gradient.probes import (
+    doubled,
+    few_of,
+    from_losses,
+    in_float32_too,
+    leading_of,
+    losses_on_copies,
+    secret_seed,
+)
+from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
-_DRAWS = 4  # number of random draws: a model that mixes examples only sometimes does so in some of them
+_DRAWS = 2  # number of secret seeds of a model that draws, besides the constants in place of its numbers
 _COPIES = 4  # of an example, whose losses are compared with that of the example alone
 _HALVED = 64  # most examples for the comparison of a batch with its first half
-_SAME = 1e-3  # relative change of a loss that is too large for rounding
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def require_supported(model: nn.Module) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: about 30 forward passes of a few examples, in the first step and at scheduled steps.
+# Cost: 9 to 20 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts that only some examples reach; `freeze_unused` or zero rows make them pass.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
@@ -259,9 +267,11 @@ def _serial(value: object) -> int:
     return known[1]
 
 
-# Faults: BatchNorm by hand, a mean over the batch, numbers by place; dropout of a whole batch.
-# Cost: 20 forward passes of a few examples.
-# Refuses wrongly: no case is known; tied weights and augmentation of each example pass.
+# Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
+#     mean over the words that one draw masks.
+# Cost: 7 forward passes of a few examples; 10 with dropout, 16 with other draws.
+# Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
+#     generators that the user holds (np.random.default_rng()).
 @in_float32_too
 def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
@@ -269,64 +279,67 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
     if size == 1:
         few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
         size = 2
+    rows = (0, size - 1)
 
     def repeated(row: int, count: int) -> Any:
         return map_examples(lambda leaf: leaf[row : row + 1].expand(count, *leaf.shape[1:]).clone(), few)
 
-    for row in (0, size - 1):
-        for seed in range(_DRAWS):
-            # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
-            among, alone = (
-                losses_on_copies(model, loss_fn, x, seed=seed).detach()[row] for x in (few, repeated(row, size))
-            )
-            scale = among.abs() + torch.finfo(among.dtype).tiny
-            if (alone - among).abs() > 64 * torch.finfo(among.dtype).eps * scale:
+    def require_equal(results: list[Tensor]) -> None:
+        # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
+        for row, alone in zip(rows, results[1:], strict=True):
+            one, other = results[0][row], alone[row]
+            if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
                 raise _depends("a loss that changes with the other examples")
 
-        def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
-            one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
-            return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
+    batches = [few, *(repeated(row, size) for row in rows)]
+    for salt in range(_DRAWS if randomness.draws else 1):
+        found = [_drawn(model, loss_fn, batch, secret_seed(salt)) for batch in batches]
+        # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
+        if all(drawn == found[0][1] for _, drawn in found):
+            require_equal([losses for losses, _ in found])
+    for number in randomness.numbers:
+        with without_randomness(model, randomness, number):
+            require_equal([losses_on_copies(model, loss_fn, batch).detach() for batch in batches])
 
-        with without_randomness(model, randomness):
+    def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
+        one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
+        return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
+
+    for row, number in zip(rows, (*randomness.compared, *randomness.compared), strict=False):
+        with without_randomness(model, randomness, number):
             if _differ(model, repeated(row, _COPIES), by_count):
                 raise _depends("a loss that changes with the number of examples or its place among them")
 
 
+def _drawn(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[Tensor, Any]:
+    """Return the losses under a seed, and what shows how many numbers were drawn in which order."""
+    with seeded(seed), Drawn() as drawn:
+        losses = losses_on_copies(model, loss_fn, examples, seed=None).detach()
+        return losses, (drawn.sizes, numpy_and_python_states())
+
+
 # Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
-# Cost: 2 forward passes of at most 64 examples, and 2 more if the model draws.
+# Cost: 2 forward passes of at most 64 examples; 4 if the model draws other numbers than dropout.
 # Refuses wrongly: no case is known.
 @in_float32_too
-def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
-    """Raise PrivacyError if the losses of a batch's first half change when the second half is removed or replaced."""
-    examples = leading_of(examples, _HALVED)
+def require_same_losses_in_half(
+    model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness, novel: Sequence[int] = ()
+) -> None:
+    """Raise PrivacyError if the losses of a batch's first half change when the second half is removed.
+
+    The second half holds the `novel` rows.
+    """
+    examples = leading_of(examples, _HALVED, novel)
     half = (count_examples(examples) + 1) // 2
 
     def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
         first = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()
         return first, losses_on_copies(model, loss_fn, examples).detach()[:half]
 
-    with without_randomness(model, randomness):
-        if _differ(model, examples, in_both):
-            raise _depends("losses that change with the second half of the batch")
-    if randomness != "none":
-        _require_same_losses_under_draws(model, loss_fn, examples, half)
-
-
-def _require_same_losses_under_draws(model: nn.Module, loss_fn: LossFunction, examples: Any, half: int) -> None:
-    """Raise PrivacyError if the first losses change when the first examples replace the others, under equal draws."""
-
-    # Dropout is on: its switch may also disable other code, such as a mask computed from the batch.
-    def drawn(examples: Any) -> tuple[Tensor, Tensor]:
-        with seeded(0):
-            return losses_on_copies(model, loss_fn, examples, seed=None).detach()[:half], random_state()
-
-    places = torch.arange(count_examples(examples)) % half
-    among, state = drawn(examples)
-    alone, other = drawn(map_examples(lambda leaf: leaf[places.to(leaf.device)], examples))
-    # If the random states differ, the number of draws depends on the data, and the losses cannot be compared.
-    most = _SAME * among.abs() + torch.finfo(among.dtype).eps
-    if torch.equal(state, other) and bool(((alone - among).abs() > most).any()):
-        raise _depends("losses that change with the content of the second half")
+    for number in randomness.compared:
+        with without_randomness(model, randomness, number):
+            if _differ(model, examples, in_both):
+                raise _depends("losses that change with the second half of the batch")
 
 
 def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:

@@ -1,30 +1,36 @@
-"""Find the random draws of a forward pass, and disable them.
+"""Find the random draws of a forward pass, and replace them by constants.
 
-A check that compares two computations needs equal results from equal examples, so it runs without random draws.
+A check that compares two computations needs equal results from equal examples, whatever their places and their number.
+So torch, numpy and Python draw one constant instead: a low one, then a high one, so that coins fall on both sides.
 """
 
+import math
 import operator
-from collections.abc import Collection, Generator
+import random
+from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from itertools import count, zip_longest
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privgrad.gradient.functional import evaluating, known_draws, refuse_own_generators, seeded
-from privgrad.gradient.probes import losses_on_copies, norm_of
+from privgrad.gradient.functional import evaluating, known_draws, refuse_own_generators, seeded, streams_kept
+from privgrad.gradient.probes import gradients, losses_on_copies, norm_of, secret_seed
 from privgrad.gradient.reference import per_sample_gradients
 from privgrad.gradient.refusals import refused
-from privgrad.rng import numpy_and_python_states
+from privgrad.rng import numpy_and_python_states, untempered
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
-# The random draws of a forward pass: none; dropout only; torch's other draws, such as noise; or more, such as numpy's.
-Randomness = Literal["none", "dropout", "numbers", "other"]
-_DRAWN = 0.7  # in place of a drawn number: x, -x and 1 - x differ, and rates below it drop and mask nothing
+# In place of numbers between 0 and 1. A coin of any rate between the first two is heads under one, tails under the
+# other. Under the third, rates below it drop and mask nothing.
+_NUMBERS = (1e-4, 1 - 1e-4, 0.7)
+_MOST = 10_000  # draws of a pass that are constant; a loop that draws until a number suits then gets others, and ends
 _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
 
@@ -52,7 +58,7 @@ def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
 
 def _losses(model: nn.Module, loss_fn: LossFunction, examples: Any, draws: "_Draws") -> Tensor:
     """Return the losses of a pass under a fixed seed, in which a mode notes or replaces the draws."""
-    with seeded(0):
+    with seeded(secret_seed()):
         before = numpy_and_python_states()
         with draws:
             losses = losses_on_copies(model, loss_fn, examples, seed=None)
@@ -85,26 +91,47 @@ class _Draws(TorchFunctionMode):
         return result.fill_(self._number) if is_in_place else torch.full_like(result, self._number)
 
 
+@dataclass(frozen=True)
+class Randomness:
+    """The random draws of a forward pass in the modules' current modes.
+
+    Attributes:
+        draws: whether there are any, those of dropout included.
+        numbers: the constants that take the place of draws other than dropout, one for each comparison; NaN for a
+            model that takes none. Empty if there are no such draws.
+    """
+
+    draws: bool = False
+    numbers: tuple[float, ...] = ()
+
+    @property
+    def compared(self) -> tuple[float, ...]:
+        """The numbers under which a comparison runs, one after the other; there is at least one."""
+        return self.numbers or _NUMBERS[-1:]
+
+
 def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
-    """Return the kind of random draws that the forward pass makes in the modules' current modes."""
-    with _without_dropout(model) as dropout:
-        losses, draws = _drawn(model, loss_fn, few)
-        if not draws:
-            return "dropout" if dropout.met else "none"
-        try:
-            with _ConstantDraws():
-                constant, draws = _drawn(model, loss_fn, few)
-        except Exception:  # the model does not take such numbers
-            return "other"
-    return "other" if draws or bool((losses.isfinite() & ~constant.isfinite()).any()) else "numbers"
+    """Return the random draws of a forward pass, and the constants under which comparisons say something.
 
-
-def _drawn(model: nn.Module, loss_fn: LossFunction, few: Any) -> tuple[Tensor, bool]:
-    """Return the losses of a few examples, and whether the random streams advanced."""
-    with seeded(0):
+    Gradients that are all zero say nothing when they are compared: a mask of words may be empty under one constant.
+    """
+    with _Dropout(off=True) as dropout, seeded(secret_seed()):
         before = random_state()
-        losses = losses_on_copies(model, loss_fn, few, seed=None).detach()
-        return losses, not torch.equal(before, random_state())
+        losses_on_copies(model, loss_fn, few, seed=None)
+        drawn = not torch.equal(random_state(), before)
+    if not drawn:
+        return Randomness(dropout.met)
+    telling, others = list[float](), list[float]()
+    for number in _NUMBERS:
+        try:
+            with constant_draws(number):
+                norm = sum(map(norm_of, gradients(model, loss_fn, few).values()))
+        except Exception:  # the model does not take such numbers
+            continue
+        (telling if 0 < norm < math.inf else others).append(number)
+        if len(telling) == 2:
+            break
+    return Randomness(True, tuple((telling or others)[:2]) or (math.nan,))
 
 
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place
@@ -113,13 +140,13 @@ def _drawn(model: nn.Module, loss_fn: LossFunction, few: Any) -> tuple[Tensor, b
 # Refuses wrongly: a fixed random matrix that each forward pass draws again under its own seed.
 def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
-    states, others = _met(model, loss_fn, few, 0)
-    other_states, same = _met(model, loss_fn, few, 1)
+    states, others = _met(model, loss_fn, few, secret_seed())
+    other_states, same = _met(model, loss_fn, few, secret_seed(1))
     if states & other_states:  # under two seeds, no function that draws may meet one state
         raise known_draws("the same random state after different ones")
     if any(map(operator.eq, others, same)):
         # Refused if the number of draws depends on that of examples; BigBird's, which all examples share, do not.
-        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), 1)
+        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
         if any(one == other != third for one, other, third in zip(others, same, more, strict=True)):
             raise known_draws("numbers of numpy or Python under a fixed seed")
 
@@ -136,34 +163,130 @@ def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> t
 
 
 @contextmanager
-def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
-    """Disable random draws, and as little else as possible, so that a check runs the code that trains."""
+def without_randomness(model: nn.Module, randomness: Randomness, number: float) -> Generator[None]:
+    """Disable dropout, and replace other draws by a constant, so that a check runs the code that trains."""
     with ExitStack() as stack:
-        if randomness != "none":
-            stack.enter_context(_without_dropout(model))
-        if randomness == "numbers":
-            # Numbers that depend on an example's place or on the number of examples, such as x and -x, still do so.
-            stack.enter_context(_ConstantDraws())
-        if randomness == "other":  # the last resort, because evaluation mode may enable caches or other branches
+        if randomness.draws:
+            stack.enter_context(_Dropout(off=True))
+        if math.isnan(number):  # the last resort, because evaluation mode may enable caches or other branches
             stack.enter_context(evaluating(model))
+        elif randomness.numbers:
+            stack.enter_context(constant_draws(number))
         yield
 
 
-class _ConstantDraws(TorchDispatchMode):
-    """A mode in which each operation that draws a tensor returns equal numbers, and the random streams stay."""
+@contextmanager
+def constant_draws(number: float) -> Generator[None]:
+    """Let torch, numpy and Python draw this number; integers are at this place of their range.
+
+    Numbers stay in their range, and permutations are permutations. A seed changes nothing.
+    """
+    own, low, calls = _states(number), _states(_NUMBERS[0]), count()
+
+    def begin(*_: Any, states: Any = own) -> None:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
+
+    def begun(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) > _MOST:
+                return function(*args, **kwargs)
+            is_subset = name == "choice" and kwargs.get("replace", args[2] if len(args) > 2 else True) is False
+            is_order = is_subset or name in ("permutation", "sample", "shuffle")
+            begin(states=low if is_order else own)  # high numbers would leave rows at their places
+            result = function(*args, **kwargs)
+            begin()
+            if isinstance(result, np.ndarray) and result.size and not is_order and name not in _JOINT:
+                result[...] = result.flat[0]
+            return result
+
+        return call
+
+    before: list[tuple[Any, str, Any]] = []
+    for module in (random, np.random):
+        source = cast("Any", module.random).__self__  # functions that a program imported draw from the states alone
+        found = [(name, value) for name, value in vars(module).items() if getattr(value, "__self__", None) is source]
+        before += [(module, name, value) for name, value in (*found, ("seed", module.seed)) if "state" not in name]
+    with streams_kept():
+        begin()
+        try:
+            for module, name, value in before:
+                setattr(module, name, begin if name == "seed" else begun(name, value))
+            with Drawn(number):
+                yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+_JOINT = ("multinomial", "dirichlet", "multivariate_normal")  # draw several numbers that belong together
+
+
+def _states(number: float) -> tuple[Any, Any]:
+    """Return states of numpy and Python that draw this number at first, and integers at this place of their range."""
+    words = np.empty(624, np.uint32)
+    # A number between 0 and 1 takes two words, and the first one decides. An integer takes one, and another one while
+    # it is out of range. The others fall slowly, in both halves, so that the first one in range is the largest.
+    words[::2] = (int(number * 2**16) << 16) + (0xFFFF if number > 0.5 else 0)
+    words[1::2] = ((65535 - 210 * np.arange(312)) << 16) + 65535 - np.arange(312)
+    held = untempered(words).tolist()
+    return ("MT19937", held, 0), (random.Random.VERSION, (*held, 0), None)
+
+
+class Drawn(TorchDispatchMode):
+    """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead.
+
+    Args:
+        number: between 0 and 1; the random streams then stay. None: operations draw as they do.
+    Attributes:
+        sizes: the number of elements that each call returned.
+    """
+
+    def __init__(self, number: float | None = None) -> None:
+        super().__init__()
+        self._number, self.sizes = number, list[int]()
 
     # Dispatch, not a mode of functions, because it also sees operations within compiled code and vmap.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
+        if self._number is None or len(self.sizes) > _MOST:
+            result = func(*args, **options)
+            self.sizes.append(result.numel() if isinstance(result, Tensor) else 1)
+            return result
+        self.sizes.append(1)
         with seeded(0):
             before = torch_states()
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **options)
             drawn = not torch.equal(before, torch_states())
         if drawn and isinstance(result, Tensor) and result.numel():
-            # Integers get the first number that a fixed seed draws, so that they stay in their range.
-            result.fill_(_DRAWN if result.is_floating_point() else result.flatten()[0].clone())
+            places = enumerate(func._schema.arguments)
+            given = {a.name: args[i] if i < len(args) else options.get(a.name, a.default_value) for i, a in places}
+            result.copy_(_constant(func._schema.name.removeprefix("aten::").rstrip("_"), given, result, self._number))
         return result
+
+
+def _constant(name: str, given: dict[str, Any], drawn: Tensor, number: float) -> Any:
+    """Return what an operation draws if each number between 0 and 1 behind its result is this one."""
+    low, high = given.get("low") or given.get("from") or 0, given.get("high", given.get("to"))
+    if name == "bernoulli":
+        rate = given.get("p")
+        return number < torch.as_tensor(given["self"] if rate is None else rate, device=drawn.device)
+    if name == "uniform":
+        return torch.full_like(drawn, low + number * (given["to"] - low))
+    if name.startswith(("randn", "normal")):
+        mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+        return mean + std * torch.full_like(drawn, 2**0.5 * float(torch.tensor(2 * number - 1).double().erfinv()))
+    if name.startswith("rand") and high is not None:
+        return torch.full_like(drawn, low + int(number * (int(high) - low)))
+    if name == "randperm":
+        return torch.arange(len(drawn)).flip(0)
+    if name == "multinomial":
+        first = given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices
+        return first.expand_as(drawn)
+    # Other integers get the first that a fixed seed draws, so that they stay in their range.
+    return torch.full_like(drawn, number) if drawn.is_floating_point() else drawn.flatten()[0].clone()
 
 
 class _Dropout(TorchFunctionMode):
@@ -177,7 +300,7 @@ class _Dropout(TorchFunctionMode):
         self.states = set[bytes]()  # of torch's random streams, at each call of a function that draws or may drop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options, drops = dict(kwargs or {}), func in _RECURRENT
+        options, drops = dict(kwargs or {}), False
         if func in _DROPOUTS:
             x, rate, training = (
                 args[place] if len(args) > place else options.get(name, default)
@@ -190,7 +313,10 @@ class _Dropout(TorchFunctionMode):
             self.called = self.called or drops
         elif func in _WITH_DROPOUT:
             place, name, off = _WITH_DROPOUT[func]
+            if func in _RECURRENT:
+                place += not isinstance(args[2], list)  # a packed sequence takes one argument more
             drops = bool(args[place] if len(args) > place else options.get(name))
+            drops = drops and (func not in _RECURRENT or args[place + 1])
             self.met = self.met or drops
             if self._off:
                 args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
@@ -212,35 +338,14 @@ _DROPOUTS: set[Any] = {
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
     *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 }
+_RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 # For functions with dropout inside: position and name of an argument, and its value without dropout.
 _WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
     F.rrelu: (3, "training", False),
+    **dict.fromkeys(_RECURRENT, (5, "dropout", 0.0)),
 }
-_RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-_RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate in modules
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Generator[_Dropout]:
-    """Disable dropout without changing the modules' modes; the value says whether there was any."""
-    before: list[tuple[nn.Module, str, float]] = []  # the layers that have rates of dropout, with these rates
-    for layer in model.modules():
-        name = type(layer).__name__.lower()
-        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) or "drop" in name or "stochasticdepth" in name:
-            held = [(rate, vars(layer).get(rate)) for rate in _RATES]
-            before += [(layer, rate, value) for rate, value in held if isinstance(value, float) and value > 0]
-    mode = _Dropout(off=True)
-    mode.met = any(module.training for module, _, _ in before)  # some layers read the rate, and call no function above
-    try:
-        for module, rate, _ in before:
-            setattr(module, rate, 0.0)
-        with mode:
-            yield mode
-    finally:
-        for module, rate, value in before:
-            setattr(module, rate, value)
 
 
 def random_state() -> Tensor:
@@ -265,7 +370,8 @@ def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> No
     compared with the same examples alone, with dropout off. If the forward pass draws other numbers from torch's random
     streams, which are secret, nothing can be compared.
     """
-    with without_randomness(model, find_randomness(model, loss_fn, few)), seeded(0):
+    randomness = find_randomness(model, loss_fn, few)
+    with without_randomness(model, randomness, randomness.compared[0]), seeded(secret_seed()):
         before = random_state()
         together = per_sample_gradients(model, loss_fn, few)
         if not torch.equal(random_state(), before):

@@ -24,7 +24,6 @@ from privgrad.engine.layouts import LayoutCache, example_shapes
 from privgrad.engine.passes import MemoryPlan, Passes, Point
 from privgrad.engine.self_check import (
     require_apart_from_infinite,
-    require_apart_in_training,
     require_same_draws,
     require_single,
     restored,
@@ -33,8 +32,8 @@ from privgrad.engine.self_check import (
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import trainable
-from privgrad.gradient.probes import PROBED, doubled, few_of
+from privgrad.gradient.functional import seeded, trainable
+from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
 from privgrad.gradient.reference import CheckSchedule, Vmap
 from privgrad.gradient.refusals import (
     REMEDY,
@@ -162,7 +161,7 @@ class Factored:
         self._layouts = self._passes.layouts
         self._fallback = Fallback(model, loss_fn, self._layouts)
         self._schedule = CheckSchedule()
-        self._randomness: Randomness = "none"  # random draws of a forward pass in the last audit
+        self._randomness = Randomness()  # random draws of a forward pass in the last audit
         self._density: float | None = None  # floats of output gradients per value of an example
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
@@ -175,9 +174,10 @@ class Factored:
             UnsupportedModuleError: examples influence each other, or a use of a parameter cannot be attributed to them.
         Privacy:
             NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
-            compared with their gradients alone, and also when the sequence of calls changes. This is no proof.
+            compared with their gradients alone, and also when the sequence of calls changes, or a batch holds what no
+            earlier one held. This is no proof.
         """
-        self._schedule.begin()
+        self._schedule.begin(examples)
         while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
             try:
                 if self._fallback.reached_loss:
@@ -226,7 +226,7 @@ class Factored:
         """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
         if self._schedule.is_due:
             with restored(self._model):
-                self._randomness = find_randomness(self._model, self._loss_fn, few_of(examples))
+                self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))
                 self._check_losses(examples)
             self._schedule.is_due = False
         return self._fallback.of_losses(examples, point)
@@ -291,6 +291,7 @@ class Factored:
     def begin_step(self) -> None:
         """Count a step of the training."""
         self._passes.norms.begin_step()
+        self._schedule.begin_step()
         self._fallback.begin_step()
 
     def check_again(self) -> None:
@@ -342,7 +343,7 @@ class Factored:
         if self._fallback.reached_loss:
             self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
             return
-        few = few_of(examples, salt=self._schedule.calls)
+        few = self._few(examples)
         try:
             self._learn(few)
         except (CallSequenceChangedError, UnitRefusedError):  # for instance, the calls differ in evaluation mode
@@ -357,12 +358,16 @@ class Factored:
             self._randomness, self._passes.floats = twin._randomness, twin._passes.floats
         self._layouts.remember(examples)
 
+    def _few(self, examples: Any, *, fill: bool = True) -> Any:
+        """Return a few examples for a check of this call."""
+        return few_of(examples, salt=self._schedule.calls, fill=fill, novel=self._schedule.novel)
+
     def _audit_at(self, examples: Any, point: Point) -> None:
         """Do what `audit` does; for displaced parameters, also learn their passes, and check them on a few examples."""
         self._audit(examples)
         if not point.is_displaced:
             return
-        few = few_of(examples, salt=self._schedule.calls)
+        few = self._few(examples)
         probe = Point(radius=abs(point.share) if point.radius is None else point.radius, exact=point.exact)
         displaced = self._layouts.current.displaced
         try:
@@ -380,24 +385,33 @@ class Factored:
         passes = self._passes
         with restored(self._model):
             passes.learn(few)
-            self._randomness = find_randomness(self._model, self._loss_fn, few)
-            with without_randomness(self._model, self._randomness):
-                found = passes.compute_first(few)
+            self._randomness = randomness = find_randomness(self._model, self._loss_fn, few)
+            every, changed = list[dict[str, Factor]](), list[CallSequenceChangedError]()
+            for number in randomness.compared:
+                try:
+                    with without_randomness(self._model, randomness, number):
+                        every.append(passes.compute_first(few))
+                except CallSequenceChangedError as error:  # a coin may choose the layers
+                    changed.append(error)
+        if not every:
+            raise changed[0]
+        found = every[0]
         own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
         passes.closed_forms = {
             id(own[name]): isinstance(factor, Projected) for name, factor in found.items() if isinstance(factor, kinds)
         }
-        self._layouts.current.reached = set(found)
+        self._layouts.current.reached = set(found).intersection(*every)
 
     def _learn_displaced(self, few: Any, point: Point) -> None:
         """Learn the layouts of passes with displaced parameters, and check the gradients of a few examples."""
         try:
             with restored(self._model):
                 self._passes.learn_displaced(few, exact=point.exact)
-                with without_randomness(self._model, self._randomness):
+                randomness = self._randomness
+                with without_randomness(self._model, randomness, randomness.compared[0]):
                     self._require_single(few, point, self._passes.compute(few, point), range(PROBED))
-                if self._randomness != "none" and not point.exact:
-                    require_same_draws(self._passes, few, self._passes.tolerance, self._schedule.calls)
+                if randomness.draws and not point.exact:
+                    require_same_draws(self._passes, few, self._passes.tolerance, secret_seed(self._schedule.calls))
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
@@ -449,28 +463,33 @@ class Factored:
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:
         """Raise UnsupportedModuleError if rows of a batch differ from single examples, in double precision too."""
-        with restored(self._model), without_randomness(self._model, self._randomness):
-            if self._randomness != "none":
-                found = self._compute(examples, point)
-            rows = rows_to_check(found[0], examples, self._schedule.calls)
-            try:
-                self._require_single(examples, point, found, rows)
-            except UnsupportedModuleError as refusal:
-                self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
+        randomness, seed = self._randomness, secret_seed(self._schedule.calls)
+        try:
+            for number in randomness.compared:
+                with restored(self._model), without_randomness(self._model, randomness, number):
+                    if randomness.draws:
+                        with seeded(seed):
+                            found = self._compute(examples, point)
+                    rows = rows_to_check(found[0], examples, self._schedule.calls, self._schedule.novel)
+                    try:
+                        self._require_single(examples, point, found, rows)
+                    except UnsupportedModuleError as refusal:
+                        self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
+                    if number == randomness.compared[0]:
+                        require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
+        finally:
+            self._randomness = randomness  # with constants, a new audit meets no draws
+        with restored(self._model):
             self._check_losses(examples)
-            few = few_of(examples, salt=self._schedule.calls)
-            require_apart_from_infinite(self._passes, few, self._passes.tolerance, self._schedule.calls)
-        if self._randomness in ("numbers", "other"):  # the check above ran without these draws
-            with restored(self._model):
-                require_apart_in_training(self._passes, few, self._passes.tolerance, self._schedule.calls)
         self._schedule.is_due = False
 
     def _check_losses(self, examples: Any) -> None:
         """Raise PrivacyError if losses depend on other examples."""
-        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+        novel = self._schedule.novel
+        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, novel)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
         if self._fallback.any:
-            few = few_of(examples, salt=self._schedule.calls, fill=False)
+            few = self._few(examples, fill=False)
             require_apart(self._model, self._loss_fn, few, self._randomness)
 
     def _check_in_double(
@@ -481,7 +500,9 @@ class Factored:
             twin._learn(few_of(examples))
             if point.is_displaced:
                 twin._passes.learn_displaced(few_of(examples), exact=point.exact)
-            twin._require_single(examples, point, twin._passes.compute(examples, point), rows)
+            with seeded(secret_seed(self._schedule.calls)):
+                found = twin._passes.compute(examples, point)
+            twin._require_single(examples, point, found, rows)
 
     @contextmanager
     def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:

@@ -25,7 +25,14 @@ from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor, at_least_float32
-from privgrad.gradient.functional import differentiable, named_parameters, preserved, require_losses, trainable
+from privgrad.gradient.functional import (
+    differentiable,
+    named_parameters,
+    preserved,
+    require_losses,
+    streams_kept,
+    trainable,
+)
 from privgrad.gradient.reference import shares
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, unseen
 from privgrad.processes import is_on_processor
@@ -310,7 +317,7 @@ class Passes:
             return Displacements(along, at_least_float32(share_B))
         if point.radius is None:
             return None
-        with torch.random.fork_rng():  # both passes have the same random draws
+        with streams_kept():  # both passes have the same random draws
             first, _ = self.compute(examples, Point())
         return self.displacements_of(first, point.radius)
 
@@ -390,7 +397,7 @@ class Passes:
 
         def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
             capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
-            with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
+            with torch.enable_grad(), streams_kept(), preserved(self._model), capture:
                 self._loss_fn(self._model, batch)
                 capture.finish()
             return capture.record

@@ -8,7 +8,6 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -76,8 +75,10 @@ def require_single(
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
 
 
-def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int) -> list[int]:
+def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int, novel: Sequence[int] = ()) -> list[int]:
     """Return the first row, the last, a random one, one with a rare value, and that of the smallest norm of a sample.
+
+    The first of the `novel` rows is among them.
 
     The smallest norm is included because a gradient with a wrongly small norm would stay unclipped.
     """
@@ -88,35 +89,14 @@ def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int) -> list
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
     between = 1 + places_of(size - 2, 1, salt) if size > 2 else drawn[:1]
-    return sorted({0, size - 1, int(least), int(between), *rare_rows(examples)[:1]})
-
-
-def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
-    """Raise UnsupportedModuleError if an example's gradient changes when the other examples are replaced.
-
-    This runs in training mode on three examples, with the same random draws before and after; `require_single` runs
-    without draws. The tolerance is relative to the norms of all gradients of the parameter.
-    """
-    calls = passes.layouts.current.calls  # _factors_of may learn others
-    for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
-        with_one, with_other = (
-            _factors_of(passes, map_examples(itemgetter(order), few), seed) for order in (one, other)
-        )
-        for name in with_one.keys() & with_other.keys():
-            first, second = with_one[name], with_other[name]
-            difference = norm_of(first[kept : kept + 1].dense() - second[kept : kept + 1].dense())
-            if difference > tolerance * float(first.norms().sum() + second.norms().sum()):
-                remedy = f"keep examples apart in training mode too, or {REMEDY}"
-                got = f"a difference above {tolerance:g}, relative"
-                raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy)
-    passes.layouts.current.calls = calls
+    return sorted({0, size - 1, int(least), int(between), *rare_rows(examples)[:1], *novel[:1]})
 
 
 def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
     """Raise UnsupportedModuleError if an example that is not finite changes the gradients of the others.
 
     Zero times such a number is not a number, so it can reach gradients that are right for all finite examples. The
-    arguments are as in `require_apart_in_training`.
+    tolerance is relative to the norms of all gradients of the parameter.
     """
     leaves = [leaf for leaf in tree_leaves(few) if isinstance(leaf, Tensor)]
     # On an accelerator, an assertion that fails ends the process.

@@ -277,19 +277,16 @@ def seeded(seed: int) -> Generator[None]:
 
 
 @contextmanager
-def streams_kept() -> Generator[tuple[Any, Any]]:
-    """Restore the states of the global random streams of torch, numpy and Python afterwards.
-
-    The block gets those of numpy and Python at its start, as `rng.numpy_and_python_states` returns them.
-    """
-    with numpy_and_python_kept() as others:
+def streams_kept() -> Generator[None]:
+    """Restore the states of the global random streams of torch, numpy and Python afterwards."""
+    with numpy_and_python_kept():
         if torch.accelerator.is_available():
             with torch.random.fork_rng():
-                yield others
+                yield
             return
         state = torch.default_generator.get_state()
         try:
-            yield others
+            yield
         finally:
             torch.default_generator.set_state(state)
 

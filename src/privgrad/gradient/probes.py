@@ -1,5 +1,6 @@
 """Losses and gradients of a few examples, computed on copies of a model's parameters, for checks of model and loss."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
@@ -18,14 +19,21 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
 
-_COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
+COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
 _VALUES = 32  # most values of a column among which some may be rare
 _HALF = frozenset({torch.float16, torch.bfloat16})
+
+_SECRET = int.from_bytes(os.urandom(7))
 
 T = TypeVar("T")
 
 
-def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
+def secret_seed(salt: int = 0) -> int:
+    """Return a seed for a check, another one in each process, so that the code does not say what passes the check."""
+    return _SECRET + salt
+
+
+def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[int] = ()) -> Any:
     """Return PROBED examples: the first, some at random indices, and one with a rare value, or else the last.
 
     The last of them then often differs in its label from the first, so that their losses show weights of classes.
@@ -35,17 +43,19 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
         salt: a different salt gives different indices. The indices depend on torch's seed too, but the random streams
             do not advance.
         fill: whether to add examples of zeros if there are fewer than PROBED.
+        novel: rows, one of which is among them if possible.
     """
     size = count_examples(examples)
     if size > PROBED:
         last = next((row for row in rare_rows(examples) if row > 0), size - 1)
         between = cast("list[int]", (1 + places_of(size - 2, PROBED - 2, salt)).tolist())
+        between[:1] = [row for row in novel if row not in (0, last)][:1] or between[:1]
         return _rows_of(examples, [0, *(size - 1 if row == last else row for row in between), last])
     missing = PROBED - size if fill else 0
     return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
 
 
-def leading_of(examples: Any, most: int) -> Any:
+def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
     """Return the first examples, at most `most`. One example of each rare value comes before them.
 
     So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
@@ -53,19 +63,22 @@ def leading_of(examples: Any, most: int) -> Any:
     Args:
         examples: with leading dimension >= 1.
         most: >= 1.
+        novel: rows that come last, in the second half.
     """
     size = min(count_examples(examples), most)
     rare = rare_rows(examples)[: (size + 1) // 4]
-    if not rare:
+    if not rare and not novel:
         return map_examples(lambda leaf: leaf[:size], examples)
-    return _rows_of(examples, [*rare, *(row for row in range(size) if row not in rare)][:size])
+    last = list(novel)[: size // 2]
+    rows = [row for row in (*rare, *(row for row in range(size) if row not in rare)) if row not in last]
+    return _rows_of(examples, [*rows[: size - len(last)], *last])
 
 
 def rare_rows(examples: Any) -> list[int]:
     """Return the first row of each value of a label but the most frequent, the rarest value first.
 
     A loss with weights of classes may mix the examples of a rare class only, so the checks need one of them. Labels are
-    the columns of tensors of shape (n,) or (n, ...) with at most _COLUMNS columns, which hold integers of any dtype. A
+    the columns of tensors of shape (n,) or (n, ...) with at most COLUMNS columns, which hold integers of any dtype. A
     column with more than _VALUES values, or with more than n / 2, has no rare ones.
 
     Args:
@@ -79,7 +92,7 @@ def rare_rows(examples: Any) -> list[int]:
     for leaf in tree_leaves(examples):
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_complex():
             continue
-        if leaf.numel() > _COLUMNS * size:
+        if leaf.numel() > COLUMNS * size:
             continue
         columns = leaf.detach().reshape(size, leaf.numel() // size).cpu()
         if columns.is_floating_point() and not columns.double().equal(columns.double().round()):

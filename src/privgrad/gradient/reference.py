@@ -19,32 +19,53 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import gradients_and_curvature, refuse_reentrant
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.functional import BoundLoss, batched, differentiable, preserved, require_losses, trainable
+from privgrad.gradient.functional import (
+    BoundLoss,
+    batched,
+    differentiable,
+    preserved,
+    require_losses,
+    streams_kept,
+    trainable,
+)
+from privgrad.gradient.novelty import Novelty
 from privgrad.gradient.probes import few_of
 from privgrad.gradient.refusals import buffers_written
 from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
+_EXTRA = 10
+
 
 class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
-    Later examples may reveal a problem that the first ones did not.
+    Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
+    no earlier ones held (see `novelty`), in at most _EXTRA steps and 1 % of all.
 
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
+        novel: rows of the current call with what no earlier one held; private.
     """
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self._steps = self._extra = 0
         self.is_due = False
-        self._sizes = {0}
+        self.novel = list[int]()
+        self._sizes, self._seen = {0}, Novelty()
 
-    def begin(self) -> None:
-        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call."""
+    def begin_step(self) -> None:
+        """Count a step of the training."""
+        self._steps += 1
+
+    def begin(self, examples: Any) -> None:
+        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
         self.calls += 1
         self.is_due |= self.calls & (self.calls - 1) == 0
+        self.novel = self._seen.rows(examples)
+        if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
+            self._extra, self.is_due = self._extra + 1, True
 
     def note_size(self, size: int) -> None:
         """Set `is_due` at the first batch of a size that is also the size of another dimension.
@@ -100,7 +121,8 @@ class Vmap:
         return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in trainable(self._model)}
 
     def begin_step(self) -> None:
-        """Do nothing: this engine keeps nothing from step to step."""
+        """Count a step of the training."""
+        self._schedule.begin_step()
 
     def check_again(self) -> None:
         """Compare the next examples with their gradients alone, after a change of the model."""
@@ -116,7 +138,7 @@ class Vmap:
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Return the gradient of each example's own loss at its own point, as Factored.moved does."""
-        with torch.random.fork_rng():  # so that both passes have the same random draws
+        with streams_kept():  # so that both passes have the same random draws
             first = self(examples)
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
         along = {name: factor.mask(moving_B).dense() for name, factor in first.items()}
@@ -131,10 +153,13 @@ class Vmap:
     def _checked(self, examples: Any, along: Mapping[str, Tensor]) -> dict[str, Factor]:
         """Return the factors; where due, compare a few examples with the same examples alone."""
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
-        self._schedule.begin()
-        if self._compare is not None and self._schedule.is_due:
-            self._compare(self._model, self._loss_fn, few_of(examples, salt=self._schedule.calls, fill=False))
-            self._schedule.is_due = False
+        if self._compare is not None:
+            schedule = self._schedule
+            schedule.begin(examples)
+            if schedule.is_due:
+                few = few_of(examples, salt=schedule.calls, fill=False, novel=schedule.novel)
+                self._compare(self._model, self._loss_fn, few)
+                schedule.is_due = False
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
 

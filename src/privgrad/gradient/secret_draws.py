@@ -8,71 +8,43 @@ On a GPU, torch's generator has a seed of 63 secret bits.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from privgrad.gradient.functional import streams_kept
-from privgrad.rng import device_seed, numpy_and_python_states, set_states
+from privgrad.rng import device_seed, set_states
+
+_dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
-class SecretDraws:
-    """Computations under a secret state of the random streams of torch, numpy and Python.
+@contextmanager
+def secret_draws(key: bytes) -> Generator[None]:
+    """Compute under a secret state of the random streams of torch, numpy and Python; restore theirs afterwards.
 
-    Privacy:
-        Two of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
-        numbers. They are replaced if the model draws at all, which shows in the state after a computation. In the same
-        way, numpy and Python get secret states if the model draws from them.
+    Three of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
+    numbers. Inside, `_WIDE` replaces them.
+
+    Args:
+        key: 32 secret bytes, for this computation only.
     """
-
-    def __init__(self) -> None:
-        self._draws = self._draws_elsewhere = False
-
-    @contextmanager
-    def under(self, key: bytes) -> Generator["Attempt"]:
-        """Compute under the key's state. If the attempt does not hold, compute the same again, under the same key.
-
-        An attempt fails only if the model draws for the first time. Two flags decide this, and they only rise, so the
-        third attempt holds at the latest.
-
-        Args:
-            key: 32 secret bytes, for this computation only.
-        """
-        attempt, known = Attempt(), (self._draws, self._draws_elsewhere)
-        with streams_kept() as elsewhere, _Wide() if self._draws else nullcontext():
-            if torch.accelerator.is_available():
-                torch.manual_seed(device_seed(key))
-            set_states(key, of_all=self._draws_elsewhere)
-            before = torch.get_rng_state()
-            yield attempt
-            self._draws = self._draws or not torch.equal(torch.get_rng_state(), before)
-            self._draws_elsewhere = self._draws_elsewhere or numpy_and_python_states() != elsewhere
-        attempt.holds = known == (self._draws, self._draws_elsewhere)
-
-
-@dataclass
-class Attempt:
-    """A computation under a secret state; it holds if the state suited all that the model draws from."""
-
-    holds: bool = False
-
-
-class _Wide(TorchDispatchMode):
-    """A mode in which operations on the CPU draw each number from the generator itself."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation; torch calls this for each one under the mode."""
-        wide = _WIDE.get(func) if args and isinstance(args[0], Tensor) and args[0].is_cpu else None
-        return (wide or func)(*args, **(kwargs or {}))
+    with streams_kept(), _dispatch._IncludeDispatchKeyGuard(_KEY):
+        if torch.accelerator.is_available():
+            torch.manual_seed(device_seed(key))
+        set_states(key)
+        yield
 
 
 def _bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Write ones with probability p, in steps of 2^-24, and zeros."""
-    return x.copy_(torch.rand(x.shape, generator=generator) < p)
+    return x.copy_(_new_bernoulli(x, p, generator=generator))
+
+
+def _new_bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """Return what `_bernoulli` writes, in a new tensor; under vmap, dropout calls this one."""
+    return (torch.rand(x.shape, generator=generator, dtype=torch.float32) < p).to(x.dtype)
 
 
 def _exponential(x: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
@@ -81,13 +53,31 @@ def _exponential(x: Tensor, lambd: float = 1.0, *, generator: torch.Generator | 
     return x.copy_(drawn.clamp_min_(torch.finfo(x.dtype).tiny))
 
 
-def _new_bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    """Return what `_bernoulli` writes, in a new tensor; vmap calls this one."""
-    return _bernoulli(torch.empty_like(x), p, generator=generator)
-
-
-_WIDE: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.aten.bernoulli_.float: _bernoulli,
-    torch.ops.aten.bernoulli.p: _new_bernoulli,
-    torch.ops.aten.exponential_.default: _exponential,
+_WIDE: dict[str, Callable[..., Tensor]] = {
+    "bernoulli_.float": _bernoulli,
+    "bernoulli.p": _new_bernoulli,
+    "exponential_": _exponential,
 }
+# torch's dispatcher asks the kernels of this key before all others, in a thread that includes it, wherever an operation
+# is called: within attention, LSTM or TorchScript too. Operations without such a kernel do not notice it, so that only
+# draws pass through Python. torch itself uses the key in tests of the dispatcher only.
+_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = _dispatch._dispatch_key_parse(_NAME)
+_OTHERS, _DRAWS = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+_OTHERS.fallback(torch.library.fallthrough_kernel, _NAME)
+
+
+def _registered(name: str) -> Callable[..., Tensor]:
+    """Return the kernel of an operation: the wide one on the CPU, and torch's own elsewhere."""
+    operation, _, overload = name.partition(".")
+    own: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, operation), overload or "default")
+
+    def draw(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with _dispatch._ExcludeDispatchKeyGuard(_dispatch.DispatchKeySet(_KEY)):
+            return (_WIDE.get(name, own) if x.is_cpu else own)(x, *args, **kwargs)
+
+    return draw
+
+
+for _name in _WIDE:
+    _DRAWS.impl(_name, _registered(_name), _NAME)

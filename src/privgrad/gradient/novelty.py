@@ -1,0 +1,93 @@
+"""Notice what a batch holds that no earlier one held, because a loss may mix examples only then."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from privgrad.gradient.probes import COLUMNS
+
+_VALUES = 64  # a column with more different values, such as ids, has no new ones
+_REAL = 8  # the same for numbers that are no integers, if most of a batch's rows have values of their own
+_READ = 1024  # most numbers of a row that are looked at: of wider rows, every second, third ... column
+
+
+class Novelty:
+    """The largest number, the most and the fewest zeros of a row, and the values of narrow columns, so far.
+
+    The faults that it finds, with a check of that batch: weights of a class that is rare; a text cut to the longest of
+    the batch; a batch that is skipped if one text is empty. It does not see new values in tensors of more than COLUMNS
+    columns, or in columns of more than _VALUES values, and no new combination of known values.
+    """
+
+    def __init__(self) -> None:
+        self._records = dict[int, list[float]]()  # by place among the tensors
+        self._values = dict[tuple[int, int], _Values]()  # by place and number of columns
+
+    def rows(self, examples: Any) -> list[int]:
+        """Return some rows that hold what no earlier batch held: usually none.
+
+        Cost: ten small operations for each tensor, and one transfer from a device.
+
+        Privacy:
+            NOT private: they may decide only when a check runs, and which rows it compares.
+        """
+        found, rows = list[tuple[int, Tensor, Tensor]](), list[int]()
+        for place, leaf in enumerate(tree_leaves(examples)):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() and not leaf.is_complex():
+                columns = leaf.numel() // len(leaf)
+                x = leaf.detach().reshape(len(leaf), columns)
+                x = x[:, :: -(-columns // _READ)].float()
+                zeros, values = (x == 0).sum(1), self._values.get((place, x.shape[1]))
+                if x.shape[1] <= COLUMNS and values is None:  # the first batch of this shape: all is new
+                    self._values[place, x.shape[1]] = _Values(x)
+                unknown = x.new_zeros(()) if values is None else values.unknown(x)
+                numbers = torch.stack([x.abs().amax(), zeros.max().float(), -zeros.min().float(), unknown])
+                found.append((place, x, numbers))
+        measured = torch.stack([numbers.to(found[0][2].device) for _, _, numbers in found]).tolist() if found else []
+        for (place, x, _), (largest, *zeros, unknown) in zip(found, measured, strict=True):
+            now = [math.inf if math.isnan(largest) else largest, *zeros]
+            before = self._records.setdefault(place, now)
+            if now[0] > 2 * before[0]:
+                rows.append(int(x.abs().amax(1).nan_to_num(math.inf).argmax()))
+            for record, sign in ((1, 1), (2, -1)):
+                if now[record] > before[record] and x.shape[1] > 1:  # of a single column, the values say the same
+                    rows.append(int((sign * (x == 0).sum(1)).argmax()))
+            self._records[place] = list(map(max, before, now))
+            if unknown:
+                rows += self._values[place, x.shape[1]].learn(x)
+        return list(dict.fromkeys(rows))
+
+
+class _Values:
+    """The values of each column of some tensors of shape (rows, columns), as far as they are few."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._known = x.new_full((x.shape[1], _VALUES), math.nan)  # by column, and NaN where there are fewer
+        self._counts = [0] * x.shape[1]  # above _VALUES for a column that is closed
+        self.learn(x)
+
+    def unknown(self, x: Tensor) -> Tensor:
+        """Return how many values no earlier tensor had."""
+        if min(self._counts) > _VALUES:
+            return x.new_zeros(())
+        self._known = self._known.to(x.device)
+        closed = torch.tensor([count > _VALUES for count in self._counts], device=x.device)
+        return (~((x[:, :, None] == self._known).any(2) | closed)).sum().float()
+
+    def learn(self, x: Tensor) -> list[int]:
+        """Note the values of a tensor, and return the first row with a new one for each column."""
+        rows = list[int]()
+        for column, count in enumerate(self._counts):
+            is_new = ~(x[:, column, None] == self._known[column]).any(1)
+            if count > _VALUES or not bool(is_new.any()):
+                continue
+            new = x[is_new, column].unique()
+            is_real = len(new) > max(_REAL, len(x) // 2) and not new.equal(new.round())
+            self._counts[column] = _VALUES + 1 if is_real else count + len(new)
+            if self._counts[column] <= _VALUES:
+                self._known[column, count : count + len(new)] = new
+            rows += [] if is_real else [int(is_new.nonzero()[0])]
+        return rows
