@@ -5,7 +5,7 @@ never happens.
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,10 +19,11 @@ from privgrad.engine.passes import Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import seeded, trainable
-from privgrad.gradient.probes import gradients, norm_of, places_of, rare_rows
+from privgrad.gradient.probes import gradients, norms_of, places_of, rare_rows
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
+_AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
 
 
@@ -60,11 +61,11 @@ def require_single(
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
         alone = part_of(examples, row)
         single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
-        whole = sum(norm_of(reference) ** 2 for reference in single.values()) ** 0.5
-        for name, reference in single.items():
-            value = found[name][row].dense()[0] if name in found else torch.zeros_like(reference)
+        norms = norms_of(list(single.values()))
+        whole = math.hypot(*norms)
+        for (name, change), norm in zip(_changes(single, found, row), norms, strict=True):
             # The comparison is false if values are not finite: such an example contributes zero anyway.
-            if norm_of(value - reference) > tolerance * (norm_of(reference) + 0.1 * whole):
+            if change > tolerance * (norm + 0.1 * whole):
                 remedy = (
                     "keep examples apart, in dimension 0 (batch_first=True) and in one order in every layer; if you "
                     "registered a rule for this layer or the next, correct it; if the model changes the order of the "
@@ -73,6 +74,23 @@ def require_single(
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
+
+
+def _changes(
+    wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], row: slice
+) -> Iterator[tuple[str, float]]:
+    """Yield the names of `wanted`, each with the norm of the change from its gradient of one example to that found.
+
+    Factors are written out for about _AT_ONCE numbers at a time, and compared by one read.
+    """
+    changes, size = dict[str, Tensor](), 0
+    for place, (name, value) in enumerate(wanted.items(), 1):
+        one = value[row].dense()[0] if isinstance(value, Factor) else value
+        changes[name] = found[name][row].dense()[0] - one if name in found else one
+        size += one.numel()
+        if size > _AT_ONCE or place == len(wanted):
+            yield from zip(changes, norms_of(list(changes.values())), strict=True)
+            changes, size = {}, 0
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int, novel: Sequence[int] = ()) -> list[int]:
@@ -113,15 +131,19 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
         finally:
             passes.layouts.current.calls = calls
         wanted = wanted or found
-        for name in wanted.keys() & found.keys():
-            # Row by row, so that no more than one dense gradient of each kind is held.
-            rows = [slice(0, 1), slice(2, 3)]
-            difference = math.hypot(*(norm_of(found[name][r].dense() - wanted[name][r].dense()) for r in rows))
-            most = tolerance * sum(float(wanted[name][r].norms().sum()) for r in rows)
-            if math.isfinite(most) and not difference <= most:
+        both = {name: factor for name, factor in wanted.items() if name in found}
+        changes = zip(_changes(both, found, slice(0, 1)), _changes(both, found, slice(2, 3)), strict=True)
+        for ((name, first), (_, last)), scale in zip(changes, _scales(both, slice(0, 3, 2)), strict=True):
+            if math.isfinite(scale) and not math.hypot(first, last) <= tolerance * scale:
                 got, remedy = f"a change when one of them is {number}", f"keep examples apart, or {REMEDY}"
                 condition = "not to depend on other examples"
                 raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
+
+
+def _scales(factors: Mapping[str, Factor], rows: slice) -> list[float]:
+    """Return the summed norms of some rows, for each factor; one read of the device gives all."""
+    sums = [factor.norms()[rows].double().sum() for factor in factors.values()]
+    return cast("list[float]", torch.stack(sums).tolist()) if sums else []
 
 
 def _with_middle(leaf: Tensor, *, number: float) -> Tensor:
@@ -150,15 +172,14 @@ def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) ->
         first, _ = passes.compute(few, Point())
     with seeded(seed):
         second, _ = passes.compute(few, Point(radius=0.0))
-    scale = tolerance * sum(float(factor.norms().sum()) for factor in first.values())
+    scale = tolerance * sum(_scales(first, slice(None)))
     rows = [slice(index, index + 1) for index in range(count_examples(few))]
-    for name, factor in first.items():
-        other = second.get(name)
-        changes = [math.inf] if other is None else [norm_of(other[r].dense() - factor[r].dense()) for r in rows]
-        if max(changes) > scale:
+    for changes in zip(*(_changes(first, second, row) for row in rows), strict=True):
+        name, most = changes[0][0], max(change for _, change in changes)
+        if name not in second or most > scale:
             remedy = f"use single layers with nn.Dropout between them, or {REMEDY}"
             got = f"gradients with a difference above {tolerance:g}, relative"
-            got = "no gradient in the second pass" if other is None else got
+            got = got if name in second else "no gradient in the second pass"
             raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
 
@@ -172,7 +193,8 @@ def restored(model: nn.Module) -> Generator[None]:
     except UnsupportedModuleError as error:  # the write may be its cause
         refusal = error
     finally:
-        written = [name for name, parameter, held in before if not _bits(parameter).equal(_bits(held))]
+        changed = torch.stack([(_bits(x) != _bits(held)).any().to(before[0][1].device) for _, x, held in before])
+        written = [before[place][0] for place in cast("list[int]", changed.nonzero().flatten().tolist())]
         with torch.no_grad():
             for _, parameter, held in before if written else []:
                 parameter.data.copy_(held)
