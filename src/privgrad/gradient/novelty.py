@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 from privgrad.gradient.probes import COLUMNS
 
 _VALUES = 64  # a column with more different values, such as ids, has no new ones
-_REAL = 8  # the same for numbers that are no integers, if most of a batch's rows have values of their own
 _READ = 1024  # most numbers of a row that are looked at: of wider rows, every second, third ... column
 
 
@@ -85,7 +84,8 @@ class _Values:
             if count > _VALUES or not bool(is_new.any()):
                 continue
             new = x[is_new, column].unique()
-            is_real = len(new) > max(_REAL, len(x) // 2) and not new.equal(new.round())
+            # Integers and ratings in steps of one half may have few values, and so may what half of the rows share.
+            is_real = len(new) > len(x) // 2 and not (2 * new).equal((2 * new).round())
             self._counts[column] = _VALUES + 1 if is_real else count + len(new)
             if self._counts[column] <= _VALUES:
                 self._known[column, count : count + len(new)] = new
