@@ -191,12 +191,16 @@ class Decoder(nn.Module):
         return torch.stack(losses, 1).mean(1)
 
 
+def imported() -> bool:
+    return imported_coin() < 0.5
+
+
 @pytest.mark.filterwarnings("ignore:PrivateGradient computes")
 @pytest.mark.parametrize(
     "coin",
     [
         lambda: random.random() < 0.5,
-        lambda: imported_coin() < 0.5,
+        imported,
         lambda: np.random.rand() < 0.5,
         lambda: random.choice([True, False]),
         lambda: np.random.randint(2) == 1,
