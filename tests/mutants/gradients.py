@@ -955,7 +955,7 @@ GRADIENTS = [
     ),
     Mutant(
         "another coin where a pass is computed again",
-        lambda patch: everywhere(patch, module_state.streams, lambda: lambda: None),
+        lambda patch: everywhere(patch, randomness.streams, lambda: lambda: None),
         "test_constant_draws.test_a_coin_for_all_examples_is_accepted_and_exact",
         lambda module: {"coin": module.imported},
     ),

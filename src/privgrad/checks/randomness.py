@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from privgrad.gradient.functional import evaluating, known_draws, refuse_own_gen
 from privgrad.gradient.probes import gradients, losses_on_copies, norm_of, secret_seed
 from privgrad.gradient.reference import per_sample_gradients
 from privgrad.gradient.refusals import refused
-from privgrad.rng import numpy_and_python_states, untempered
+from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 # In place of numbers between 0 and 1. A coin of any rate between the first two is heads under one, tails under the
@@ -176,7 +176,7 @@ def constant_draws(number: float) -> Generator[None]:
             is_subset = name == "choice" and kwargs.get("replace", args[2] if len(args) > 2 else True) is False
             is_order = is_subset or name in ("permutation", "sample", "shuffle")
             begin(states=low if is_order else own)  # high numbers would leave rows at their places
-            result = function(*args, **kwargs)
+            result: Any = function(*args, **kwargs)
             begin()
             if isinstance(result, np.ndarray) and result.size and not is_order and name not in _JOINT:
                 result[...] = result.flat[0]
@@ -188,7 +188,8 @@ def constant_draws(number: float) -> Generator[None]:
     modules: Any = (random, np.random)
     # Functions that a program has imported by name draw from the states alone.
     for module, source in zip(modules, (modules[0]._inst, modules[1].mtrand._rand), strict=True):
-        found = [(name, value) for name, value in vars(module).items() if getattr(value, "__self__", None) is source]
+        names = cast("dict[str, Any]", vars(module)).items()
+        found = [(name, value) for name, value in names if getattr(value, "__self__", None) is source]
         before += [(module, name, value) for name, value in (*found, ("seed", module.seed)) if "state" not in name]
     with streams_kept():
         begin()
@@ -212,8 +213,17 @@ def _states(number: float) -> tuple[Any, Any]:
     # it is out of range. The others fall slowly, in both halves, so that the first one in range is the largest.
     words[::2] = (int(number * 2**16) << 16) + (0xFFFF if number > 0.5 else 0)
     words[1::2] = ((65535 - 210 * np.arange(312)) << 16) + 65535 - np.arange(312)
-    held = untempered(words).tolist()
+    held = _untempered(words).tolist()
     return ("MT19937", held, 0), (random.Random.VERSION, (*held, 0), None)
+
+
+def _untempered(words: np.ndarray) -> np.ndarray:
+    """Return the state of a Mersenne Twister whose next outputs are these words: shape (624,), uint32."""
+    words = words ^ (words >> 18)
+    held = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
+    for _ in range(4):  # each time, seven more of the lower bits are right
+        held = words ^ ((held << 7) & np.uint32(0x9D2C5680))
+    return held ^ (held >> 11) ^ (held >> 22)
 
 
 class Drawn(TorchDispatchMode):
@@ -232,7 +242,8 @@ class Drawn(TorchDispatchMode):
 
     # Dispatch, not a mode of functions, because it also sees operations within compiled code and vmap.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options, place = kwargs or {}, len(self.sizes)
+        options: dict[str, Any] = kwargs or {}
+        place = len(self.sizes)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
         is_fixed = self._number is not None and place < _MOST and (self._places is None or place in self._places)
@@ -244,7 +255,9 @@ class Drawn(TorchDispatchMode):
             self.sizes.append(result.numel() if isinstance(result, Tensor) else 1)
         if drawn and is_fixed and isinstance(result, Tensor) and result.numel():
             named = enumerate(func._schema.arguments)
-            given = {a.name: args[i] if i < len(args) else options.get(a.name, a.default_value) for i, a in named}
+            given: dict[str, Any] = {
+                a.name: args[i] if i < len(args) else options.get(a.name, a.default_value) for i, a in named
+            }
             result.copy_(_constant(func._schema.name.removeprefix("aten::").rstrip("_"), given, result, self._number))
         return result
 
@@ -342,6 +355,20 @@ def torch_states() -> Tensor:
     if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
     return torch.cat([state.cpu() for state in states])
+
+
+def streams() -> Callable[[], None]:
+    """Return a function that sets the global random streams of torch, numpy and Python back to where they are now."""
+    of_numpy, of_python, of_torch = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def set_back() -> None:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        torch.cuda.set_rng_state_all(of_devices)
+
+    return set_back
 
 
 def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
-from privgrad.checks.randomness import Randomness, find_randomness, without_randomness
+from privgrad.checks.randomness import Randomness, find_randomness, streams, without_randomness
 from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.parametrized import Pulled, PulledDense
 from privgrad.engine.factors.weight_standardization import Projected
@@ -32,7 +32,7 @@ from privgrad.engine.self_check import (
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import seeded, streams, trainable
+from privgrad.gradient.functional import seeded, trainable
 from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
 from privgrad.gradient.reference import CheckSchedule, Vmap
 from privgrad.gradient.refusals import (
@@ -183,7 +183,7 @@ class Factored:
             earlier one held. This is no proof.
         """
         self._schedule.begin(examples)
-        # What is computed again draws the same again. Otherwise a coin would follow the calls that were learned.
+        # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
         self._set_back = streams() if self._randomness.numbers or self._schedule.calls == 1 else _stay
         while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
             try:

@@ -294,20 +294,6 @@ def streams_kept() -> Generator[tuple[Any, Any]]:
             torch.default_generator.set_state(state)
 
 
-def streams() -> Callable[[], None]:
-    """Return a function that sets the global random streams of torch, numpy and Python back to where they are now."""
-    of_numpy, of_python, of_torch = np.random.get_state(), random.getstate(), torch.get_rng_state()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def set_back() -> None:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch)
-        torch.cuda.set_rng_state_all(of_devices)
-
-    return set_back
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
     """Set evaluation mode (no dropout), and restore each module's own mode afterwards."""
