@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.gradient.probes import COLUMNS
 
 _VALUES = 64  # a column with more different values has no new ones
+_FEW = 8  # the same in a tensor whose columns together have more than _VALUES values
 _READ = 512  # most numbers of a row that are looked at: of wider rows, every second, third ... column
 
 
@@ -67,7 +68,7 @@ class _Values:
     def __init__(self, x: Tensor) -> None:
         self._known = x.new_full((x.shape[1], _VALUES), math.nan)  # by column, and NaN where there are fewer
         self._counts = [0] * x.shape[1]  # above _VALUES for a column that is closed
-        self._changes = [0] * x.shape[1]  # the calls in which most rows had a new value
+        self._changes = [0] * x.shape[1]  # the calls in which it had a new value, and most rows had one
         self.learn(x)
 
     def unknown(self, x: Tensor) -> Tensor:
@@ -80,17 +81,21 @@ class _Values:
 
     def learn(self, x: Tensor) -> list[int]:
         """Note the values of a tensor, and return the first row with a new one for each column."""
-        rows = list[int]()
+        is_new = ~(x[:, :, None] == self._known).any(2)
+        is_new[:, [count > _VALUES for count in self._counts]] = False
+        is_usual = bool(2 * is_new.any(1).sum() > len(x))
+        rows = dict[int, int]()
         for column, count in enumerate(self._counts):
-            is_new = ~(x[:, column, None] == self._known[column]).any(1)
-            if count > _VALUES or not bool(is_new.any()):
+            if not bool(is_new[:, column].any()):
                 continue
-            self._changes[column] += int(2 * is_new.sum() > len(x))
-            new = cast(Tensor, x[is_new, column].unique())
+            self._changes[column] += is_usual
+            new = cast(Tensor, x[is_new[:, column], column].unique())
             # Real numbers and ids are new in each batch.
             count = _VALUES + 1 if self._changes[column] > 2 else count + len(new)
             self._counts[column] = count
             if count <= _VALUES:
                 self._known[column, count - len(new) : count] = new
-                rows.append(int(is_new.nonzero()[0]))
-        return rows
+                rows[column] = int(is_new[:, column].nonzero()[0])
+        if len(cast(Tensor, self._known[~self._known.isnan()].unique())) > _VALUES:  # a sequence of ids
+            self._counts = [count if count <= _FEW else _VALUES + 1 for count in self._counts]
+        return [row for column, row in rows.items() if self._counts[column] <= _VALUES]
