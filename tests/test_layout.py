@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 737,
         "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same
         "features": 1957,
-        "gradient": 2927,  # `novelty`: batches that hold what no earlier one held
+        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held
         "heads": 991,
         "integrations": 1635,
         "ledger": 1495,

@@ -180,7 +180,7 @@ def constant_draws(number: float) -> Generator[None]:
             begin()
             if isinstance(result, np.ndarray) and result.size and not is_order and name not in _JOINT:
                 result[...] = result.flat[0]
-            return result
+            return cast("Any", result)
 
         return call
 
