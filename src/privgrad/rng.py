@@ -251,15 +251,6 @@ def mersenne_words(key: bytes, name: str) -> np.ndarray:
     return _derived(key, name).uint64(0, 312).view(np.uint32)
 
 
-def untempered(words: np.ndarray) -> np.ndarray:
-    """Return the state of a Mersenne Twister whose next outputs are these words: shape (624,), uint32."""
-    words = words ^ (words >> 18)
-    held = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
-    for _ in range(4):  # each time, seven more of the lower bits are right
-        held = words ^ ((held << 7) & np.uint32(0x9D2C5680))
-    return held ^ (held >> 11) ^ (held >> 22)
-
-
 def torch_state(key: bytes) -> Tensor:
     """Return a state for torch's generator on the CPU that follows from a key as `mersenne_words` does."""
     drawn, state = _derived(key, "torch").uint64(0, 313), _STATE.clone()

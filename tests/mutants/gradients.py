@@ -37,7 +37,7 @@ from privgrad.gradient import factor as factors
 from privgrad.gradient import factor as norms
 from privgrad.gradient import functional as batching
 from privgrad.gradient import functional as module_state
-from privgrad.gradient import probes, secret_draws
+from privgrad.gradient import novelty, probes, secret_draws
 from privgrad.gradient import reference as check_schedule
 from privgrad.gradient import reference as vmap
 from privgrad.gradient.factor import Dense
@@ -294,12 +294,12 @@ def climbs_in_any_step(patch: Patch) -> None:
 
 
 def the_head_of_the_batch(patch: Patch) -> None:
-    everywhere(patch, audit.rows_to_check, lambda found, examples, salt: list(range(min(count_examples(examples), 3))))
+    everywhere(patch, audit.rows_to_check, lambda found, examples, *_: list(range(min(count_examples(examples), 3))))
 
 
 def checked_in_evaluation_mode(patch: Patch) -> None:
     @contextmanager
-    def wrong(model: nn.Module, _: Any) -> Generator[None]:
+    def wrong(model: nn.Module, *_: Any) -> Generator[None]:
         with module_state.evaluating(model):
             yield
 
@@ -411,12 +411,15 @@ def shared_draws(patch: Patch) -> None:
     patch.setattr(batching, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
 
 
+WRITE_ONLY = property(lambda _: list[int](), lambda *_: None)
+
+
 def two_draws(patch: Patch) -> None:
     @contextmanager
     def nothing(*_: Any) -> Generator[None]:
         yield
 
-    patch.setattr(torch.random, "fork_rng", nothing)
+    patch.setattr(passes, "streams_kept", nothing)
 
 
 def neighbors_grouped(patch: Patch) -> None:
@@ -435,14 +438,12 @@ def only_torchs_state(key: bytes) -> None:
     torch.default_generator.set_state(rng.torch_state(key))
 
 
-def unchecked(*functions: Any, in_training: bool = True) -> Callable[[Patch], None]:
-    """Without some checks; in_training is that of what mixes in training mode only."""
+def unchecked(*functions: Any) -> Callable[[Patch], None]:
+    """Without some checks."""
 
     def plant(patch: Patch) -> None:
         for function in functions:
             everywhere(patch, function, lambda *_, **__: None)
-        if not in_training:
-            everywhere(patch, audit.require_apart_in_training, lambda *_: None)
 
     return plant
 
@@ -846,7 +847,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a loss that looks at other examples",
-        unchecked(checks.require_apart, audit.require_single, in_training=False),
+        unchecked(checks.require_apart, audit.require_single),
         "test_engines.test_bad_losses_are_refused_before_anything_is_charged",
         {"name": "divided by the batch size"},
     ),
@@ -869,12 +870,12 @@ GRADIENTS = [
     ),
     Mutant(
         "a statistic of the batch taken for a shared value",
-        unchecked(audit.require_single, checks.require_apart, checks.require_same_losses_in_half, in_training=False),
+        unchecked(audit.require_single, checks.require_apart, checks.require_same_losses_in_half),
         "test_shared_values.test_a_value_made_of_the_whole_batch_is_refused",
     ),
     Mutant(
         "a layer that mixes examples",
-        unchecked(audit.require_single, checks.require_same_losses_in_half, in_training=False),
+        unchecked(audit.require_single, checks.require_same_losses_in_half),
         "test_factored.test_subtracting_the_batch_mean_is_caught",
     ),
     Mutant(
@@ -893,7 +894,7 @@ GRADIENTS = [
     ),
     Mutant(
         "mixing in training mode only",
-        unchecked(in_training=False),
+        unchecked(audit.require_single),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
         lambda module: {"make": module.ShufflesInTraining},
     ),
@@ -937,8 +938,38 @@ GRADIENTS = [
     ),
     Mutant(
         "what mixes examples only while it drops",
-        unchecked(checks._require_same_losses_under_draws),
+        unchecked(checks.require_apart, checks.require_same_losses_in_half),
         "test_self_check.test_what_mixes_examples_only_while_it_drops_is_refused",
+    ),
+    Mutant(
+        "a coin compared on one side only",
+        lambda patch: patch.setattr(randomness, "_NUMBERS", (0.7,)),
+        "test_constant_draws.test_a_coin_does_not_hide_a_mixup",
+        {"coin": "numpy, rarely", "engine": "factored"},
+    ),
+    Mutant(
+        "an empty mask taken for a comparison",
+        lambda patch: everywhere(patch, randomness.find_randomness, lambda *_: randomness.Randomness(True, (0.7,))),
+        "test_constant_draws.test_a_mean_over_what_is_masked_is_compared_where_something_is_masked",
+        {"rate": 0.15},
+    ),
+    Mutant(
+        "another coin where a pass is computed again",
+        lambda patch: everywhere(patch, randomness.streams, lambda: lambda: None),
+        "test_constant_draws.test_a_coin_for_all_examples_is_accepted_and_exact",
+        lambda module: {"coin": module.imported},
+    ),
+    Mutant(
+        "no check of what no earlier batch held",
+        lambda patch: patch.setattr(novelty.Novelty, "rows", lambda *_: []),
+        "test_novelty.test_a_rare_example_that_changes_others_is_refused_when_it_comes",
+        {"name": "a long text"},
+    ),
+    Mutant(
+        "the new row left out of the comparison",
+        lambda patch: patch.setattr(check_schedule.CheckSchedule, "novel", WRITE_ONLY, raising=False),
+        "test_novelty.test_the_checks_compare_the_new_row",
+        {"name": "a long text"},
     ),
     Mutant(
         "losses that depend on earlier rows",

@@ -20,25 +20,22 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
-from privgrad.checks.randomness import Drawn, Randomness, find_randomness, require_unseeded, without_randomness
+from privgrad.checks.randomness import (
+    Randomness,
+    find_randomness,
+    losses_and_draws,
+    require_unseeded,
+    without_randomness,
+)
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import named_modules, own_parameters, seeded, trainable
-from privgrad.gradient.probes import (
-    doubled,
-    few_of,
-    from_losses,
-    in_float32_too,
-    leading_of,
-    losses_on_copies,
-    secret_seed,
-)
-from privgrad.rng import numpy_and_python_states
+from privgrad.gradient.functional import named_modules, own_parameters, trainable
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
-_DRAWS = 2  # number of secret seeds of a model that draws, besides the constants in place of its numbers
+_DRAWS = 2  # number of secret seeds of a model with dropout
 _COPIES = 4  # of an example, whose losses are compared with that of the example alone
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 
@@ -117,7 +114,7 @@ def require_supported(model: nn.Module) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: 9 to 20 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
+# Cost: 11 to 30 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts that only some examples reach; `freeze_unused` or zero rows make them pass.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
@@ -269,7 +266,7 @@ def _serial(value: object) -> int:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 7 forward passes of a few examples; 10 with dropout, 16 with other draws.
+# Cost: 7 forward passes of a few examples; 10 with dropout, 22 with other draws.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too
@@ -292,14 +289,18 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
                 raise _depends("a loss that changes with the other examples")
 
     batches = [few, *(repeated(row, size) for row in rows)]
-    for salt in range(_DRAWS if randomness.draws else 1):
-        found = [_drawn(model, loss_fn, batch, secret_seed(salt)) for batch in batches]
+    for salt in range(_DRAWS if randomness.draws and not randomness.numbers else 1):
+        found = [losses_and_draws(model, loss_fn, batch, salt=salt) for batch in batches]
         # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
-        if all(drawn == found[0][1] for _, drawn in found):
-            require_equal([losses for losses, _ in found])
-    for number in randomness.numbers:
-        with without_randomness(model, randomness, number):
-            require_equal([losses_on_copies(model, loss_fn, batch).detach() for batch in batches])
+        if all(draws == list(found[0][1:]) for _, *draws in found):
+            require_equal([losses for losses, *_ in found])
+    for number in randomness.tried:
+        try:
+            with without_randomness(model, randomness, number):
+                losses = [losses_on_copies(model, loss_fn, batch).detach() for batch in batches]
+        except Exception:  # the model does not take such numbers
+            continue
+        require_equal(losses)
 
     def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
         one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
@@ -309,13 +310,6 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
         with without_randomness(model, randomness, number):
             if _differ(model, repeated(row, _COPIES), by_count):
                 raise _depends("a loss that changes with the number of examples or its place among them")
-
-
-def _drawn(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[Tensor, Any]:
-    """Return the losses under a seed, and what shows how many numbers were drawn in which order."""
-    with seeded(seed), Drawn() as drawn:
-        losses = losses_on_copies(model, loss_fn, examples, seed=None).detach()
-        return losses, (drawn.sizes, numpy_and_python_states())
 
 
 # Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.

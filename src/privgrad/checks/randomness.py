@@ -8,7 +8,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Collection, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, zip_longest
 from typing import Any, cast
@@ -24,12 +24,13 @@ from privgrad.gradient.functional import evaluating, known_draws, refuse_own_gen
 from privgrad.gradient.probes import gradients, losses_on_copies, norm_of, secret_seed
 from privgrad.gradient.reference import per_sample_gradients
 from privgrad.gradient.refusals import refused
-from privgrad.rng import numpy_and_python_states, untempered
+from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 # In place of numbers between 0 and 1. A coin of any rate between the first two is heads under one, tails under the
-# other. Under the third, rates below it drop and mask nothing.
+# other. Under the third, rates below it drop and mask nothing. More of them choose each of up to four layers or losses.
 _NUMBERS = (1e-4, 1 - 1e-4, 0.7)
+_MORE = (0.3, 0.5)
 _MOST = 10_000  # draws of a pass that are constant; a loop that draws until a number suits then gets others, and ends
 _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
@@ -39,56 +40,32 @@ _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers c
 # Refuses nothing: such a model trains with secret draws. Numbers of numpy and Python count as shared in any case.
 def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
     """Return whether the losses of a few examples depend on random numbers that the examples share."""
-    own, more = _Draws(), _Draws()
-    _losses(model, loss_fn, few, own)
-    if not own.sizes and own.others is None:  # there are no draws, as in most models
+    _, own, others = losses_and_draws(model, loss_fn, few)
+    if not own and others is None:  # there are no draws, as in most models
         return False
     # Shared draws are as many for twice as many examples.
-    _losses(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), more)
-    if own.others is not None and own.others == more.others:
+    twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
+    _, more, same = losses_and_draws(model, loss_fn, twice)
+    if others is not None and others == same:
         return True
-    shared = [place for place, sizes in enumerate(zip_longest(own.sizes, more.sizes)) if sizes[0] == sizes[1]]
-    if not shared:
-        return False
+    shared = {place for place, sizes in enumerate(zip_longest(own, more)) if sizes[0] == sizes[1]}
     # A draw may decide nothing: BART draws a number for each layer also if its layerdrop is 0.
-    low = _losses(model, loss_fn, few, _Draws(shared, 0.0))
-    high = _losses(model, loss_fn, few, _Draws(shared, 1.0))
+    low, high = (losses_and_draws(model, loss_fn, few, drawn=Drawn(number, shared))[0] for number in _NUMBERS[:2])
     return not torch.equal(low, high)
 
 
-def _losses(model: nn.Module, loss_fn: LossFunction, examples: Any, draws: "_Draws") -> Tensor:
-    """Return the losses of a pass under a fixed seed, in which a mode notes or replaces the draws."""
-    with seeded(secret_seed()):
+def losses_and_draws(
+    model: nn.Module, loss_fn: LossFunction, examples: Any, *, salt: int = 0, drawn: "Drawn | None" = None
+) -> tuple[Tensor, list[int], Any]:
+    """Return the losses under a secret seed, the numbers of torch's draws, and the last states of numpy and Python.
+
+    The states are None if nothing was drawn from them.
+    """
+    with seeded(secret_seed(salt)), drawn or Drawn() as noticed:
         before = numpy_and_python_states()
-        with draws:
-            losses = losses_on_copies(model, loss_fn, examples, seed=None)
+        losses = losses_on_copies(model, loss_fn, examples, seed=None).detach()
         after = numpy_and_python_states()
-        draws.others = None if after == before else after
-    return losses
-
-
-class _Draws(TorchFunctionMode):
-    """A mode that notes how many numbers each function draws, and can replace what some of them return."""
-
-    def __init__(self, places: Collection[int] = (), number: float = 0.0) -> None:
-        super().__init__()
-        self._places = places  # of the calls to replace, among all calls that draw
-        self._number = number  # what their tensors are filled with
-        self.sizes = list[int]()  # the number of elements that each call returned
-        self.others: Any = None  # the last states of numpy's and Python's random streams, if any was drawn from
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = torch_states()
-        result: Any = func(*args, **(kwargs or {}))
-        if torch.equal(before, torch_states()):
-            return result
-        place = len(self.sizes)
-        drawn = cast("Any", result[0] if isinstance(result, tuple) else result)
-        self.sizes.append(drawn.numel() if isinstance(drawn, Tensor) else 1)
-        if place not in self._places or not isinstance(result, Tensor):
-            return cast("Any", result)
-        is_in_place = bool(args) and result is args[0]
-        return result.fill_(self._number) if is_in_place else torch.full_like(result, self._number)
+    return losses, noticed.sizes, None if after == before else after
 
 
 @dataclass(frozen=True)
@@ -108,6 +85,11 @@ class Randomness:
     def compared(self) -> tuple[float, ...]:
         """The numbers under which a comparison runs, one after the other; there is at least one."""
         return self.numbers or _NUMBERS[-1:]
+
+    @property
+    def tried(self) -> tuple[float, ...]:
+        """More numbers, for a comparison of a few examples; the model may not take each of them."""
+        return tuple(dict.fromkeys((*self.numbers, *_NUMBERS, *_MORE))) if self.numbers else ()
 
 
 def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
@@ -194,18 +176,20 @@ def constant_draws(number: float) -> Generator[None]:
             is_subset = name == "choice" and kwargs.get("replace", args[2] if len(args) > 2 else True) is False
             is_order = is_subset or name in ("permutation", "sample", "shuffle")
             begin(states=low if is_order else own)  # high numbers would leave rows at their places
-            result = function(*args, **kwargs)
+            result: Any = function(*args, **kwargs)
             begin()
             if isinstance(result, np.ndarray) and result.size and not is_order and name not in _JOINT:
                 result[...] = result.flat[0]
-            return result
+            return cast("Any", result)
 
         return call
 
     before: list[tuple[Any, str, Any]] = []
-    for module in (random, np.random):
-        source = cast("Any", module.random).__self__  # functions that a program imported draw from the states alone
-        found = [(name, value) for name, value in vars(module).items() if getattr(value, "__self__", None) is source]
+    modules: Any = (random, np.random)
+    # Functions that a program has imported by name draw from the states alone.
+    for module, source in zip(modules, (modules[0]._inst, modules[1].mtrand._rand), strict=True):
+        names = cast("dict[str, Any]", vars(module)).items()
+        found = [(name, value) for name, value in names if getattr(value, "__self__", None) is source]
         before += [(module, name, value) for name, value in (*found, ("seed", module.seed)) if "state" not in name]
     with streams_kept():
         begin()
@@ -229,45 +213,56 @@ def _states(number: float) -> tuple[Any, Any]:
     # it is out of range. The others fall slowly, in both halves, so that the first one in range is the largest.
     words[::2] = (int(number * 2**16) << 16) + (0xFFFF if number > 0.5 else 0)
     words[1::2] = ((65535 - 210 * np.arange(312)) << 16) + 65535 - np.arange(312)
-    held = untempered(words).tolist()
+    held = _untempered(words).tolist()
     return ("MT19937", held, 0), (random.Random.VERSION, (*held, 0), None)
+
+
+def _untempered(words: np.ndarray) -> np.ndarray:
+    """Return the state of a Mersenne Twister whose next outputs are these words: shape (624,), uint32."""
+    words = words ^ (words >> 18)
+    held = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
+    for _ in range(4):  # each time, seven more of the lower bits are right
+        held = words ^ ((held << 7) & np.uint32(0x9D2C5680))
+    return held ^ (held >> 11) ^ (held >> 22)
 
 
 class Drawn(TorchDispatchMode):
     """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead.
 
     Args:
-        number: between 0 and 1; the random streams then stay. None: operations draw as they do.
+        number: between 0 and 1; None: operations draw as they do.
+        places: of the operations that draw the number, among all that draw; None: all.
     Attributes:
-        sizes: the number of elements that each call returned.
+        sizes: the number of elements that each operation drew.
     """
 
-    def __init__(self, number: float | None = None) -> None:
+    def __init__(self, number: float | None = None, places: Collection[int] | None = None) -> None:
         super().__init__()
-        self._number, self.sizes = number, list[int]()
+        self._number, self._places, self.sizes = number, places, list[int]()
 
     # Dispatch, not a mode of functions, because it also sees operations within compiled code and vmap.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
+        options: dict[str, Any] = kwargs or {}
+        place = len(self.sizes)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
-        if self._number is None or len(self.sizes) > _MOST:
-            result = func(*args, **options)
-            self.sizes.append(result.numel() if isinstance(result, Tensor) else 1)
-            return result
-        self.sizes.append(1)
-        with seeded(0):
+        is_fixed = self._number is not None and place < _MOST and (self._places is None or place in self._places)
+        with seeded(0) if is_fixed else nullcontext():
             before = torch_states()
             result = func(*args, **options)
             drawn = not torch.equal(before, torch_states())
-        if drawn and isinstance(result, Tensor) and result.numel():
-            places = enumerate(func._schema.arguments)
-            given = {a.name: args[i] if i < len(args) else options.get(a.name, a.default_value) for i, a in places}
+        if drawn:
+            self.sizes.append(result.numel() if isinstance(result, Tensor) else 1)
+        if drawn and is_fixed and isinstance(result, Tensor) and result.numel():
+            named = enumerate(func._schema.arguments)
+            given: dict[str, Any] = {
+                a.name: args[i] if i < len(args) else options.get(a.name, a.default_value) for i, a in named
+            }
             result.copy_(_constant(func._schema.name.removeprefix("aten::").rstrip("_"), given, result, self._number))
         return result
 
 
-def _constant(name: str, given: dict[str, Any], drawn: Tensor, number: float) -> Any:
+def _constant(name: str, given: dict[str, Any], drawn: Tensor, number: Any) -> Any:
     """Return what an operation draws if each number between 0 and 1 behind its result is this one."""
     low, high = given.get("low") or given.get("from") or 0, given.get("high", given.get("to"))
     if name == "bernoulli":
@@ -360,6 +355,20 @@ def torch_states() -> Tensor:
     if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
     return torch.cat([state.cpu() for state in states])
+
+
+def streams() -> Callable[[], None]:
+    """Return a function that sets the global random streams of torch, numpy and Python back to where they are now."""
+    of_numpy, of_python, of_torch = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def set_back() -> None:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        torch.cuda.set_rng_state_all(of_devices)
+
+    return set_back
 
 
 def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:

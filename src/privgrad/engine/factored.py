@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
-from privgrad.checks.randomness import Randomness, find_randomness, without_randomness
+from privgrad.checks.randomness import Randomness, find_randomness, streams, without_randomness
 from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.parametrized import Pulled, PulledDense
 from privgrad.engine.factors.weight_standardization import Projected
@@ -134,6 +134,10 @@ def _is_above(one: str, other: str) -> bool:
     return one != other and (one == "" or other.startswith(f"{one}."))
 
 
+def _stay() -> None:
+    """Leave the random streams as they are."""
+
+
 _WEIGHTS = Point()
 _CHEAP = 0.1  # a share of the floats that a step holds for each example
 
@@ -162,6 +166,7 @@ class Factored:
         self._fallback = Fallback(model, loss_fn, self._layouts)
         self._schedule = CheckSchedule()
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
+        self._set_back: Callable[[], None] = _stay  # puts the random streams back to the start of a pass
         self._density: float | None = None  # floats of output gradients per value of an example
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
@@ -178,6 +183,8 @@ class Factored:
             earlier one held. This is no proof.
         """
         self._schedule.begin(examples)
+        # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
+        self._set_back = streams() if self._randomness.numbers or self._schedule.calls == 1 else _stay
         while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
             try:
                 if self._fallback.reached_loss:
@@ -195,6 +202,7 @@ class Factored:
                     except UnsupportedModuleError:
                         if not self._schedule.is_due:
                             raise
+                        self._set_back()
                         self._audit_at(examples, point)  # a module may compute differently since the last audit
                         found = self._compute(examples, point)
                     self._schedule.note_size(self._passes.ambiguous)
@@ -203,6 +211,7 @@ class Factored:
                     factors, _ = found
             except (UnitRefusedError, CallSequenceChangedError) as error:
                 self._fallback.take_whole(error)
+                self._set_back()
             else:
                 self._fallback.accept()
                 return factors
@@ -455,30 +464,34 @@ class Factored:
         """
         self._layouts.note_change(examples)
         for learn in (self._audit_at, self._learn_whole):
+            self._set_back()
             try:
                 return self._passes.compute(examples, point)
             except CallSequenceChangedError:
+                self._set_back()
                 learn(examples, point)
+        self._set_back()
         return self._passes.compute(examples, point)
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:
         """Raise UnsupportedModuleError if rows of a batch differ from single examples, in double precision too."""
-        randomness, seed = self._randomness, secret_seed(self._schedule.calls)
+        randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
-            for number in randomness.compared:
+            for place, number in enumerate(randomness.compared):
                 with restored(self._model), without_randomness(self._model, randomness, number):
                     if randomness.draws:
                         with seeded(seed):
+                            self._set_back = streams()
                             found = self._compute(examples, point)
                     rows = rows_to_check(found[0], examples, self._schedule.calls, self._schedule.novel)
                     try:
                         self._require_single(examples, point, found, rows)
                     except UnsupportedModuleError as refusal:
                         self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
-                    if number == randomness.compared[0]:
+                    if place == 0:
                         require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
         finally:
-            self._randomness = randomness  # with constants, a new audit meets no draws
+            self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
         with restored(self._model):
             self._check_losses(examples)
         self._schedule.is_due = False

@@ -1,7 +1,7 @@
 """Notice what a batch holds that no earlier one held, because a loss may mix examples only then."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from privgrad.gradient.probes import COLUMNS
 
-_VALUES = 64  # a column with more different values, such as ids, has no new ones
-_REAL = 8  # the same for numbers that are no integers, if most of a batch's rows have values of their own
-_READ = 1024  # most numbers of a row that are looked at: of wider rows, every second, third ... column
+_VALUES = 64  # a column with more different values has no new ones
+_FEW = 8  # the same in a tensor whose columns together have more than _VALUES values
+_READ = 512  # most numbers of a row that are looked at: of wider rows, every second, third ... column
 
 
 class Novelty:
@@ -19,7 +19,7 @@ class Novelty:
 
     The faults that it finds, with a check of that batch: weights of a class that is rare; a text cut to the longest of
     the batch; a batch that is skipped if one text is empty. It does not see new values in tensors of more than COLUMNS
-    columns, or in columns of more than _VALUES values, and no new combination of known values.
+    columns, or in columns with more than _VALUES values or mostly new ones, and no new combination of known values.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class Novelty:
                 unknown = x.new_zeros(()) if values is None else values.unknown(x)
                 numbers = torch.stack([x.abs().amax(), zeros.max().float(), -zeros.min().float(), unknown])
                 found.append((place, x, numbers))
-        measured = torch.stack([numbers.to(found[0][2].device) for _, _, numbers in found]).tolist() if found else []
+        together = [numbers.to(found[0][2].device) for _, _, numbers in found]
+        measured = cast("list[list[float]]", torch.stack(together).tolist() if found else [])
         for (place, x, _), (largest, *zeros, unknown) in zip(found, measured, strict=True):
             now = [math.inf if math.isnan(largest) else largest, *zeros]
             before = self._records.setdefault(place, now)
@@ -67,6 +68,7 @@ class _Values:
     def __init__(self, x: Tensor) -> None:
         self._known = x.new_full((x.shape[1], _VALUES), math.nan)  # by column, and NaN where there are fewer
         self._counts = [0] * x.shape[1]  # above _VALUES for a column that is closed
+        self._changes = [0] * x.shape[1]  # the calls in which it had a new value, and most rows had one
         self.learn(x)
 
     def unknown(self, x: Tensor) -> Tensor:
@@ -79,15 +81,21 @@ class _Values:
 
     def learn(self, x: Tensor) -> list[int]:
         """Note the values of a tensor, and return the first row with a new one for each column."""
-        rows = list[int]()
+        is_new = ~(x[:, :, None] == self._known).any(2)
+        is_new[:, [count > _VALUES for count in self._counts]] = False
+        is_usual = bool(2 * is_new.any(1).sum() > len(x))
+        rows = dict[int, int]()
         for column, count in enumerate(self._counts):
-            is_new = ~(x[:, column, None] == self._known[column]).any(1)
-            if count > _VALUES or not bool(is_new.any()):
+            if not bool(is_new[:, column].any()):
                 continue
-            new = x[is_new, column].unique()
-            is_real = len(new) > max(_REAL, len(x) // 2) and not new.equal(new.round())
-            self._counts[column] = _VALUES + 1 if is_real else count + len(new)
-            if self._counts[column] <= _VALUES:
-                self._known[column, count : count + len(new)] = new
-            rows += [] if is_real else [int(is_new.nonzero()[0])]
-        return rows
+            self._changes[column] += is_usual
+            new = cast(Tensor, x[is_new[:, column], column].unique())
+            # Real numbers and ids are new in each batch.
+            count = _VALUES + 1 if self._changes[column] > 2 else count + len(new)
+            self._counts[column] = count
+            if count <= _VALUES:
+                self._known[column, count - len(new) : count] = new
+                rows[column] = int(is_new[:, column].nonzero()[0])
+        if len(cast(Tensor, self._known[~self._known.isnan()].unique())) > _VALUES:  # a sequence of ids
+            self._counts = [count if count <= _FEW else _VALUES + 1 for count in self._counts]
+        return [row for column, row in rows.items() if self._counts[column] <= _VALUES]
