@@ -15,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import advanced, parameters_kept, seeded, trainable
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import SecretDraws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
 from privgrad.ledger.ledger import Ledger
@@ -462,10 +464,11 @@ class PrivateGradient:
                 expected_size=plan.divisor,
                 statistic=self._statistic,
             )
-            done = 0
+            done, is_whole = 0, False
             with (
                 parameters_kept(self._model),
                 self._draws.under(own_key) as attempt,
+                suppress(StepChangedError),  # all examples again, in one way: see `engine.factored.Fallback`
                 contribution.at(step, parameters, raw_mean),
             ):
                 for rows, chunk in self._chunks(batch, step, scales):
@@ -480,7 +483,8 @@ class PrivateGradient:
                         self._require_own_draws()
                     done += rows
                     del chunk  # before the next one is computed: only one is in memory
-            if attempt.holds:
+                is_whole = True
+            if is_whole and attempt.holds:
                 return accumulator.result()
 
     def _chunks(
