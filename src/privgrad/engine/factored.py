@@ -55,10 +55,10 @@ class Fallback:
     It cannot hide a dependence between examples. Inside of a module that is taken whole, each example runs by itself.
     Outside of it, all checks run again, and compare losses too.
 
-    An example may decide it in any step. The bound on rounding holds all the same (docs/rounding.md), because a sum is
-    computed in one way: the step starts again if some of its examples were computed before. The batches with and
-    without this example may then have their sums computed in two ways. Each sum differs from the exact one by at most
-    the bound of its own way. A module that was taken stays taken, so that the sums of later steps are computed in one way, too.
+    An example may decide it in any step. The step then starts again if some of its examples were computed before, so
+    that a sum is computed in one way. The sums with and without this example may be computed in two ways. Each differs
+    from the exact one by at most the bound of its own way. A module that was taken stays taken, so later sums are
+    rounded otherwise too: docs/rounding.md names this gap.
 
     Attributes:
         any: whether some module is taken whole.
