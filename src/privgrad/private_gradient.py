@@ -15,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import advanced, parameters_kept, seeded, trainable
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import secret_draws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
 from privgrad.ledger.ledger import Ledger
@@ -451,30 +453,38 @@ class PrivateGradient:
         raw_mean = partial(self._raw_mean, batch, "perturb")
         own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
 
-        accumulator = ClippingAccumulator(
-            like=parameters,
-            clip=self._clip,
-            max_grad_norm=self.max_grad_norm,
-            inverse_scales={} if contribution.applies_scales else scales,
-            grouped=plan.group_size > 1,
-            expected_size=plan.divisor,
-            statistic=self._statistic,
-        )
-        done = 0
-        with parameters_kept(self._model), secret_draws(own_key), contribution.at(step, parameters, raw_mean):
-            for rows, chunk in self._chunks(batch, step, scales):
-                self._require_rows(rows, chunk, parameters)
-                if transform.input_maps:
-                    chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
-                chunk = chunk or _without_gradient(rows, parameters)
-                chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
-                padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
-                accumulator.add(chunk, padded)
-                if self._shares_draws and (done > 0 or self._processes.count > 1):
-                    self._require_own_draws()
-                done += rows
-                del chunk  # before the next one is computed: only one is in memory
-        return accumulator.result()
+        while True:
+            accumulator = ClippingAccumulator(
+                like=parameters,
+                clip=self._clip,
+                max_grad_norm=self.max_grad_norm,
+                inverse_scales={} if contribution.applies_scales else scales,
+                grouped=plan.group_size > 1,
+                expected_size=plan.divisor,
+                statistic=self._statistic,
+            )
+            done, is_whole = 0, False
+            with (
+                parameters_kept(self._model),
+                secret_draws(own_key),
+                suppress(StepChangedError),  # all examples again, in one way: see `engine.factored.Fallback`
+                contribution.at(step, parameters, raw_mean),
+            ):
+                for rows, chunk in self._chunks(batch, step, scales):
+                    self._require_rows(rows, chunk, parameters)
+                    if transform.input_maps:
+                        chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
+                    chunk = chunk or _without_gradient(rows, parameters)
+                    chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                    accumulator.add(chunk, padded)
+                    if self._shares_draws and (done > 0 or self._processes.count > 1):
+                        self._require_own_draws()
+                    done += rows
+                    del chunk  # before the next one is computed: only one is in memory
+                is_whole = True
+            if is_whole:
+                return accumulator.result()
 
     def _chunks(
         self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor]

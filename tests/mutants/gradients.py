@@ -289,7 +289,7 @@ def factors_checked_as_they_are_not_used(patch: Patch) -> None:
     everywhere(patch, clipping._require_bound, wrong)
 
 
-def climbs_in_any_step(patch: Patch) -> None:
+def climbs_within_a_step(patch: Patch) -> None:
     patch.setattr(factored.Fallback, "begin_step", lambda self: None)
 
 
@@ -909,10 +909,9 @@ GRADIENTS = [
         "test_climb.test_a_dependence_outside_of_what_is_taken_whole_is_refused",
     ),
     Mutant(
-        "modules taken whole in any step",
-        climbs_in_any_step,
-        "test_climb.test_no_module_is_taken_whole_after_the_first_step",
-        {"first": "computed"},
+        "a module taken whole for some examples of a step only",
+        climbs_within_a_step,
+        "test_later_uses.test_all_examples_of_a_step_are_computed_in_one_way",
     ),
     Mutant(
         "the self-check at the head of the batch",

@@ -5,12 +5,14 @@ states the fault that it finds, its cost, and what it refuses wrongly.
 """
 
 import copy
+import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 from weakref import ref
 
@@ -28,7 +30,7 @@ from privgrad.checks.randomness import (
     without_randomness,
 )
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
+from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, trainable
 from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
@@ -50,7 +52,8 @@ class Problem:
     remedy: str
 
 
-# Faults: BatchNorm in training mode, which mixes examples; running statistics, and rows that are shortened in place.
+# Faults: BatchNorm in training mode, which mixes examples; running statistics, and rows that are shortened in place;
+#     hooks of other libraries, and hooks on parameters, which the engines do not call.
 # Cost: it walks over the modules, without data.
 # Refuses wrongly: normalizations in training mode whose outputs the loss does not use.
 def find_problems(model: nn.Module) -> list[Problem]:
@@ -59,6 +62,9 @@ def find_problems(model: nn.Module) -> list[Problem]:
     Privacy:
         This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
+    if isinstance(model, torch.jit.TopLevelTracedModule):  # pyright: ignore[reportPrivateImportUsage]
+        what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
+        return [Problem("", type(model).__name__, what, remedy)]
     problems, trained = list[Problem](), False
     for path, module in named_modules(model):
         kind = type(module).__name__
@@ -80,12 +86,22 @@ def find_problems(model: nn.Module) -> list[Problem]:
             what = "adds peft's adapter to a parameter by writing to it in each forward pass"
             remedy = "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
             problems.append(Problem(path, kind, what, remedy))
+        hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
+        if any("grad_sample" in str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks):
+            what = "has the hooks of another library that computes a gradient for each example"
+            remedy = "give the model without them: for Opacus, wrapped_model.to_standard_module()"
+            problems.append(Problem(path, kind, what, remedy))
         own = own_parameters(module)
         if any(map(is_lazy, own.values())):
             what = "has lazy parameters that do not have a shape yet"
             problems.append(Problem(path, kind, what, "run one public example through the model first"))
         for name, parameter in own.items():
             trained = trained or parameter.requires_grad
+            after = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
+            if parameter.requires_grad and (parameter._backward_hooks or after):
+                what = f"has a hook on {name}, which gradients of examples do not pass"
+                remedy = "remove it, and multiply the weight by the mask in forward, or mask the released gradient"
+                problems.append(Problem(path, kind, what, remedy))
             if parameter.requires_grad and not parameter.is_floating_point():
                 what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
                 problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
@@ -115,7 +131,7 @@ def require_supported(model: nn.Module) -> None:
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
 # Cost: 11 to 30 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
-# Refuses wrongly: experts that only some examples reach; `freeze_unused` or zero rows make them pass.
+# Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
 
@@ -133,17 +149,28 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        unused = from_losses(model, tried, few_of(examples, fill=False), partial(_unreached, parameters), parameters)
+        unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
         raise
+    if unused:
+        # Whether examples are routed shows in other parts that one, a few or many of them reach. Then chance decides
+        # what this batch reaches: this may not decide between refused and accepted.
+        fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
+        if not fewer == unused == more:
+            if unused := [name for name in unused if name in more]:
+                what = (
+                    f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
+                )
+                warnings.warn(f"{what}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
+            unused = list[str]()
     if unused:
         remedy = (
             "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; call experts "
             "that only some examples reach on every batch, with zero rows too; with gradient checkpointing, pass "
             "use_reentrant=False: re-entrant checkpointing of the first layers gives them no gradient"
         )
-        got = f"no gradient for {', '.join(unused)}"
+        got = f"no gradient for {_listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
     require_unseeded(model, loss_fn, few)
@@ -151,15 +178,69 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     require_same_losses_in_half(model, loss_fn, examples, randomness)
 
 
-def _unreached(parameters: Mapping[str, Tensor], losses: Tensor) -> list[str]:
-    """Return the names of the parameters to which the losses give no gradient."""
-    if not losses.requires_grad:
-        remedy = "compute the loss from the model's output, without no_grad or detach"
-        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
-    refuse_reentrant(losses)
-    with refusing_in_place():
-        grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters to which the losses of some examples give no gradient."""
+
+    def found(losses: Tensor) -> list[str]:
+        if not losses.requires_grad:
+            remedy = "compute the loss from the model's output, without no_grad or detach"
+            raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
+        refuse_reentrant(losses)
+        _warn_of_foreign([*parameters.values(), *model.parameters()], loss_fn, losses)
+        with refusing_in_place():
+            grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+        return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+
+    return from_losses(model, loss_fn, examples, found, parameters)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# Fault: a part outside of the model that was meant to be trained, such as the weights of a loss: it gets no gradient.
+# Cost: a walk over the graph of a few examples' losses.
+# Warns wrongly: of a generator that the loss does not detach, if only the discriminator is trained.
+def _warn_of_foreign(own: Sequence[Tensor], loss_fn: LossFunction, losses: Tensor) -> None:
+    """Warn of parameters and tensors in the graph of the losses that require a gradient and are not the model's."""
+    known, names = set(map(id, own)), dict[int, str]()
+    leaves = {id(leaf): leaf for leaf in sources([losses]) if id(leaf) not in known}
+    if not leaves:
+        return
+    _name_enclosed(loss_fn, names, _DEPTH)
+    # A tensor without a name that is no parameter was made in the pass, such as inputs for a gradient penalty.
+    foreign = [
+        names.get(key, f"a parameter of shape {tuple(leaf.shape)}")
+        for key, leaf in leaves.items()
+        if key in names or isinstance(leaf, nn.Parameter)
+    ]
+    if foreign:
+        warnings.warn(
+            f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does "
+            "not hold them: put all that is to be trained into one module, as the model; or detach them",
+            stacklevel=2,
+        )
+
+
+def _name_enclosed(function: object, names: dict[int, str], depth: int) -> None:
+    """Note by id what the tensors are called that a function refers to, also in modules and in further functions."""
+    scope = dict[str, object]()
+    if isinstance(function, partial):
+        scope = {"func": function.func, **{str(k): v for k, v in enumerate(function.args)}, **function.keywords}
+    elif isinstance(function, FunctionType | MethodType):
+        found = inspect.getclosurevars(function)
+        scope = {**found.globals, **found.nonlocals}
+        scope |= {"self": function.__self__} if isinstance(function, MethodType) else {}
+    elif hasattr(function, "__dict__") and not isinstance(function, type | ModuleType):
+        scope = vars(function)
+    for name, value in scope.items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), name)
+        elif isinstance(value, nn.Module):
+            for own, parameter in value.named_parameters():
+                names.setdefault(id(parameter), f"{name}.{own}")
+        elif depth > 0:
+            _name_enclosed(value, names, depth - 1)
 
 
 # The hash of the configuration sees these.

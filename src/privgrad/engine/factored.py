@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
@@ -39,6 +40,7 @@ from privgrad.gradient.refusals import (
     REMEDY,
     CallSequenceChangedError,
     Reason,
+    StepChangedError,
     UnitRefusedError,
     calls_changed,
     refused,
@@ -50,8 +52,12 @@ class Fallback:
     """The fallback of one engine from a refused unit to vmap: for the unit, a module above it, or the whole loss.
 
     It cannot hide a dependence between examples. Inside of a module that is taken whole, each example runs by itself.
-    Outside of it, all checks run again, and compare losses too. The bound on rounding rests on `begin_step`: after the
-    first step, no example may change how later sums are computed.
+    Outside of it, all checks run again, and compare losses too.
+
+    An example may decide it in any step. The step then starts again if some of its examples were computed before, so
+    that a sum is computed in one way. The sums with and without this example may be computed in two ways. Each differs
+    from the exact one by at most the bound of its own way. A module that was taken stays taken, so later sums are
+    rounded otherwise too: docs/rounding.md names this gap.
 
     Attributes:
         any: whether some module is taken whole.
@@ -62,31 +68,37 @@ class Fallback:
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
         self._model, self._layouts, self._alone = model, layouts, Vmap(model, loss_fn)
         self.any = self.reached_loss = False
-        self._is_open, self._is_accepted = True, False
+        self._computed: int | None = None  # calls of the engine in this step; None before the first step
         self.reasons = dict[str, Reason]()
         self._new = list[str]()  # the modules taken so far, until an attempt is accepted
 
     def begin_step(self) -> None:
-        """Take no more modules whole if an earlier step was computed."""
-        self._is_open = not self._is_accepted
-
-    def reopen(self) -> None:
-        """Allow new modules in the next step; for a model whose configuration has changed."""
-        self._is_open, self._is_accepted = True, False
+        """Begin to count the calls of the engine that must compute alike."""
+        self._computed = 0
 
     def take_whole(self, error: UnitRefusedError | CallSequenceChangedError) -> None:
-        """Take the unit of a refusal or a module above it whole; raise the refusal if this is not allowed."""
+        """Take the unit of a refusal or a module above it whole.
+
+        Raises:
+            UnsupportedModuleError: the loss itself is taken whole already.
+            StepChangedError: some examples of this step were computed before.
+        """
         refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
-        if self.reached_loss or not self._is_open:
+        if self.reached_loss:
             raise refusal from None
         self._new.append(self._take(refusal.unit))
         self.any, self.reasons[self._new[-1]] = True, refusal.reason
+        if self._computed:
+            self._computed = 0
+            raise StepChangedError from None
 
-    def accept(self) -> None:
-        """Note that an attempt has succeeded, and warn of the modules that it took whole."""
+    def accept(self, *, computed: bool = False) -> None:
+        """Note that an attempt has succeeded, and warn of the modules that were taken whole."""
         if self._new:
             _warn_of(self._new, self.reasons[self._new[-1]].condition)
-        self._new, self._is_accepted = [], True
+        self._new = []
+        if computed and self._computed is not None:
+            self._computed += 1
 
     def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return the gradient of each example's loss, computed from a batch of one."""
@@ -110,7 +122,8 @@ class Fallback:
         path = min(holding, key=len)
         while path:
             path = path.rpartition(".")[0]
-            if type(self._model.get_submodule(path)).forward is not nn.Module.forward:  # a ModuleList has none
+            kind = type(self._model.get_submodule(path))
+            if getattr(kind, "forward", None) is not nn.Module.forward:  # a ModuleList has none
                 self._layouts.take_whole(path)
                 return path
         self.reached_loss = True
@@ -158,6 +171,9 @@ class Factored:
     batches_examples = True  # they share one forward pass, and the random numbers that it draws
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
+        if isinstance(model, torch.jit.ScriptModule):  # a part that is scripted is taken whole
+            got, remedy = "TorchScript", f"give the module without torch.jit.script (torch.compile works), or {REMEDY}"
+            raise refused("the model", "to consist of Python modules", got, remedy)
         self._model = model
         self._loss_fn = loss_fn
         self._memory = MemoryPlan(model, memory_mb)
@@ -213,7 +229,7 @@ class Factored:
                 self._fallback.take_whole(error)
                 self._set_back()
             else:
-                self._fallback.accept()
+                self._fallback.accept(computed=True)
                 return factors
 
     def _falling_back(self, compute: Callable[[], Result]) -> Result:
@@ -307,7 +323,6 @@ class Factored:
         """Check the next batch too, because the model's configuration has changed."""
         self._schedule.is_due = True
         self._density = None
-        self._fallback.reopen()
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once.

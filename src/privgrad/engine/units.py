@@ -407,6 +407,7 @@ class LayerCall:
             return {weight: total}
         return _pulled(total, weight, self._norms, (self._path, name), standardized)
 
+    @torch.no_grad()
     def _factor(self, name: str, x: Tensor, grad: Tensor) -> Factor:
         """Return what the rule returns for a weight; refuse a user's rule that returns anything but its gradients."""
         if is_built_in(self._rule):

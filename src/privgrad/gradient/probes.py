@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from privgrad.errors import expected, require_callable
+from privgrad.errors import PrivacyError, expected, require_callable
 from privgrad.gradient.autograd_graph import gradients_and_curvature
 from privgrad.gradient.functional import BoundLoss, differentiable, preserved, require_losses, seeded, trainable
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
@@ -21,6 +21,7 @@ PROBED = 3  # number of examples on which a model is tried
 
 COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
 _VALUES = 32  # most values of a column among which some may be rare
+_NOTE = f"privgrad called it with {PROBED} examples or fewer, or with part of a batch; batches have any size from 0."
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore
@@ -172,14 +173,20 @@ def from_losses(
     `copied` as in `gradients`.
     """
     given = parameters or {}
-    own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
-    copies = {name: p.clone() for name, p in own.items()} if copied else own
+    own = {name: p for name, p in model.named_parameters() if name not in given}
+    # With gradients, because the forward pass may hook the gradients of its values.
+    copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(model), torch.compiler.set_stance("force_eager"):
-        return cast(T, functional_call(_FromLosses(model, loss_fn, result), state, (examples,)))
+        try:
+            return cast(T, functional_call(_FromLosses(model, loss_fn, result), state, (examples,)))
+        except Exception as error:
+            if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_NOTE)
+            raise
 
 
 class _FromLosses(BoundLoss):

@@ -217,7 +217,7 @@ def per_sample_gradients(
             # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.
             _require_unwritten([name for name, copy in buffers.items() if copy._version])
             if numpy_and_python_states() == before:
-                return rows
+                return {name: row.detach() for name, row in rows.items()}  # a leaf outside of the model has a graph
             del rows  # all rows share the numbers of numpy and Python, and which rows are at once depends on the batch
         except PrivacyError:
             raise

@@ -35,6 +35,10 @@ class CallSequenceChangedError(Exception):
         self.path = path
 
 
+class StepChangedError(Exception):
+    """The engine now computes otherwise than it computed earlier examples of the step, which must start again."""
+
+
 def misplaced(path: str, got: str) -> UnsupportedModuleError:
     """Return the error for a unit whose tensors do not hold examples in dimension 0."""
     remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}"

@@ -59,7 +59,7 @@ class Rule(ABC):
 
     @abstractmethod
     def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
-        """Return the per-example gradients of the named parameter, one row per example.
+        """Return the per-example gradients of the named parameter, one row per example; it runs without grad.
 
         A Hessian product calls it again for "weight", with other tensors as x and grad, so `is_bilinear` must hold.
 
