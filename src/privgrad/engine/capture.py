@@ -24,7 +24,7 @@ from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.parametrized import JacobianNorms
 from privgrad.engine.layers.base import Rule, find_forward, find_rule
 from privgrad.engine.layers.functional import Product, faster, find_product
-from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, split
+from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, set_apart, side_by_side, split
 from privgrad.engine.shared_values import FunctionCalls, SharedValues, for_each, for_one_example, name_of, tensors_in
 from privgrad.engine.units import (
     LayerCall,
@@ -199,7 +199,8 @@ class Capture:
             if layout[0] is None:
                 raise misplaced(path, "an input without examples")
             x = require_rows(path, x, layout[0], self.size)
-            return self._by_rule(path, rule, module, weights_of(path, module, rule), x)
+            output = self._by_rule(path, rule, module, weights_of(path, module, rule), x)
+            return set_apart(path, output, layout[0], self.size)
 
     def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
@@ -234,14 +235,21 @@ class Capture:
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                self._learn_unit(path, tensors, None)
-            else:
-                self.record.enter(path, tensors)
-            tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
+                return self._learn_unit(path, tensors, forward(module, _ignore, *args, **kwargs))
+            layout, count = self.record.enter(path, tensors), len(tensors)
+            if any(examples is not None and examples.views > 1 for examples in layout):
+                args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout)
             moves = {} if self._displacements is None else {"displacements": self._displacements}
-            output = forward(module, tap, *args, **kwargs, **moves)
+            output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs, **moves)
+            output = self._arranged(path, set_apart, output, layout[count:])
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
+
+    def _arranged(self, path: str, arrange: Any, tree: Any, layout: Layout) -> Any:
+        """Return a tree whose tensors are rearranged by their layouts; equal tensors stay equal objects."""
+        pairs = zip(tensors_in(tree), layout, strict=True)
+        found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
+        return tree_map_only(Tensor, lambda x: found[id(x)], tree)
 
     def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
@@ -306,13 +314,14 @@ class Capture:
             if examples.dim == 0:
                 x = require_rows(path, x, examples, self.size)
                 with self._functions.paused():
-                    return self._by_rule(path, product.rule, product.layer, product.weights, x)
+                    output = self._by_rule(path, product.rule, product.layer, product.weights, x)
+                    return set_apart(path, output, examples, self.size)
         shared = [x for x in tensors if x in self._shared]
         for parameter in frozenset[int]().union(*map(self._shared.sources, shared)):
             self._functions_of.setdefault(parameter, {})[name_of(func)] = faster(func, args, shared)
         outs = layout[len(tensors) :]
         if not growing:
-            args = for_one_example(func, args, *cast("Any", outs[0]))
+            args = for_one_example(func, args, *cast("Any", outs[0])[:2])
         produced, rebuilt = self._mapped(path, func, args, kwargs, layout)
         if len(produced) != len(outs):
             raise CallSequenceChangedError(path)

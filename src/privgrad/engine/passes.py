@@ -25,7 +25,14 @@ from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor, at_least_float32
-from privgrad.gradient.functional import differentiable, named_parameters, preserved, require_losses, trainable
+from privgrad.gradient.functional import (
+    differentiable,
+    named_parameters,
+    preserved,
+    require_losses,
+    streams_kept,
+    trainable,
+)
 from privgrad.gradient.reference import shares
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, unseen
 from privgrad.processes import is_on_processor
@@ -390,13 +397,21 @@ class Passes:
 
         def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
             capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
-            with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
+            with torch.enable_grad(), streams_kept(), preserved(self._model), capture:
                 self._loss_fn(self._model, batch)
                 capture.finish()
             return capture.record
 
         # The larger batch repeats an example: some models choose a layer's arguments by the values in the batch.
-        return recorded(few, recorded(map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few))).learned
+        more = map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few)
+        record = recorded(more, first := recorded(few))
+        if record.has_several_rows:
+            try:
+                other = recorded(map_examples(lambda leaf: leaf[:1].repeat(len(leaf), *[1] * (leaf.dim() - 1)), more), first)
+            except (PrivacyError, CallSequenceChangedError):  # the calls depend on the values
+                return record.learned
+            record.find_views(other)
+        return record.learned
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
         """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
