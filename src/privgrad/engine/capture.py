@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
@@ -36,7 +37,8 @@ from privgrad.engine.units import (
     weights_of,
     written_out,
 )
-from privgrad.errors import PrivacyError
+from privgrad.errors import PrivacyError, UnsupportedModuleError
+from privgrad.gradient.autograd_graph import nodes
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import named_modules, named_parameters, version_of
 from privgrad.gradient.refusals import (
@@ -116,6 +118,9 @@ class Capture:
             if getattr(config, "use_cache", None) is True:
                 self._stack.callback(setattr, config, "use_cache", True)
                 config.use_cache = False
+        run = torch.autograd._engine_run_backward
+        self._stack.callback(setattr, torch.autograd, "_engine_run_backward", run)
+        torch.autograd._engine_run_backward = partial(self._backward, run)
         for path, module in units(self._model, self._vmapped_units):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
@@ -148,6 +153,20 @@ class Capture:
         if changed:
             raise buffers_written("buffers", changed)
 
+    # Fault: a penalty on the gradient by the inputs. It depends on a weight through the backward pass too, which no tap
+    #     sees; the rest of the gradient would be right, so a small penalty would be left out in silence.
+    # Cost: one attribute for a pass; a walk of the graph for each call of autograd by the model or the loss.
+    # Refuses wrongly: a gradient with respect to something that the layers do not influence.
+    def _backward(self, run: Any, outputs: Any, grads: Any, keep: Any, create_graph: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
+        """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
+        trained = {id(parameter) for parameter in self.trained.values()}
+        if create_graph or any(id(x) in trained for x in inputs):
+            ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
+            taps = {tap.edge.node for tap in self.taps if not tap.is_copy}
+            if any(id(x) in trained for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
+                raise _differentiated()
+        return run(outputs, grads, keep, create_graph, inputs, *rest, **options)
+
     def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
         """Record a call of a unit while layouts are learned, and add a result that all examples share."""
         outputs = tensors_in(output)
@@ -176,6 +195,8 @@ class Capture:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             functions = self._functions_of.setdefault(id(copied), {})
             is_copy = copied is not None
+            if not is_copy and forward_ad._current_level >= 0:
+                raise _differentiated()
             self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
         return tensor
 
@@ -361,6 +382,11 @@ class Capture:
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
         return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
+
+
+def _differentiated() -> UnsupportedModuleError:
+    name, condition = "a derivative within the loss", "not to pass through layers"
+    return refused(name, condition, "torch.autograd.grad(create_graph=True) or the like", REMEDY, unit="")
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:

@@ -364,7 +364,7 @@ class Passes:
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
-        factors: dict[str, Factor] = {}
+        found = dict[str, list[Factor]]()
         self.uses = uses = dict[str, Use]()
         vmapped = self.layouts.current.vmapped_units
         room = self._memory.room(self.floats) if room is None else room
@@ -389,8 +389,8 @@ class Passes:
                         factor.keeps = parameter.numel() <= grad.numel() // size
                     if factor.worth_keeping and parameter.numel() <= room:
                         factor, room = factor.written_out(), room - int(parameter.numel())
-                    factors[name] = factors[name] + factor if name in factors else factor
-        return factors
+                    found.setdefault(name, []).append(factor)
+            return {name: _added_up(parts) for name, parts in found.items()}
 
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
         """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
@@ -425,6 +425,17 @@ class Passes:
         computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
         originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
         return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
+
+
+def _added_up(parts: list[Factor]) -> Factor:
+    """Return the sum of the factors of one parameter."""
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) > 1:  # all at once: a loop over time would copy the positions of its start at each step
+        parts = [Outer.joined(outers), *(part for part in parts if not isinstance(part, Outer))]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def _require_unwritten(tap: Tap) -> None:
