@@ -259,7 +259,7 @@ class Capture:
                 return self._learn_unit(path, tensors, forward(module, _ignore, *args, **kwargs))
             layout, count = self.record.enter(path, tensors), len(tensors)
             if any(examples is not None and examples.views > 1 for examples in layout):
-                args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout)
+                args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
             moves = {} if self._displacements is None else {"displacements": self._displacements}
             output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs, **moves)
             output = self._arranged(path, set_apart, output, layout[count:])
