@@ -157,7 +157,9 @@ class Capture:
     #     sees; the rest of the gradient would be right, so a small penalty would be left out in silence.
     # Cost: one attribute for a pass; a walk of the graph for each call of autograd by the model or the loss.
     # Refuses wrongly: a gradient with respect to something that the layers do not influence.
-    def _backward(self, run: Any, outputs: Any, grads: Any, keep: Any, create_graph: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
+    def _backward(
+        self, run: Any, outputs: Any, grads: Any, keep: Any, create_graph: bool, inputs: Any, *rest: Any, **options: Any
+    ) -> Any:
         """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
         trained = {id(parameter) for parameter in self.trained.values()}
         if create_graph or any(id(x) in trained for x in inputs):

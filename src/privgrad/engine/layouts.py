@@ -307,11 +307,14 @@ class CallRecord:
         for index, ((path, layout), call) in enumerate(zip(self.learned, found, strict=True)):
             if [] in call:
                 raise misplaced(path, "rows in another order")
-            self.learned[index] = path, tuple(
-                examples
-                if examples is None or options is None
-                else examples._replace(views=clear.get(examples.rows, 1) if len(options) > 1 else options[0])
-                for examples, options in zip(layout, call, strict=False)
+            self.learned[index] = (
+                path,
+                tuple(
+                    examples
+                    if examples is None or options is None
+                    else examples._replace(views=clear.get(examples.rows, 1) if len(options) > 1 else options[0])
+                    for examples, options in zip(layout, call, strict=False)
+                ),
             )
 
     def unattributed(self, unit: str) -> list[str]:

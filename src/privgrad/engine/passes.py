@@ -407,7 +407,9 @@ class Passes:
         record = recorded(more, first := recorded(few))
         if record.has_several_rows:
             try:
-                other = recorded(map_examples(lambda leaf: leaf[:1].repeat(len(leaf), *[1] * (leaf.dim() - 1)), more), first)
+                other = recorded(
+                    map_examples(lambda leaf: leaf[:1].repeat(len(leaf), *[1] * (leaf.dim() - 1)), more), first
+                )
             except (PrivacyError, CallSequenceChangedError):  # the calls depend on the values
                 return record.learned
             record.find_views(other)
