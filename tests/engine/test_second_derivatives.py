@@ -45,7 +45,7 @@ def by_backward(model: Any, x: Tensor) -> Tensor:
 
 def of_features(model: Any, x: Tensor) -> Tensor:
     """A derivative by what the first layer computes."""
-    features = model[0](input_of(x))
+    features = model[0](x)
     (grad,) = torch.autograd.grad(model[1:](features)[:, 0].sum(), features, create_graph=True)
     return grad.square().sum(1)
 
@@ -80,16 +80,18 @@ def test_derivatives_within_the_loss_are_exact(loss_fn: Callable[[Any, Tensor], 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_penalty_that_comes_late_is_noticed_at_once():
-    step, model = 0, make_model()
+    model, steps = make_model(), list[int]()
 
     def loss_fn(model: Any, x: Tensor) -> Tensor:
-        return penalty(model, x) if step >= 5 else F.softplus(-model(x)[:, 0])
+        return penalty(model, x) if len(steps) >= 5 else F.softplus(-model(x)[:, 0])
 
     engine = Factored(model, loss_fn)
     for step in range(7):  # not a step of the schedule of checks
+        steps.append(step)
         x = torch.randn(6, 5, dtype=torch.float64)
+        found = engine(x)
         for name, rows in per_sample_gradients(model, loss_fn, x).items():
-            torch.testing.assert_close(engine(x)[name].dense(), rows, rtol=1e-8, atol=1e-12)
+            torch.testing.assert_close(found[name].dense(), rows, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")

@@ -129,7 +129,7 @@ def losses_on_copies(
 
     The random draws have this seed; None continues torch's random streams. Other arguments are as in `gradients`.
     """
-    return from_losses(model, loss_fn, examples, lambda losses: losses, parameters, seed=seed)
+    return from_losses(model, loss_fn, examples, Tensor.detach, parameters, seed=seed)
 
 
 def from_losses(
@@ -151,6 +151,9 @@ def from_losses(
     given = parameters or {}
     own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
     copies = {name: p.clone() for name, p in own.items()} if copied else own
+    for name, p in model.named_parameters():  # the model may ask for gradients by what its layers compute
+        if name in copies:
+            copies[name].requires_grad_(p.requires_grad)
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
     # Compiled code has no graph that can be differentiated twice.
