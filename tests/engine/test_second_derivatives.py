@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,13 +55,14 @@ def by_func(model: Any, x: Tensor) -> Tensor:
 
 
 def forward_mode(model: Any, x: Tensor) -> Tensor:
-    output, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    output, tangent = cast(Any, torch.func.jvp)(model, (x,), (torch.ones_like(x),))
     return output.sum(1) + 1e-6 * tangent.square().sum(1)
 
 
 def by_functional(model: Any, x: Tensor) -> Tensor:
     ones = torch.ones(len(x), dtype=x.dtype)
-    return torch.autograd.functional.vjp(lambda x: model(x)[:, 0].tanh(), x, ones, create_graph=True)[1].square().sum(1)
+    of_inputs: Any = torch.autograd.functional.vjp(lambda x: model(x)[:, 0].tanh(), x, ones, create_graph=True)[1]
+    return of_inputs.square().sum(1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -118,9 +118,10 @@ class Capture:
             if getattr(config, "use_cache", None) is True:
                 self._stack.callback(setattr, config, "use_cache", True)
                 config.use_cache = False
-        run = torch.autograd._engine_run_backward
-        self._stack.callback(setattr, torch.autograd, "_engine_run_backward", run)
-        torch.autograd._engine_run_backward = partial(self._backward, run)
+        autograd = cast(Any, torch.autograd)
+        run = autograd._engine_run_backward
+        self._stack.callback(setattr, autograd, "_engine_run_backward", run)
+        autograd._engine_run_backward = partial(self._backward, run)
         for path, module in units(self._model, self._vmapped_units):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
@@ -197,7 +198,7 @@ class Capture:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             functions = self._functions_of.setdefault(id(copied), {})
             is_copy = copied is not None
-            if not is_copy and forward_ad._current_level >= 0:
+            if not is_copy and cast(Any, forward_ad)._current_level >= 0:
                 raise _differentiated()
             self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
         return tensor

@@ -72,7 +72,8 @@ def split(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
         raise CallSequenceChangedError(path)
     if views == 1:
         return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0)
-    return x.unflatten(dim, (views, size, rows // views)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    shape = (*x.shape[:dim], views, size, rows // views, *x.shape[dim + 1 :])
+    return x.view(shape).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def joined(path: str, x: Tensor, examples: ExampleDim) -> Tensor:
@@ -82,7 +83,8 @@ def joined(path: str, x: Tensor, examples: ExampleDim) -> Tensor:
         raise misplaced(path, f"an output of shape {tuple(x.shape[1:])} per example")
     if views == 1:
         return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-    return x.unflatten(dim + 1, (views, rows // views)).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+    apart = x.view(*x.shape[: dim + 1], views, rows // views, *x.shape[dim + 2 :])
+    return apart.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
 def _example_dim(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> ExampleDim | None:
@@ -96,14 +98,15 @@ def _example_dim(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[in
     return ExampleDim(dim, more[dim] // sizes[0])
 
 
-def _views(x: Tensor, other: Tensor, examples: ExampleDim, size: int) -> list[int]:
+def _views(x: Tensor, replaced: Sequence[Tensor | None], examples: ExampleDim, size: int) -> list[int]:
     """Return into how many views the rows of an example may be apart: see `CallRecord.find_views`."""
 
-    def is_kept(views: int) -> bool:
-        one, two = (split("", y, examples._replace(views=views), size)[[0, -1]] for y in (x, other))
+    def is_kept(y: Tensor, views: int) -> bool:
+        one, two = (split("", z, examples._replace(views=views), size)[[0, -1]] for z in (x, y))
         return bool(torch.isclose(one, two, rtol=1e-4, atol=1e-6, equal_nan=True).all())
 
-    return [views for views in range(1, examples.rows + 1) if examples.rows % views == 0 and is_kept(views)]
+    divisors = [views for views in range(1, examples.rows + 1) if examples.rows % views == 0]
+    return [views for views in divisors if all(is_kept(y, views) for y in replaced if y is not None)]
 
 
 class Calls(list[tuple[str, Layout]]):
@@ -285,18 +288,21 @@ class CallRecord:
         """Whether some example has several rows in a tensor."""
         return any(x is not None for rows in self._rows for x in rows)
 
-    def find_views(self, other: "CallRecord") -> None:
+    def find_views(self, others: "Sequence[CallRecord]") -> None:
         """Find out which rows of each learned tensor belong to one example, and refuse a call where this is not clear.
 
-        The last example must equal the first. In `other`, the same pass, the examples between them are replaced. The
+        The last example must equal the first. In `others`, the same passes, the examples between them are replaced. The
         rows of the first and the last stay as they are, and show the order.
         """
-        if list(self.learned) != list(other.learned):  # the calls depend on the examples: later passes find out
-            return
-        found = [
-            [None if x is None else _views(x, y, examples, self._size) for x, y, examples in zip(*call, strict=False)]
-            for call in zip(self._rows, other._rows, (layout for _, layout in self.learned), strict=True)
-        ]
+        # If the calls depend on the examples, a later pass notices.
+        others = [other for other in others if list(other.learned) == list(self.learned)]
+        found = list[list[list[int] | None]]()
+        for index, (_, layout) in enumerate(self.learned):
+            options = list[list[int] | None]()
+            for place, (examples, x) in enumerate(zip(layout, self._rows[index], strict=False)):
+                replaced = [other._rows[index][place] for other in others]
+                options.append(None if examples is None or x is None else _views(x, replaced, examples, self._size))
+            found.append(options)
         # Where examples are equal by chance, several orders fit: take that of other tensors of the model.
         clear = {
             examples.rows: options[0]

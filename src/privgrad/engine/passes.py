@@ -6,6 +6,7 @@ A pass trusts its layouts; `factored` decides when to learn and check them.
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -406,13 +407,13 @@ class Passes:
         more = map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few)
         record = recorded(more, first := recorded(few))
         if record.has_several_rows:
-            try:
-                other = recorded(
-                    map_examples(lambda leaf: leaf[:1].repeat(len(leaf), *[1] * (leaf.dim() - 1)), more), first
-                )
-            except (PrivacyError, CallSequenceChangedError):  # the calls depend on the values
-                return record.learned
-            record.find_views(other)
+            others = list[CallRecord]()
+            for share in (1, 0):  # the first example in all places, and zeros: one may equal what it replaces
+                try:
+                    others.append(recorded(map_examples(partial(_replaced, share=share), more), first))
+                except Exception:  # the calls depend on the values, or the model does not take zeros
+                    continue
+            record.find_views(others)
         return record.learned
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
@@ -427,6 +428,11 @@ class Passes:
         computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
         originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
         return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
+
+
+def _replaced(leaf: Tensor, *, share: int) -> Tensor:
+    # All but the first and the last example.
+    return torch.cat([leaf[:1], *[leaf[:1] * share] * (len(leaf) - 2), leaf[-1:]])
 
 
 def _added_up(parts: list[Factor]) -> Factor:
