@@ -33,9 +33,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1107,
         "data": 1874,
         "diagnostics": 737,
-        "engine": 7203,
+        "engine": 7390,  # views that are apart, derivatives within the loss, recurrent cells
         "features": 1957,
-        "gradient": 2793,
+        "gradient": 2796,  # checks allow derivatives by what layers compute
         "heads": 991,
         "integrations": 1635,
         "ledger": 1495,

@@ -117,3 +117,19 @@ def test_derivatives_that_are_not_differentiated_stay_fast():
         for name, rows in per_sample_gradients(model, loss_fn, x).items():
             torch.testing.assert_close(found[name].dense(), rows, rtol=1e-8, atol=1e-8)
         assert {use.way for use in engine.uses().values()} == {"rule"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_by_the_parameters_themselves_is_computed_from_whole_losses():
+    model, x = make_model(), torch.randn(4, 5, dtype=torch.float64)
+
+    def sharpness(model: Any, x: Tensor) -> Tensor:
+        found = list[Tensor]()
+        for row in x.split(1):
+            grads = torch.autograd.grad(model(row).square().sum(), list(model.parameters()), create_graph=True)
+            found.append(torch.stack([grad.square().sum() for grad in grads]).sum())
+        return torch.stack(found)
+
+    found = Factored(model, sharpness)(x)
+    for name, rows in per_sample_gradients(model, sharpness, x).items():
+        torch.testing.assert_close(found[name].dense(), rows, rtol=1e-8, atol=1e-10)

@@ -162,8 +162,8 @@ class Capture:
         self, run: Any, outputs: Any, grads: Any, keep: Any, create_graph: bool, inputs: Any, *rest: Any, **options: Any
     ) -> Any:
         """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
-        trained = {id(parameter) for parameter in self.trained.values()}
-        if create_graph or any(id(x) in trained for x in inputs):
+        if create_graph and not self.record.is_finished:
+            trained = {id(parameter) for parameter in self.trained.values()}
             ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
             taps = {tap.edge.node for tap in self.taps if not tap.is_copy}
             if any(id(x) in trained for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
@@ -259,7 +259,9 @@ class Capture:
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                return self._learn_unit(path, tensors, forward(module, _ignore, *args, **kwargs))
+                output = forward(module, _ignore, *args, **kwargs)
+                self.record.learn_unit(path, tensors, tensors_in(output))
+                return output
             layout, count = self.record.enter(path, tensors), len(tensors)
             if any(examples is not None and examples.views > 1 for examples in layout):
                 args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])

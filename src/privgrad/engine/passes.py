@@ -3,7 +3,7 @@
 A pass trusts its layouts; `factored` decides when to learn and check them.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -408,9 +408,12 @@ class Passes:
         record = recorded(more, first := recorded(few))
         if record.has_several_rows:
             others = list[CallRecord]()
-            for share in (1, 0):  # the first example in all places, and zeros: one may equal what it replaces
+            for by in (
+                Tensor.clone,
+                torch.zeros_like,
+            ):  # the first example in all places, and zeros: one may equal what it replaces
                 try:
-                    others.append(recorded(map_examples(partial(_replaced, share=share), more), first))
+                    others.append(recorded(map_examples(partial(_replaced, by=by), more), first))
                 except Exception:  # the calls depend on the values, or the model does not take zeros
                     continue
             record.find_views(others)
@@ -430,9 +433,9 @@ class Passes:
         return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
 
 
-def _replaced(leaf: Tensor, *, share: int) -> Tensor:
+def _replaced(leaf: Tensor, *, by: Callable[[Tensor], Tensor]) -> Tensor:
     # All but the first and the last example.
-    return torch.cat([leaf[:1], *[leaf[:1] * share] * (len(leaf) - 2), leaf[-1:]])
+    return torch.cat([leaf[:1], *[by(leaf[:1])] * (len(leaf) - 2), leaf[-1:]])
 
 
 def _added_up(parts: list[Factor]) -> Factor:
