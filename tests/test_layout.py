@@ -33,7 +33,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1107,
         "data": 1874,
         "diagnostics": 737,
-        "engine": 7390,  # views that are apart, derivatives within the loss, recurrent cells
+        "engine": 7391,  # views that are apart, derivatives within the loss, recurrent cells
         "features": 1957,
         "gradient": 2796,  # checks allow derivatives by what layers compute
         "heads": 991,
