@@ -33,9 +33,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1107,
         "data": 1875,
         "diagnostics": 737,
-        "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same; the fallback in any step, and TorchScript by name
+        "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same; the fallback in any step, and TorchScript by name; views that are apart, derivatives within the loss, recurrent cells
         "features": 1957,
-        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step
+        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step; checks allow derivatives by what layers compute
         "heads": 991,
         "integrations": 1635,
         "ledger": 1495,

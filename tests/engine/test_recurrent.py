@@ -1,15 +1,21 @@
 """The replacement forward of recurrent layers against torch's own, and against a loop over single examples."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from test_attention import Taps
+from test_rules import assert_equal_to_loop, losses_of, one_by_one
 from torch import Tensor, nn
 
+from privgrad.engine.factored import Factored
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.layers.recurrent import recurrent_forward
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.reference import Vmap
+
+pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")  # the reference
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lstm": (nn.LSTM, {}),
@@ -239,3 +245,71 @@ def test_term_bounds_are_those_of_each_weight_alone(kind: str):
             wanted_B = (outer.a_BTI.double().norm(dim=2) * outer.b_BTO.double().norm(dim=2)).sum(1)
             torch.testing.assert_close(outer.term_bound(), wanted_B, rtol=1e-6, atol=0.0)
         grads *= factor
+
+
+class Cells(nn.Module):
+    """A loop over time of two cells, the first with a state that is given or not."""
+
+    def __init__(self, cell: Any, given: bool, **options: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.head = cell(4, 3, **options), cell(3, 3, **options), nn.Linear(3, 2)
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_lstm = isinstance(self.one, nn.LSTMCell)
+        zeros = x.new_zeros(len(x), 3) if self.given else None
+        one: Any = (zeros, zeros) if is_lstm and self.given else zeros
+        two: Any = None
+        for t in range(x.shape[1]):
+            one = self.one(x[:, t].tanh(), one)
+            two = self.two(one[0] if is_lstm else one, two)
+        return self.head(two[0] if is_lstm else two)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        (nn.LSTMCell, {}),
+        (nn.LSTMCell, {"bias": False}),
+        (nn.GRUCell, {}),
+        (nn.GRUCell, {"bias": False}),
+        (nn.RNNCell, {}),
+        (nn.RNNCell, {"nonlinearity": "relu", "bias": False}),
+    ],
+)
+def test_loops_of_cells(cell: Any, options: dict[str, Any], given: bool):
+    torch.manual_seed(0)
+    model, x = Cells(cell, given, **options).double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    engine = Factored(model, losses_of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = engine(x)
+    for name, rows in one_by_one(model, x).items():
+        assert_equal_to_loop(found[name], rows, 1e-8)
+    assert {use.way for use in engine.uses().values()} == {"rule"}
+    moved, wanted = engine.moved(x, 0.1, exact=False), Vmap(model, losses_of).moved(x, 0.1, exact=False)
+    for name, factor in wanted.items():
+        torch.testing.assert_close(moved[name].dense(), factor.dense(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+def test_a_cell_that_gets_one_example_at_a_time(cell: Any):
+    model, x = cell(4, 3).double(), torch.randn(5, 4, dtype=torch.float64)
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        states = [model(row) for row in x]
+        return torch.stack([state[0] if isinstance(state, tuple) else state for state in states]).square().sum(1)
+
+    found = Factored(model, loss_fn)(x)
+    for name, factor in Vmap(model, loss_fn)(x).items():
+        torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+def test_exact_bam_through_cells():
+    model, x = Cells(nn.GRUCell, True).double(), torch.randn(5, 3, 4, dtype=torch.float64)
+    found, wanted = (engine(model, losses_of).moved(x, 0.1, exact=True) for engine in (Factored, Vmap))
+    for name, factor in wanted.items():
+        torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-8, atol=1e-8)

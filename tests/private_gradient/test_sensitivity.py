@@ -36,7 +36,7 @@ def search(cases: list[tuple[int, str | None]]) -> Tally:
 def test_one_example_moves_the_sum_by_no_more_than_the_bound_for_every_part_of_the_grammar():
     names = [*PARTS, *ROOTS]
     # A few more of the layers that have options of their own.
-    more = [name for name in ("Conv1d", "Conv2d", "WeightStandardization") for _ in range(12)]
+    more = [name for name in ("Conv1d", "Conv2d", "WeightStandardization", "InstanceNorm1d") for _ in range(12)]
     tally = search(list(enumerate([*names, *names, *more])))
     assert set(names) | set(DETAILS) <= tally.parts
 

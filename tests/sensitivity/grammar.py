@@ -329,6 +329,46 @@ def recurrent(kind: Any) -> Builder:
     return build
 
 
+def cell(kind: Any) -> Builder:
+    """Return a builder of loops of recurrent cells."""
+
+    def build(draw: Draw, shape: Shape) -> Made:
+        wide = draw.rng.randint(1, 3)
+        return Wrapped(kind(shape[-1], wide, bias=draw.chance(0.7)), _loop, "loop"), (shape[0], wide)
+
+    return build
+
+
+def _loop(layer: nn.Module, x: Tensor) -> Tensor:
+    states, state = list[Tensor](), None
+    for step in x.unbind(1):
+        state = layer(step, state)
+        states.append(state[0] if isinstance(state, tuple) else state)
+    return torch.stack(states, 1)
+
+
+def two_views(draw: Draw, shape: Shape) -> Made:
+    """Make a Linear that computes two views of each example, all first views before all second ones."""
+    layer, out = linear(draw, shape)
+    return Wrapped(layer, _two_views, "two views"), out
+
+
+def _two_views(layer: nn.Module, x: Tensor) -> Tensor:
+    one, other = layer(torch.cat([x, x.flip(-1) - 0.5])).chunk(2)
+    return one * other.tanh()
+
+
+def slope(draw: Draw, shape: Shape) -> Made:
+    """Make a Linear whose squares are differentiated by its input."""
+    layer, _ = linear(draw, shape)
+    return Wrapped(layer, _slope, "slope"), shape
+
+
+def _slope(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)[0]
+
+
 def attention(draw: Draw, shape: Shape) -> Made:
     """Make attention from the places to themselves."""
     layer = nn.MultiheadAttention(shape[-1], 1, batch_first=True, add_bias_kv=draw.chance(0.3))
@@ -456,6 +496,11 @@ PARTS: dict[str, tuple[tuple[int, ...], Builder]] = {
     "RNN": ((2,), recurrent(nn.RNN)),
     "LSTM": ((2,), recurrent(nn.LSTM)),
     "GRU": ((2,), recurrent(nn.GRU)),
+    "RNNCell": ((2,), cell(nn.RNNCell)),
+    "LSTMCell": ((2,), cell(nn.LSTMCell)),
+    "GRUCell": ((2,), cell(nn.GRUCell)),
+    "two views": ((1, 2), two_views),
+    "slope": ((1, 2), slope),
     "MultiheadAttention": ((2,), attention),
     "TransformerEncoderLayer": ((2,), encoder),
     "owner of positions": ((1, 2), owner("positions")),

@@ -42,6 +42,7 @@ Words:
 - tap: a place in the graph where the gradient of each example is computed.
 - term bound: a bound on the norms of the terms that make up a gradient; they may cancel, their rounding errors do not.
 - unit: a module whose forward is replaced.
+- views: groups of rows of one example that are apart in a tensor, as in `model(torch.cat([a, b]))`.
 - use: the way in which a parameter's gradient is computed: by a rule, from copies, or with a whole module.
 - whole: of a module: computed by vmap, each example by itself.
 - written out: of gradients: stored in full, for each example.

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +25,7 @@ from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.parametrized import JacobianNorms
 from privgrad.engine.layers.base import Rule, find_forward, find_rule
 from privgrad.engine.layers.functional import Product, faster, find_product
-from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, split
+from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, set_apart, side_by_side, split
 from privgrad.engine.shared_values import FunctionCalls, SharedValues, for_each, for_one_example, name_of, tensors_in
 from privgrad.engine.units import (
     LayerCall,
@@ -36,7 +37,8 @@ from privgrad.engine.units import (
     weights_of,
     written_out,
 )
-from privgrad.errors import PrivacyError
+from privgrad.errors import PrivacyError, UnsupportedModuleError
+from privgrad.gradient.autograd_graph import nodes
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import named_modules, named_parameters, version_of
 from privgrad.gradient.refusals import (
@@ -116,6 +118,10 @@ class Capture:
             if getattr(config, "use_cache", None) is True:
                 self._stack.callback(setattr, config, "use_cache", True)
                 config.use_cache = False
+        autograd = cast(Any, torch.autograd)
+        run = autograd._engine_run_backward
+        self._stack.callback(setattr, autograd, "_engine_run_backward", run)
+        autograd._engine_run_backward = partial(self._backward, run)
         for path, module in units(self._model, self._vmapped_units):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
@@ -148,6 +154,22 @@ class Capture:
         if changed:
             raise buffers_written("buffers", changed)
 
+    # Fault: a penalty on the gradient by the inputs. It depends on a weight through the backward pass too, which no tap
+    #     sees; the rest of the gradient would be right, so a small penalty would be left out in silence.
+    # Cost: one attribute for a pass; a walk of the graph for each call of autograd by the model or the loss.
+    # Refuses wrongly: a gradient with respect to something that the layers do not influence.
+    def _backward(
+        self, run: Any, outputs: Any, grads: Any, keep: Any, create_graph: bool, inputs: Any, *rest: Any, **options: Any
+    ) -> Any:
+        """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
+        if create_graph and not self.record.is_finished:
+            trained = {id(parameter) for parameter in self.trained.values()}
+            ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
+            taps = {tap.edge.node for tap in self.taps if not tap.is_copy}
+            if any(id(x) in trained for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
+                raise _differentiated()
+        return run(outputs, grads, keep, create_graph, inputs, *rest, **options)
+
     def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
         """Record a call of a unit while layouts are learned, and add a result that all examples share."""
         outputs = tensors_in(output)
@@ -176,6 +198,8 @@ class Capture:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             functions = self._functions_of.setdefault(id(copied), {})
             is_copy = copied is not None
+            if not is_copy and cast(Any, forward_ad)._current_level >= 0:
+                raise _differentiated()
             self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
         return tensor
 
@@ -199,7 +223,8 @@ class Capture:
             if layout[0] is None:
                 raise misplaced(path, "an input without examples")
             x = require_rows(path, x, layout[0], self.size)
-            return self._by_rule(path, rule, module, weights_of(path, module, rule), x)
+            output = self._by_rule(path, rule, module, weights_of(path, module, rule), x)
+            return set_apart(path, output, layout[0], self.size)
 
     def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
@@ -234,14 +259,23 @@ class Capture:
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                self._learn_unit(path, tensors, None)
-            else:
-                self.record.enter(path, tensors)
-            tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
+                output = forward(module, _ignore, *args, **kwargs)
+                self.record.learn_unit(path, tensors, tensors_in(output))
+                return output
+            layout, count = self.record.enter(path, tensors), len(tensors)
+            if any(examples is not None and examples.views > 1 for examples in layout):
+                args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
             moves = {} if self._displacements is None else {"displacements": self._displacements}
-            output = forward(module, tap, *args, **kwargs, **moves)
+            output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs, **moves)
+            output = self._arranged(path, set_apart, output, layout[count:])
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
+
+    def _arranged(self, path: str, arrange: Any, tree: Any, layout: Layout) -> Any:
+        """Return a tree whose tensors are rearranged by their layouts; equal tensors stay equal objects."""
+        pairs = zip(tensors_in(tree), layout, strict=True)
+        found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
+        return tree_map_only(Tensor, lambda x: found[id(x)], tree)
 
     def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
@@ -306,13 +340,14 @@ class Capture:
             if examples.dim == 0:
                 x = require_rows(path, x, examples, self.size)
                 with self._functions.paused():
-                    return self._by_rule(path, product.rule, product.layer, product.weights, x)
+                    output = self._by_rule(path, product.rule, product.layer, product.weights, x)
+                    return set_apart(path, output, examples, self.size)
         shared = [x for x in tensors if x in self._shared]
         for parameter in frozenset[int]().union(*map(self._shared.sources, shared)):
             self._functions_of.setdefault(parameter, {})[name_of(func)] = faster(func, args, shared)
         outs = layout[len(tensors) :]
         if not growing:
-            args = for_one_example(func, args, *cast("Any", outs[0]))
+            args = for_one_example(func, args, *cast("Any", outs[0])[:2])
         produced, rebuilt = self._mapped(path, func, args, kwargs, layout)
         if len(produced) != len(outs):
             raise CallSequenceChangedError(path)
@@ -352,6 +387,11 @@ class Capture:
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
         return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
+
+
+def _differentiated() -> UnsupportedModuleError:
+    name, condition = "a derivative within the loss", "not to pass through layers"
+    return refused(name, condition, "torch.autograd.grad(create_graph=True) or the like", REMEDY, unit="")
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:

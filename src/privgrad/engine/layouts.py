@@ -19,10 +19,14 @@ from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplac
 
 
 class ExampleDim(NamedTuple):
-    """The dimension of a tensor that holds the examples, in order, and the number of rows per example."""
+    """The dimension of a tensor that holds the examples, in order, and the number of rows per example.
+
+    The rows of an example are neighbors, or in `views` groups that are apart: cat([a, b]) has all rows of a first.
+    """
 
     dim: int
     rows: int
+    views: int = 1
 
 
 # The dimension of the examples in each tensor of a call; None for a tensor that all examples share. The layout () of a
@@ -43,28 +47,44 @@ def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
 
 
 def require_rows(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
-    """Return x, whose dimension 0 holds the examples."""
+    """Return x, whose dimension 0 holds the examples, with the rows of each example side by side."""
     if examples.dim != 0:
         raise misplaced(path, f"dimension {examples.dim}")
     if len(x) != size * examples.rows:
         raise CallSequenceChangedError(path)
-    return x
+    return side_by_side(path, x, examples, size)
+
+
+def side_by_side(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Return x with the rows of each example side by side, whose views are apart in x."""
+    return x if examples.views == 1 else joined(path, split(path, x, examples, size), examples._replace(views=1))
+
+
+def set_apart(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Undo `side_by_side`."""
+    return x if examples.views == 1 else joined(path, split(path, x, examples._replace(views=1), size), examples)
 
 
 def split(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
     """Return (..., B rows, ...) as (B, ..., rows, ...)."""
-    dim, rows = examples
+    dim, rows, views = examples
     if x.dim() <= dim or x.shape[dim] != size * rows:
         raise CallSequenceChangedError(path)
-    return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0)
+    if views == 1:
+        return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0)
+    shape = (*x.shape[:dim], views, size, rows // views, *x.shape[dim + 1 :])
+    return x.view(shape).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def joined(path: str, x: Tensor, examples: ExampleDim) -> Tensor:
     """Return (B, ..., rows, ...) as (..., B rows, ...), as the module itself would return it."""
-    dim, rows = examples
+    dim, rows, views = examples
     if x.dim() < dim + 2 or x.shape[dim + 1] != rows:
         raise misplaced(path, f"an output of shape {tuple(x.shape[1:])} per example")
-    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    if views == 1:
+        return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    apart = x.view(*x.shape[: dim + 1], views, rows // views, *x.shape[dim + 2 :])
+    return apart.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
 def _example_dim(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> ExampleDim | None:
@@ -76,6 +96,17 @@ def _example_dim(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[in
     if len(growing) > 1 or more[dim] * sizes[1] != fewer[dim] * sizes[0] or more[dim] % sizes[0] != 0:
         raise misplaced(path, f"shape {tuple(more)} with {sizes[0]} examples, {tuple(fewer)} with {sizes[1]}")
     return ExampleDim(dim, more[dim] // sizes[0])
+
+
+def _views(x: Tensor, replaced: Sequence[Tensor | None], examples: ExampleDim, size: int) -> list[int]:
+    """Return into how many views the rows of an example may be apart: see `CallRecord.find_views`."""
+
+    def is_kept(y: Tensor, views: int) -> bool:
+        one, two = (split("", z, examples._replace(views=views), size)[[0, -1]] for z in (x, y))
+        return bool(torch.isclose(one, two, rtol=1e-4, atol=1e-6, equal_nan=True).all())
+
+    divisors = [views for views in range(1, examples.rows + 1) if examples.rows % views == 0]
+    return [views for views in divisors if all(is_kept(y, views) for y in replaced if y is not None)]
 
 
 class Calls(list[tuple[str, Layout]]):
@@ -172,6 +203,7 @@ class CallRecord:
         self.learned, self.paths, self.functions = Calls(), list[str](), list[Call]()
         self.is_finished = self.is_ambiguous = False
         self._units = list[Call]()
+        self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
         self._by_shapes = dict[Any, Layout | None]()
 
     @property
@@ -221,7 +253,7 @@ class CallRecord:
         if index >= len(before) or before[index].name != path:
             raise self._others(before[index].name if index < len(before) else "no call", path)
         layout = find_layout(before[index], call, (self._earlier._size, self._size))
-        self.learned.learn(call, layout)
+        self._learn(call, layout, [*inputs, *outputs])
         return layout
 
     def learn_function(
@@ -241,8 +273,55 @@ class CallRecord:
             # If examples go in and a result has no dimension for them, it mixes them.
             if any(layout) and None in layout[len(inputs) :]:
                 layout = Layout()
-        self.learned.learn(other, layout)
+        self._learn(other, layout, [*inputs, *outputs])
         return layout
+
+    def _learn(self, call: Call, layout: Layout, tensors: Sequence[Tensor]) -> None:
+        """Add a call to those that are learned."""
+        self.learned.learn(call, layout)
+        pairs = zip(tensors, layout, strict=False)
+        kept = [x.detach().clone() if examples and examples.rows > 1 else None for x, examples in pairs]
+        self._rows.append(kept)
+
+    @property
+    def has_several_rows(self) -> bool:
+        """Whether some example has several rows in a tensor."""
+        return any(x is not None for rows in self._rows for x in rows)
+
+    def find_views(self, others: "Sequence[CallRecord]") -> None:
+        """Find out which rows of each learned tensor belong to one example, and refuse a call where this is not clear.
+
+        The last example must equal the first. In `others`, the same passes, the examples between them are replaced. The
+        rows of the first and the last stay as they are, and show the order.
+        """
+        # If the calls depend on the examples, a later pass notices.
+        others = [other for other in others if list(other.learned) == list(self.learned)]
+        found = list[list[list[int] | None]]()
+        for index, (_, layout) in enumerate(self.learned):
+            options = list[list[int] | None]()
+            for place, (examples, x) in enumerate(zip(layout, self._rows[index], strict=False)):
+                replaced = [other._rows[index][place] for other in others]
+                options.append(None if examples is None or x is None else _views(x, replaced, examples, self._size))
+            found.append(options)
+        # Where examples are equal by chance, several orders fit: take that of other tensors of the model.
+        clear = {
+            examples.rows: options[0]
+            for (_, layout), call in zip(self.learned, found, strict=True)
+            for examples, options in zip(layout, call, strict=False)
+            if examples is not None and options is not None and len(options) == 1
+        }
+        for index, ((path, layout), call) in enumerate(zip(self.learned, found, strict=True)):
+            if [] in call:
+                raise misplaced(path, "rows in another order")
+            self.learned[index] = (
+                path,
+                tuple(
+                    examples
+                    if examples is None or options is None
+                    else examples._replace(views=clear.get(examples.rows, 1) if len(options) > 1 else options[0])
+                    for examples, options in zip(layout, call, strict=False)
+                ),
+            )
 
     def unattributed(self, unit: str) -> list[str]:
         """Return the functions with shared values of a unit whose results could not be attributed to examples."""

@@ -3,9 +3,10 @@
 A pass trusts its layouts; `factored` decides when to learn and check them.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -364,7 +365,7 @@ class Passes:
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
-        factors: dict[str, Factor] = {}
+        found = dict[str, list[Factor]]()
         self.uses = uses = dict[str, Use]()
         vmapped = self.layouts.current.vmapped_units
         room = self._memory.room(self.floats) if room is None else room
@@ -389,8 +390,8 @@ class Passes:
                         factor.keeps = parameter.numel() <= grad.numel() // size
                     if factor.worth_keeping and parameter.numel() <= room:
                         factor, room = factor.written_out(), room - int(parameter.numel())
-                    factors[name] = factors[name] + factor if name in factors else factor
-        return factors
+                    found.setdefault(name, []).append(factor)
+            return {name: _added_up(parts) for name, parts in found.items()}
 
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
         """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
@@ -403,7 +404,20 @@ class Passes:
             return capture.record
 
         # The larger batch repeats an example: some models choose a layer's arguments by the values in the batch.
-        return recorded(few, recorded(map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few))).learned
+        more = map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few)
+        record = recorded(more, first := recorded(few))
+        if record.has_several_rows:
+            others = list[CallRecord]()
+            for by in (
+                Tensor.clone,
+                torch.zeros_like,
+            ):  # the first example in all places, and zeros: one may equal what it replaces
+                try:
+                    others.append(recorded(map_examples(partial(_replaced, by=by), more), first))
+                except Exception:  # the calls depend on the values, or the model does not take zeros
+                    continue
+            record.find_views(others)
+        return record.learned
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
         """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
@@ -417,6 +431,22 @@ class Passes:
         computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
         originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
         return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
+
+
+def _replaced(leaf: Tensor, *, by: Callable[[Tensor], Tensor]) -> Tensor:
+    # All but the first and the last example.
+    return torch.cat([leaf[:1], *[by(leaf[:1])] * (len(leaf) - 2), leaf[-1:]])
+
+
+def _added_up(parts: list[Factor]) -> Factor:
+    """Return the sum of the factors of one parameter."""
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) > 1:  # all at once: a loop over time would copy the positions of its start at each step
+        parts = [Outer.joined(outers), *(part for part in parts if not isinstance(part, Outer))]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def _require_unwritten(tap: Tap) -> None:

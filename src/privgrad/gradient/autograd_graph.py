@@ -4,7 +4,7 @@ If `is_additive` were wrong, the norm of an example could differ from its share 
 self-check of the engines would compare the gradients that result.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -93,10 +93,10 @@ def is_additive(tensor: Tensor) -> bool:
     )
 
 
-def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph that computes `tensors`, each node once."""
+def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of the graph that computes `tensors`, each node once; `ends` and what is behind are left out."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen = set[Any]([None])
+    seen = {None, *ends}
     while waiting:
         node = waiting.pop()
         if node not in seen:

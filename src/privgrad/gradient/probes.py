@@ -153,7 +153,7 @@ def losses_on_copies(
 
     The random draws have this seed; None continues torch's random streams. Other arguments are as in `gradients`.
     """
-    return from_losses(model, loss_fn, examples, lambda losses: losses, parameters, seed=seed)
+    return from_losses(model, loss_fn, examples, Tensor.detach, parameters, seed=seed)
 
 
 def from_losses(

@@ -3,7 +3,7 @@
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -159,9 +159,12 @@ class Outer(LinearMapFactor):
         return Outer(merged(self.a_BTI, parts), merged(self.b_BTO, parts))
 
     def __add__(self, other: Factor) -> Factor:
-        if isinstance(other, Outer):
-            return Outer(torch.cat([self.a_BTI, other.a_BTI], 1), torch.cat([self.b_BTO, other.b_BTO], 1))
-        return super().__add__(other)
+        return Outer.joined([self, other]) if isinstance(other, Outer) else super().__add__(other)
+
+    @staticmethod
+    def joined(parts: "Sequence[Outer]") -> "Outer":
+        """Return the sum of gradients of one weight, with the positions of all parts."""
+        return Outer(torch.cat([part.a_BTI for part in parts], 1), torch.cat([part.b_BTO for part in parts], 1))
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         if self.positions == 1:

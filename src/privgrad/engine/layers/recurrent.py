@@ -1,6 +1,6 @@
 # pyright: reportIncompatibleMethodOverride=false
 # In torch's types, an autograd Function's methods accept any arguments.
-"""A forward of nn.LSTM, nn.GRU and nn.RNN that computes the same and exposes the gradients of the gates.
+"""A forward of nn.LSTM, nn.GRU, nn.RNN and their cells that computes the same and exposes the gradients of the gates.
 
 The per-example gradients of the weights follow from the gradients of the pre-activations, which torch's fused kernels
 hide. Here each layer and direction has two parts. The first is one matrix product over all time, whose output goes
@@ -96,8 +96,34 @@ def recurrent_forward(
         return layer_TBI.transpose(0, 1) if module.batch_first else layer_TBI, last
 
 
+@register_forward(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+def cell_forward(
+    module: nn.LSTMCell | nn.GRUCell | nn.RNNCell,
+    tap: Tap,
+    inputs: Tensor,
+    hx: State | None = None,
+    *,
+    displacements: Displacements | None = None,
+) -> State:
+    """Compute module(inputs, hx), one time step, as `recurrent_forward` does.
+
+    Inputs without a batch dimension are one row.
+    """
+    dtype = module.weight_ih.dtype
+    if hx is None:
+        zeros = inputs.new_zeros(*inputs.shape[:-1], module.hidden_size)
+        hx = (zeros, zeros) if isinstance(module, nn.LSTMCell) else zeros
+    pair = hx if isinstance(hx, tuple) else (hx, hx)
+    hidden, cell = (part.to(dtype).view(-1, module.hidden_size) for part in pair)
+    with torch.autocast(inputs.device.type, enabled=False):
+        rows_1BI = inputs.to(dtype).reshape(1, -1, module.input_size)
+        _, *last = _direction(module, "", tap, displacements, rows_1BI, hidden, cell)
+    found = tuple(part.view(*inputs.shape[:-1], -1) for part in last)
+    return cast("State", found if isinstance(module, nn.LSTMCell) else found[0])
+
+
 def _direction(
-    module: nn.RNNBase,
+    module: nn.RNNBase | nn.RNNCellBase,
     suffix: str,
     tap: Tap,
     displacements: Displacements | None,
@@ -117,7 +143,7 @@ def _direction(
         require_unwritten(type(module).__name__, inputs, version)
         inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
         b_BTG = grad_TBG.transpose(0, 1)
-        if not isinstance(module, nn.GRU):
+        if not isinstance(module, nn.GRU | nn.GRUCell):
             maps = [(own_ih, own_bias_ih, inputs_BTI), (own_hh, own_bias_hh, before_BTP)]  # (4.2)
             return of_linear_maps(maps, b_BTG)
         # (4.9): n = tanh(input term + r * hidden term), so their gradients differ
@@ -135,20 +161,22 @@ def _direction(
     size = len(hidden_BP)
     bias_ih = None if own_bias_ih is None else values_of(own_bias_ih, displacements, size)
     bias_hh = None if own_bias_hh is None else values_of(own_bias_hh, displacements, size)
-    if bias_ih is not None and bias_hh is not None and not isinstance(module, nn.GRU):
+    if bias_ih is not None and bias_hh is not None and not isinstance(module, nn.GRU | nn.GRUCell):
         bias_ih = bias_ih + bias_hh
     pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, displacements), of_gates)
-    if isinstance(module, nn.LSTM):
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
         weight_hr = nothing_TBP = None
-        if module.proj_size:  # zeros that are added to each projected state, since their gradient is the state's
+        if getattr(
+            module, "proj_size", 0
+        ):  # zeros that are added to each projected state, since their gradient is the state's
             weight_hr = EachWeight.of(parameter("weight_hr"), displacements)
             nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
         hidden, cell_BH, extra_TBH = cast("Any", _LSTM).apply(*arguments)
-    elif isinstance(module, nn.GRU):
+    elif isinstance(module, nn.GRU | nn.GRUCell):
         hidden, extra_TBH = cast("Any", _GRU).apply(pre_TBG, weight_hh, zero if bias_hh is None else bias_hh, hidden_BP)
     else:
-        hidden = cast("Any", _RNN).apply(pre_TBG, weight_hh, hidden_BP, module.mode == "RNN_RELU")
+        hidden = cast("Any", _RNN).apply(pre_TBG, weight_hh, hidden_BP, module.nonlinearity == "relu")
     before_TBP = hidden.detach()[:-1]
     return hidden[1:].flip(0) if reverse else hidden[1:], hidden[-1], cell_BH
 
