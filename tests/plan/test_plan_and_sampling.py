@@ -131,8 +131,6 @@ def test_a_plan_is_simulated_on_fewer_public_examples():
         plan.scaled(1 / 2, num_examples=3)
     with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\.scaled: expected num_examples"):
         plan.scaled(1 / 2, num_examples=3.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(pg.SamplingError, match=r"or simulate .*: plan\.scaled\(factor, num_examples=20\)"):
-        plan.batches(make_data(20))
 
 
 def test_a_plan_scaled_by_one_is_the_plan():
@@ -292,8 +290,6 @@ def test_data_sets_that_cannot_be_sampled_are_refused():
         plan.batches(Stream())
     with pytest.raises(pg.SamplingError, match="at least one example"):
         plan.batches([])
-    with pytest.raises(pg.SamplingError, match="got 31 examples"):
-        plan.batches(make_data(31))
     with pytest.raises(pg.SamplingError, match="TensorDataset"):
         plan.batches(make_data().tensors)
     with pytest.raises(pg.SamplingError, match=r"pass its \.dataset"):
@@ -310,3 +306,20 @@ def test_rates_that_do_not_divide_evenly_keep_their_steps_and_rate():
         assert len(batches) == 5
         assert all(b.sampling.sample_rate == plan.release.sample_rate == rate for b in batches)
         assert all(b.sampling.expected_batch_size == size for b in batches)
+
+
+@pytest.mark.parametrize("rows", [20, 31, 33, 100])
+def test_the_number_of_rows_is_no_error_of_poisson_batches_and_is_never_shown(rows: int):
+    assert len(list(make_plan(steps=3).batches(make_data(rows)))) == 3
+    if rows < 32:
+        with pytest.raises(pg.SamplingError, match="num_examples = 32 or more for fixed batches") as caught:
+            make_plan(sampling="fixed").batches(make_data(rows))
+        assert str(rows) not in str(caught.value)
+
+
+def test_far_fewer_rows_than_declared_warn_and_columns_are_refused():
+    with pytest.warns(UserWarning, match="NOT PRIVATE: the plan declares num_examples = 32, and the data set has few"):
+        make_plan().batches(make_data(15))
+    with pytest.raises(pg.SamplingError, match=r"got columns of a table; pass torch\.utils\.data\.TensorDataset"):
+        make_plan().batches(make_data(32).tensors)
+    make_plan().batches(list(torch.randn(31, 3)))

@@ -1,21 +1,17 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
 
 import pickle
-import random
 import signal
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from numbers import Real
 from operator import itemgetter
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -32,47 +28,6 @@ Collate = Callable[[list[Any]], Any]
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
 _REPEATS = 20  # number of calls after which rows that differ count as random
-_SEARCHED = 1_000  # the most objects of a data set, and items of a container, that are searched for a generator
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def warn_of_generators(dataset: object) -> None:
-    """Warn of a random generator that a data set holds, for instance in an attribute of its transform.
-
-    Every worker has a copy of it that repeats the same numbers, and its seed may be known. Attributes, containers and
-    closures are searched, in breadth, up to 1,000 objects.
-    """
-    held: list[tuple[str, object]] = [("dataset", dataset)]
-    seen = {id(dataset)}
-    for path, one in held:
-        if isinstance(one, _GENERATORS) and not isinstance(one, random.SystemRandom):
-            warnings.warn(
-                f"{path} is a random generator: its numbers repeat in every worker and after a resume, and its seed "
-                "may be known. Augment with torch.rand, numpy.random or random in its place",
-                stacklevel=5,
-            )
-            continue
-        for name, value in _parts_of(one):
-            if id(value) not in seen and len(held) < _SEARCHED and type(value) not in _PLAIN:
-                seen.add(id(value))
-                held.append((f"{path}{name}", value))
-
-
-def _parts_of(one: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that an object holds, each with the text that follows the object's path."""
-    if isinstance(one, dict | list | tuple):
-        values = cast("Iterable[object]", one.values() if isinstance(one, dict) else one)
-        yield from (("[...]", value) for value in islice(values, _SEARCHED))
-    elif isinstance(one, FunctionType):
-        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
-        yield from ((f"'s {name}", cell.cell_contents) for name, cell in cells if cell != CellType())
-    elif isinstance(one, MethodType):
-        yield "", one.__self__
-    elif isinstance(one, partial):
-        yield from (("'s argument", value) for value in (one.func, *one.args, *one.keywords.values()))
-    elif not isinstance(one, ModuleType | type | Tensor | np.ndarray) and hasattr(one, "__dict__"):
-        yield from ((f".{name}", value) for name, value in vars(one).items())
 
 
 def item(data: Sequence[Any], index: int) -> Any:
