@@ -4,15 +4,15 @@ Each type carries the facts that its receiver needs, such as the sensitivity of 
 are frozen dataclasses.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from privgrad.errors import described, expected
+from privgrad.errors import PrivacyError, described, expected
 
 SamplingScheme = Literal["poisson", "truncated", "fixed"]
 COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated")  # schemes that an accountant covers
@@ -69,9 +69,9 @@ class Batch:
     """The examples of one step, with the record of how they were drawn.
 
     Attributes:
-        examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension. This is `size`,
-            which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and count for
-            nothing. An empty batch is released as any other: to leave it out would publish that it was empty.
+        examples: a tensor, or a tuple, list, mapping or dataclass of tensors, all of one leading dimension. This is
+            `size`, which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and
+            count for nothing. An empty batch is released as any other: to leave it out would publish that it was empty.
         size: number of examples drawn. PRIVATE under Poisson sampling: never use it as a divisor or report it.
         sampling: the public record of the draw.
     """
@@ -86,7 +86,19 @@ class Batch:
         def form(leaf: Any) -> Any:
             return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf).__name__
 
-        return f"Batch(one example has shape {tree_map(form, self.examples)}, step={self.sampling.step})"
+        return f"Batch(one example has shape {map_examples(form, self.examples)}, step={self.sampling.step})"
+
+    # Habits of a DataLoader: `for x, y in batches` calls __getitem__, too.
+    def __getitem__(self, key: object) -> Any:
+        remedy = "call private_grad(batch): loss_fn(model, examples) gets its parts, as examples[0] or x, y = examples"
+        raise TypeError(f"Batch: expected the whole batch to go to private_grad; {remedy}.")
+
+    def __len__(self) -> int:
+        remedy = "divide by plan.expected_batch_size, which is public"
+        raise TypeError(f"Batch: expected the size of a batch to stay private; {remedy}.")
+
+    def __bool__(self) -> bool:
+        return True
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch with its tensors on a device.
@@ -111,8 +123,37 @@ class Batch:
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
-    """Apply a function to every tensor of a batch's examples and keep their structure."""
-    return tree_map(cast("Callable[[Any], Any]", function), examples)
+    """Apply a function to every tensor of a batch's examples and keep their structure, and the types of it."""
+
+    def mapped(leaf: Any) -> Any:
+        return map_examples(function, leaf) if _registered(leaf) else function(leaf)
+
+    return tree_map(mapped, examples)
+
+
+def _registered(leaf: object) -> bool:
+    """Let torch's trees look into a mapping or a dataclass of a new type; return False for anything else."""
+    kind = cast("type[Any]", type(leaf))
+    if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or is_dataclass(leaf)):
+        return False
+
+    def parts(whole: Any) -> tuple[list[Any], list[Any]]:
+        held = (
+            whole if isinstance(whole, Mapping) else {field.name: getattr(whole, field.name) for field in fields(whole)}
+        )
+        return list(held.values()), list(held)
+
+    def made(values: Iterable[Any], names: Any) -> Any:
+        held = dict(zip(names, values, strict=True))
+        if issubclass(kind, Mapping):
+            return kind(held)
+        whole = object.__new__(kind)
+        for name, value in held.items():
+            object.__setattr__(whole, name, value)  # as __init__ does, also if the class is frozen
+        return whole
+
+    register_pytree_node(kind, parts, made)
+    return True
 
 
 def part_of(examples: Any, rows: slice) -> Any:
@@ -135,16 +176,55 @@ def count_examples(examples: Any) -> int:
     Raises:
         PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
     """
-    leaves: list[Any] = tree_leaves(examples)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            remedy = "turn it into a tensor in the data set or in collate"
-            raise expected("Batch", "examples", "to be tensors", type(leaf).__name__, remedy)
-    sizes = {leaf.shape[0] for leaf in cast("list[Tensor]", leaves)}
+    sizes = set[int]()
+    for leaf in tree_leaves(examples):
+        if _registered(leaf):
+            return count_examples(examples)
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+            raise _unusable(examples)
+        sizes.add(leaf.shape[0])
     if len(sizes) != 1:
-        remedy = "collate the examples into tensors with one entry per example"
-        raise expected("Batch", "examples", "to share one leading dimension", sorted(sizes), remedy)
+        raise _unusable(examples)
     return sizes.pop()
+
+
+def _unusable(examples: Any) -> PrivacyError:
+    """Return the error for examples that hold no rows, or something else, by the name of the part."""
+    leaves = list(named_leaves("examples", examples))
+    for name, leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            remedy = "leave it out of the batch, or turn it into a tensor in the data set or in collate"
+            return expected("Batch", name, "to be a tensor", type(leaf).__name__, remedy)
+        if leaf.layout is not torch.strided:
+            remedy = "give its to_dense() in collate"
+            return expected("Batch", name, "to be a dense tensor", f"{leaf.layout}", remedy)
+        if leaf.dim() == 0:
+            remedy = "leave a constant out of the batch: loss_fn can read it from a variable"
+            return expected("Batch", name, "to have one entry per example", "a tensor without dimensions", remedy)
+    if not leaves:
+        return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
+    first, length = leaves[0][0], len(leaves[0][1])
+    name = next(name for name, leaf in leaves if len(leaf) != length)
+    remedy = (
+        "give both one entry per example: leave a constant, such as a (T, T) mask, to loss_fn, and pad the nodes of "
+        "each graph to a public number"
+    )
+    return expected("Batch", "examples", "to share one leading dimension", f"{first} and {name}, which differ", remedy)
+
+
+def named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what examples hold, each with its name, such as examples['label']."""
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[str, Any]] = ((f"[{key!r}]", part) for key, part in value.items())
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, list | tuple):
+        parts = ((f"[{index}]", part) for index, part in enumerate(cast("Sequence[Any]", value)))
+    else:
+        yield path, value
+        return
+    for name, part in parts:
+        yield from named_leaves(path + name, part)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from numbers import Real
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
 from privgrad.rng import numpy_and_python_kept, set_states
-from privgrad.types import Batch, Sampling, count_examples, map_examples
+from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
 Collate = Callable[[list[Any]], Any]
 
@@ -55,7 +55,11 @@ def summary(error: Exception) -> str:
 def default_collated(items: list[Any]) -> Any:
     """Collate items by torch's default_collate, or raise SamplingError where it would fail or mix examples up."""
     require_alike("plan.batches", items, SamplingError)
-    _refuse_lists("example", items[0])
+    first = items[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        parts = {each.name: default_collated([getattr(one, each.name) for one in items]) for each in fields(first)}
+        return type(first)(**parts)
+    _refuse_lists("example", first)
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
@@ -66,21 +70,25 @@ def default_collated(items: list[Any]) -> Any:
 
 
 def _refuse_lists(path: str, example: Any) -> None:
-    """Raise SamplingError if a part of an example is a list of numbers.
+    """Raise SamplingError if a part of an example is a text, None or a list of numbers.
 
-    default_collate would return one tensor for each place in the list, in place of one row for each example.
+    default_collate would return one tensor for each place in a list, in place of one row for each example.
     """
     if isinstance(example, Mapping):
         parts = list(cast("Mapping[object, Any]", example).items())
     else:
         parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
-    for key, part in parts:
-        name = f"{path}[{key!r}]"
+    for name, part in [(f"{path}[{key!r}]", part) for key, part in parts] or [(path, example)]:
+        got = None
         if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
-            remedy = f"turn {name} into a tensor in the data set, for instance by torch.tensor"
-            condition = "to be a tensor or a number"
-            raise expected("plan.batches", name, condition, "a list of numbers", remedy, SamplingError)
-        _refuse_lists(name, part)
+            remedy = f"turn {name} into a tensor in the data set, by torch.tensor or a datasets.Dataset's"
+            got, remedy = "a list of numbers", remedy + ' with_format("torch")'
+        elif part is None or isinstance(part, str | bytes):
+            got, remedy = type(part).__name__, f"leave {name} out, or turn it into numbers in the data set"
+        if got is not None:
+            raise expected("plan.batches", name, "to be a tensor or a number", got, remedy, SamplingError)
+        if part is not example:
+            _refuse_lists(name, part)
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
@@ -89,13 +97,15 @@ def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError]
     default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float. So
     one person's item would change the rows of others.
     """
-    first: object = None
+    first: Any = None
     for index, one in enumerate(items):
-        form = _form(one)
         if index == 0:
-            first = form
-        elif form != first:
-            condition, got = "to have examples of the same keys, types, dtypes and shapes", "two kinds"
+            first = one
+        elif _form(one) != _form(first):
+            known, own = (dict(named_leaves("example", item)) for item in (first, one))
+            differing = [name for name in known if name in own and _form(known[name]) != _form(own[name])]
+            got = f"two kinds of {differing[0]}" if differing else "two kinds of structure"
+            condition = "to have examples of the same keys, types, dtypes and shapes"
             remedy = "convert all to one form in the data set: pad to a public length, and fill in what is missing"
             raise expected(function, "dataset", condition, got, remedy, error)
 
