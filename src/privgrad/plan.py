@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
-from privgrad.accounting.mechanisms import Release, Selection, most_participations, rate_in_group
+from privgrad.accounting.mechanisms import Release, Selection, mechanisms_of, most_participations, rate_in_group
 from privgrad.errors import (
     described,
     expected,
@@ -36,7 +36,19 @@ from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler, Collate, batches
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
+T = TypeVar("T")
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
+_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
+_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
+    "shuffle": _DRAWN,
+    "drop_last": _DRAWN,
+    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
+    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
+    "batch_sampler": _DRAWN,
+    "worker_init_fn": "leave it out: each worker has secret seeds",
+    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
+    "persistent_workers": "leave it out: workers live until the last step",
+}
 _CANDIDATES = (2, 4, 8, 16, 32, 64)  # numbers of bands that "auto" tries
 _WORTH = 0.99  # largest relative error for which "auto" takes noise with memory
 
@@ -119,8 +131,10 @@ class PrivacyPlan:
         delta: float,
         max_grad_norm: float,
         num_examples: int,
-        expected_batch_size: int,
-        steps: int,
+        expected_batch_size: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        epochs: float | None = None,
         sampling: SamplingScheme = "poisson",
         max_batch_size: int | None = None,
         seed: int | None = None,
@@ -129,6 +143,7 @@ class PrivacyPlan:
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
         besides: Iterable[Release | Selection] = (),
+        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -136,26 +151,34 @@ class PrivacyPlan:
 
         - `target_epsilon`: > 0, the epsilon that all steps together may cost;
         - `delta`: in (0, 1); above 1 / num_examples, the plan warns;
-        - `expected_batch_size`: at most num_examples;
+        - `expected_batch_size`, or `batch_size` by another name: at most num_examples;
+        - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
         - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
           or None if no number gains 1 %. `plan.correlation` says what it gains;
         - `besides`: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
-          that was released before.
+          that was released before;
+        - `assume_poisson`: calibrate sampling="fixed" as if batches were Poisson samples, for comparison only.
 
         Returns:
-            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
+            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier, which is
+            at least 0.01: a target that allows less noise is not used up.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
+            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
             Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked, now or when the
-            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With sampling="fixed"
-            the noise is calibrated as if batches were Poisson samples. The epsilon is then a label, not a guarantee.
+            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With assume_poisson, it
+            is a label, not a guarantee.
         """
         function = "for_budget"
-        require_integer(function, "steps", steps, 1)
+        expected_batch_size = _one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
         _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
+        steps = steps_of(function, steps, epochs, expected_batch_size / num_examples)
+        require_integer(function, "steps", steps, 1)
+        if sampling == "fixed":  # the error of the ledger
+            mechanisms_of(function, [Release(0.0, 1.0, sampling)], assume_poisson=assume_poisson)
         if correlation is not None:
             _require_poisson(function, sampling)
         largest = None
@@ -224,6 +247,7 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         correlation: Banded | None = None,
         besides: Iterable[Release | Selection] = (),
+        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
@@ -236,7 +260,7 @@ class PrivacyPlan:
         - `max_update_norm`: C, the bound on one user's whole update;
         - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
         - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
-        - `besides`: as in for_budget, about the same users; with target_epsilon only.
+        - `besides` and `assume_poisson`: as in for_budget, about the same users; with target_epsilon only.
 
         Returns:
             A plan with privacy_unit "user".
@@ -275,6 +299,7 @@ class PrivacyPlan:
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
+            numbers["assume_poisson"] = assume_poisson
             return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
         assert noise_multiplier is not None
         return cls(sample_rate=expected_cohort_size / num_users, noise_multiplier=noise_multiplier, **numbers)
@@ -324,28 +349,34 @@ class PrivacyPlan:
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
-    def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
+    def epsilon(
+        self,
+        *,
+        delta: float | None = None,
+        steps: int | None = None,
+        accountant: Accountant = "pld",
+        assume_poisson: bool = False,
+    ) -> float:
         """Compute the epsilon that a number of the plan's steps costs.
 
         Args:
             delta: in (0, 1). None: the plan's.
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
+            assume_poisson: as in accounting.epsilon.
         Returns:
             Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
             PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
+            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
-            An upper bound for Poisson sampling. With sampling "fixed" the number is computed as if batches were
-            Poisson samples: a label, not a guarantee.
+            An upper bound for Poisson sampling, truncated or not.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         release = self.release_of(self.steps if steps is None else steps)
-        if not self.is_covered:
-            release = replace(release, scheme="poisson")
-        return accounting.epsilon([release], delta=delta, accountant=accountant)
+        return accounting.epsilon([release], delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
     def batches(
         self,
@@ -357,11 +388,14 @@ class PrivacyPlan:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
+        collate_fn: Collate | None = None,
+        **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         The arguments are as in sampling.BatchSampler, except those of loading (`num_workers`, `prefetch_factor` and
-        `pin_memory`), which are as in sampling.batches. Workers live until the last step.
+        `pin_memory`), which are as in sampling.batches. Workers live until the last step. `collate_fn` is another name
+        of `collate`. Other arguments of a DataLoader, such as `shuffle`, are refused with what to do instead.
 
         Raises:
             PrivacyError: an option of loading is out of range.
@@ -369,6 +403,12 @@ class PrivacyPlan:
         Privacy:
             Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
+        for name, value in habits.items():
+            if name not in _HABITS:
+                raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
+            raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
+        if collate_fn is not None:
+            collate = _one_of("plan.batches", collate=collate, collate_fn=collate_fn)
         sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
@@ -563,6 +603,24 @@ def _require_numbers(plan: PrivacyPlan) -> None:
             )
     if plan.simulates is not None:
         _require_scaled(plan, plan.simulates)
+
+
+def steps_of(function: str, steps: int | None, epochs: float | None, sample_rate: float) -> int:
+    """Return the number of steps, or that of a number of epochs; raise PrivacyError unless one of the two is given."""
+    given = _one_of(function, steps=steps, epochs=epochs)
+    if epochs is None:
+        return cast(int, given)
+    require_positive(function, "epochs", epochs, "give the number of epochs, or steps")
+    return math.ceil(epochs / sample_rate - 1e-9)  # 3 / 0.1 is 30.000000000000004 in some roundings
+
+
+def _one_of(function: str, **given: T | None) -> T:
+    """Return the one value that is given; raise PrivacyError for two or none."""
+    values = [value for value in given.values() if value is not None]
+    if len(values) != 1:
+        got = ", ".join(f"{name} {value}" for name, value in given.items())
+        raise expected(function, f"exactly one of {' and '.join(given)}", "to be given", got, "give one of the two")
+    return values[0]
 
 
 def _require_poisson(function: str, sampling: object) -> None:

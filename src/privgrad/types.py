@@ -347,6 +347,8 @@ class NoisyGradient(Mapping[str, Tensor]):
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
 
+        It replaces what `.grad` holds. A public loss goes after it: its backward pass adds its gradient.
+
         Raises:
             PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.
         Privacy:

@@ -201,3 +201,88 @@ def test_the_habits_of_a_dataloader_are_told_what_to_do():
     with pytest.raises(TypeError, match=r"divide by plan\.expected_batch_size"):
         len(batch)
     assert batch
+
+
+HABITS: dict[str, tuple[Any, str]] = {
+    "shuffle": (True, "each step draws every example with the public rate"),
+    "drop_last": (True, "leave it out"),
+    "batch_size": (8, "give expected_batch_size to the plan"),
+    "sampler": ([1, 2], r"ClassRates\(dataset, labels, rates\)"),
+    "generator": (torch.Generator(), r"PrivacyPlan\(seed=\.\.\.\)"),
+}
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_the_arguments_of_a_dataloader_are_told_what_to_do(name: str):
+    value, message = HABITS[name]
+    with pytest.raises(pg.PrivacyError, match=rf"plan\.batches: expected {name} to be left out, got .*; .*{message}"):
+        make_plan().batches(ITEMS, **{name: value})
+
+
+def test_collate_fn_is_collate_and_others_are_unknown():
+    assert torch.equal(released(ITEMS, in_a_pair), released(ITEMS, collate_fn=in_a_pair))
+    with pytest.raises(pg.PrivacyError, match="exactly one of collate and collate_fn to be given"):
+        make_plan().batches(ITEMS, collate=in_a_pair, collate_fn=in_a_pair)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colate'"):
+        make_plan().batches(ITEMS, colate=in_a_pair)
+
+
+TEXTS = [(torch.arange(32 if index % 40 else 10), index % 3) for index in range(640)]
+OWN_TEXTS = [{"ids": torch.arange(5 if index % 30 else 9)} for index in range(640)]
+
+
+def to_the_longest(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return nn.utils.rnn.pad_sequence([ids for ids, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+
+def with_a_mask(items: list[Any]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([item["ids"] for item in items], batch_first=True)
+    return {"ids": ids, "mask": ids > 0}
+
+
+def to_a_public_length(items: list[Any]) -> Tensor:
+    return torch.stack([F.pad(item["ids"], (0, 12 - len(item["ids"]))) for item in items])
+
+
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [(TEXTS, to_the_longest), (OWN_TEXTS, with_a_mask), (OWN_TEXTS, None)],
+    ids=["to the longest", "with a mask", "no collate"],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_rare_lengths_are_refused_before_the_first_batch(data: Any, collate: Any, workers: int):
+    if workers and collate is None:
+        pytest.skip("one of them is enough")
+    numbers: dict[str, Any] = {"num_examples": 640, "expected_batch_size": 1, "sample_rate": 1 / 640}
+    with pytest.raises(pg.SamplingError, match=r"depend on other examples|two kinds of example\['?[a-z0]*'?\]"):
+        next(make_plan(**numbers, steps=3).batches(data, collate=collate, num_workers=workers))
+    next(make_plan(**numbers, steps=3).batches(OWN_TEXTS, collate=to_a_public_length, num_workers=workers))
+
+
+def test_trying_a_collate_changes_no_draw_and_no_augmentation():
+    class Noisy:
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.rand(3)
+
+    before = torch.get_rng_state()
+    first, second = (
+        [batch.examples for batch in make_plan(seed=3, steps=3).batches(Noisy(), start=start)] for start in (0, 1)
+    )
+    assert torch.equal(torch.cat(first[1:]), torch.cat(second))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_rare_length_in_a_worker_data_set_that_fails_is_told_by_its_batch():
+    class Failing:
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> Tensor:
+            raise RuntimeError("no such row")
+
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32)
+    with pytest.raises(pg.SamplingError, match="no such row; replace or remove this example"):
+        next(plan.batches(Failing()))

@@ -66,11 +66,9 @@ def require_single(
             value = found[name][row].dense()[0] if name in found else torch.zeros_like(reference)
             # The comparison is false if values are not finite: such an example contributes zero anyway.
             if norm_of(value - reference) > tolerance * (norm_of(reference) + 0.1 * whole):
-                remedy = (
-                    "keep examples apart, in dimension 0 (batch_first=True) and in one order in every layer; if you "
-                    "registered a rule for this layer or the next, correct it; if the model changes the order of the "
-                    f"rows, such as texts that are sorted by length, {REMEDY}; if loss_fn draws random numbers, "
-                    "augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"
+                remedy = (  # the losses are apart, so each example alone gives the right gradients
+                    f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
+                    "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
@@ -106,7 +104,11 @@ def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: 
             first, second = with_one[name], with_other[name]
             difference = norm_of(first[kept : kept + 1].dense() - second[kept : kept + 1].dense())
             if difference > tolerance * float(first.norms().sum() + second.norms().sum()):
-                remedy = f"keep examples apart in training mode too, or {REMEDY}"
+                remedy = (
+                    "mix no examples in training mode: augment each item in __getitem__, or by "
+                    "augmentation.multiplicity; take engine='vmap' only if rows merely change places, because it leaves "
+                    "mixing out"
+                )
                 got = f"a difference above {tolerance:g}, relative"
                 raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy)
     passes.layouts.current.calls = calls
@@ -139,7 +141,8 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
             difference = math.hypot(*(norm_of(found[name][r].dense() - wanted[name][r].dense()) for r in rows))
             most = tolerance * sum(float(wanted[name][r].norms().sum()) for r in rows)
             if math.isfinite(most) and not difference <= most:
-                got, remedy = f"a change when one of them is {number}", f"keep examples apart, or {REMEDY}"
+                got = f"a change when one of them is {number}"
+                remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
                 condition = "not to depend on other examples"
                 raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
 

@@ -3,6 +3,7 @@
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from privgrad.types import Batch, Sampling, count_examples, map_examples, named_
 Collate = Callable[[list[Any]], Any]
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
+_SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
 _REPEATS = 20  # number of calls after which rows that differ count as random
 
 
@@ -144,6 +146,12 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
         raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")
 
 
+def _size(example: Any) -> int:
+    """Return how many numbers or characters an item holds."""
+    parts = (part for _, part in named_leaves("example", example))
+    return sum(int(part.numel() if isinstance(part, Tensor) else getattr(part, "size", 1)) for part in parts)
+
+
 def _row(examples: Any, index: int) -> list[Any]:
     """Return the tensors of one example of a batch."""
     return tree_leaves(map_examples(itemgetter(index), examples))
@@ -192,6 +200,7 @@ class Examples(Dataset[Batch]):
         self._data, self._collate = cast("Sequence[Any]", dataset), collate
         # Not for subclasses: their indexing may hide or change columns.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._tried = self._tensors is not None  # whose rows are alike
         self._whole: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -202,12 +211,40 @@ class Examples(Dataset[Batch]):
                 "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
             )
             raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        if not self._tried:
+            self._tried = True
+            with _keyed(draw.key):
+                self._try_extremes(draw.key)
         chosen = draw.indices
         if (rows := draw.sampling.max_batch_size) is not None:  # padding: copies of an example, which count for nothing
             copied = chosen[:1] if len(chosen) else np.zeros(1, np.int64)
             chosen = np.concatenate([chosen, np.repeat(copied, rows - len(chosen))])
         with nullcontext() if self._tensors is not None else _keyed(draw.key):  # tensors draw no random numbers
             return Batch(self.take(chosen), len(draw.indices), draw.sampling)
+
+    # Fault: a collate that pads to the longest of the batch, where nearly all are cut to one length. Pairs of other
+    #     lengths then come late, after releases were paid for (cases/holes/collate_fails_late.py).
+    # Cost: it loads up to 512 items at random, for at most 0.25 s, before the first batch. Of several workers, only
+    #     the first one does. The main process reads none then: a file that it opens would be shared with the workers.
+    # Refuses what a batch with the two items would be refused for. It cannot see lengths that no sampled item has.
+    def _try_extremes(self, key: bytes) -> None:
+        """Collate the smallest and the largest of a few items; SamplingError if their rows depend on each other."""
+        worker, end = get_worker_info(), time.monotonic() + _SECONDS
+        if worker is not None and worker.id > 0:
+            return
+        sizes: list[tuple[int, int]] = []
+        try:
+            drawn = np.random.default_rng(list(key)).integers(len(self._data), size=_SAMPLED)
+            for index in map(int, drawn):
+                sizes.append((_size(self._data[index]), index))
+                if time.monotonic() > end:
+                    break
+            pair = np.array([min(sizes)[1], max(sizes)[1]])
+            self.take(pair)
+        except PrivacyError:
+            raise
+        except Exception:  # the batch that needs this item raises it, with its text
+            return
 
     def take(self, chosen: np.ndarray) -> Any:
         """Return the chosen examples, collated, without a seed; `chosen` is int64, shape (size,), perhaps empty."""
