@@ -134,8 +134,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         raise
     if unused:
         remedy = (
-            "freeze them by privgrad.freeze_unused, or use them in the loss; call experts that only some examples reach "
-            "with zero rows too; with gradient checkpointing, pass use_reentrant=False"
+            "freeze them by privgrad.freeze_unused, or use them in the loss; call experts that only some examples "
+            "reach with zero rows too; with gradient checkpointing, pass use_reentrant=False"
         )
         got = f"no gradient for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)

@@ -106,8 +106,8 @@ def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: 
             if difference > tolerance * float(first.norms().sum() + second.norms().sum()):
                 remedy = (
                     "mix no examples in training mode: augment each item in __getitem__, or by "
-                    "augmentation.multiplicity; take engine='vmap' only if rows merely change places, because it leaves "
-                    "mixing out"
+                    "augmentation.multiplicity; take engine='vmap' only if rows merely change places, because it "
+                    "leaves mixing out"
                 )
                 got = f"a difference above {tolerance:g}, relative"
                 raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy)

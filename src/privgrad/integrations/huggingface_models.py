@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected
 from privgrad.sampling.class_rates import ClassRates
 
 Losses = Callable[[Any, Any], Tensor]
@@ -33,9 +33,7 @@ def losses_of(model: nn.Module) -> Losses:
     is_classifier = name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
     got = f"{name} for {kind.replace('_', ' ')}" if is_classifier and kind else name
     remedy = "give loss_fn, (model, batch) -> losses of shape (B,): docs/integrations.md has a line for each task"
-    raise PrivacyError(
-        f"PrivateTrainer: expected a causal language model or a classifier of texts, got {got}; {remedy}."
-    )
+    raise expected("PrivateTrainer", "model", "to be a causal language model or a classifier of texts", got, remedy)
 
 
 def head_of(model: nn.Module) -> set[str]:
