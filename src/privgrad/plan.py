@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
+from privgrad.accounting.calibration import one_of, steps_of
 from privgrad.accounting.mechanisms import Release, Selection, mechanisms_of, most_participations, rate_in_group
 from privgrad.errors import (
     described,
@@ -34,21 +35,10 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler, Collate, batches
+from privgrad.sampling.loading import refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
-T = TypeVar("T")
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
-_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
-_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
-    "shuffle": _DRAWN,
-    "drop_last": _DRAWN,
-    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
-    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
-    "batch_sampler": _DRAWN,
-    "worker_init_fn": "leave it out: each worker has secret seeds",
-    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
-    "persistent_workers": "leave it out: workers live until the last step",
-}
 _CANDIDATES = (2, 4, 8, 16, 32, 64)  # numbers of bands that "auto" tries
 _WORTH = 0.99  # largest relative error for which "auto" takes noise with memory
 
@@ -171,7 +161,7 @@ class PrivacyPlan:
             is a label, not a guarantee.
         """
         function = "for_budget"
-        expected_batch_size = _one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
+        expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
         _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
@@ -403,12 +393,9 @@ class PrivacyPlan:
         Privacy:
             Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
-        for name, value in habits.items():
-            if name not in _HABITS:
-                raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
-            raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
+        refuse_habits(habits)
         if collate_fn is not None:
-            collate = _one_of("plan.batches", collate=collate, collate_fn=collate_fn)
+            collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
         sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
@@ -603,24 +590,6 @@ def _require_numbers(plan: PrivacyPlan) -> None:
             )
     if plan.simulates is not None:
         _require_scaled(plan, plan.simulates)
-
-
-def steps_of(function: str, steps: int | None, epochs: float | None, sample_rate: float) -> int:
-    """Return the number of steps, or that of a number of epochs; raise PrivacyError unless one of the two is given."""
-    given = _one_of(function, steps=steps, epochs=epochs)
-    if epochs is None:
-        return cast(int, given)
-    require_positive(function, "epochs", epochs, "give the number of epochs, or steps")
-    return math.ceil(epochs / sample_rate - 1e-9)  # 3 / 0.1 is 30.000000000000004 in some roundings
-
-
-def _one_of(function: str, **given: T | None) -> T:
-    """Return the one value that is given; raise PrivacyError for two or none."""
-    values = [value for value in given.values() if value is not None]
-    if len(values) != 1:
-        got = ", ".join(f"{name} {value}" for name, value in given.items())
-        raise expected(function, f"exactly one of {' and '.join(given)}", "to be given", got, "give one of the two")
-    return values[0]
 
 
 def _require_poisson(function: str, sampling: object) -> None:

@@ -4,13 +4,13 @@ Each type carries the facts that its receiver needs, such as the sensitivity of 
 are frozen dataclasses.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_flatten_with_path, tree_leaves, tree_map
 
 from privgrad.errors import PrivacyError, described, expected
 
@@ -133,26 +133,26 @@ def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
 
 def _registered(leaf: object) -> bool:
     """Let torch's trees look into a mapping or a dataclass of a new type; return False for anything else."""
-    kind = cast("type[Any]", type(leaf))
-    if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or is_dataclass(leaf)):
+    kind, is_mapping = cast("type[Any]", type(leaf)), isinstance(leaf, Mapping)
+    if isinstance(leaf, Tensor) or not (is_mapping or is_dataclass(leaf)):
         return False
 
-    def parts(whole: Any) -> tuple[list[Any], list[Any]]:
-        held = (
-            whole if isinstance(whole, Mapping) else {field.name: getattr(whole, field.name) for field in fields(whole)}
-        )
-        return list(held.values()), list(held)
+    def parts(whole: Any) -> dict[Any, Any]:
+        return dict(whole) if is_mapping else {one.name: getattr(whole, one.name) for one in fields(whole)}
 
     def made(values: Iterable[Any], names: Any) -> Any:
         held = dict(zip(names, values, strict=True))
-        if issubclass(kind, Mapping):
-            return kind(held)
-        whole = object.__new__(kind)
-        for name, value in held.items():
+        whole = kind(held) if is_mapping else object.__new__(kind)
+        for name, value in {} if is_mapping else held.items():
             object.__setattr__(whole, name, value)  # as __init__ does, also if the class is frozen
         return whole
 
-    register_pytree_node(kind, parts, made)
+    register_pytree_node(
+        kind,
+        lambda whole: (list(parts(whole).values()), list(parts(whole))),
+        made,
+        flatten_with_keys_fn=lambda whole: ([(MappingKey(k), v) for k, v in parts(whole).items()], list(parts(whole))),
+    )
     return True
 
 
@@ -188,43 +188,29 @@ def count_examples(examples: Any) -> int:
     return sizes.pop()
 
 
+def named_leaves(path: str, examples: Any) -> list[tuple[str, Any]]:
+    """Return what examples hold, each with its name, such as examples['label']."""
+    known = map_examples(lambda leaf: leaf, examples)
+    return [(path + keystr(place), leaf) for place, leaf in tree_flatten_with_path(known)[0]]
+
+
 def _unusable(examples: Any) -> PrivacyError:
-    """Return the error for examples that hold no rows, or something else, by the name of the part."""
-    leaves = list(named_leaves("examples", examples))
+    """Return the error for examples that are not dense tensors of one length; it names the first other part."""
+    leaves = named_leaves("examples", examples)
     for name, leaf in leaves:
+        remedy = "leave a constant, such as a (T, T) mask, to loss_fn; pad the nodes of each graph to a public number"
         if not isinstance(leaf, Tensor):
-            remedy = "leave it out of the batch, or turn it into a tensor in the data set or in collate"
-            return expected("Batch", name, "to be a tensor", type(leaf).__name__, remedy)
-        if leaf.layout is not torch.strided:
-            remedy = "give its to_dense() in collate"
-            return expected("Batch", name, "to be a dense tensor", f"{leaf.layout}", remedy)
-        if leaf.dim() == 0:
-            remedy = "leave a constant out of the batch: loss_fn can read it from a variable"
-            return expected("Batch", name, "to have one entry per example", "a tensor without dimensions", remedy)
-    if not leaves:
-        return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
-    first, length = leaves[0][0], len(leaves[0][1])
-    name = next(name for name, leaf in leaves if len(leaf) != length)
-    remedy = (
-        "give both one entry per example: leave a constant, such as a (T, T) mask, to loss_fn, and pad the nodes of "
-        "each graph to a public number"
-    )
-    return expected("Batch", "examples", "to share one leading dimension", f"{first} and {name}, which differ", remedy)
-
-
-def named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what examples hold, each with its name, such as examples['label']."""
-    if isinstance(value, Mapping):
-        parts: Iterable[tuple[str, Any]] = ((f"[{key!r}]", part) for key, part in value.items())
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
-    elif isinstance(value, list | tuple):
-        parts = ((f"[{index}]", part) for index, part in enumerate(cast("Sequence[Any]", value)))
-    else:
-        yield path, value
-        return
-    for name, part in parts:
-        yield from named_leaves(path + name, part)
+            got, remedy = type(leaf).__name__, "leave it out of the batch, or turn it into a tensor in collate"
+        elif leaf.layout is not torch.strided:
+            got, remedy = f"layout {leaf.layout}", "give its to_dense() in collate"
+        elif leaf.dim() == 0:
+            got = "a tensor without dimensions"
+        elif len(leaf) != len(leaves[0][1]):
+            got = f"a length that differs from that of {leaves[0][0]}"  # the numbers are private
+        else:
+            continue
+        return expected("Batch", name, "to be a tensor with one entry per example", got, remedy)
+    return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
 
 
 @dataclass(frozen=True)

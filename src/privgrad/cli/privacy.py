@@ -8,12 +8,12 @@ import typer
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
+from privgrad.accounting.calibration import steps_of
 from privgrad.cli.console import AsJson, note, print_answer, print_table
 from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import is_budget
 from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
 from privgrad.ledger.ledger import Ledger
-from privgrad.plan import steps_of
 from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]

@@ -1,5 +1,6 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
 
+import math
 import pickle
 import signal
 import threading
@@ -29,7 +30,26 @@ Collate = Callable[[list[Any]], Any]
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
+_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
+_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
+    "shuffle": _DRAWN,
+    "drop_last": _DRAWN,
+    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
+    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
+    "batch_sampler": _DRAWN,
+    "worker_init_fn": "leave it out: each worker has secret seeds",
+    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
+    "persistent_workers": "leave it out: workers live until the last step",
+}
 _REPEATS = 20  # number of calls after which rows that differ count as random
+
+
+def refuse_habits(options: Mapping[str, object]) -> None:
+    """Raise PrivacyError for an argument of a DataLoader, with what to do instead; TypeError for an unknown one."""
+    for name, value in options.items():
+        if name not in _HABITS:
+            raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
+        raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
 
 
 def item(data: Sequence[Any], index: int) -> Any:
@@ -147,9 +167,10 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
 
 
 def _size(example: Any) -> int:
-    """Return how many numbers or characters an item holds."""
-    parts = (part for _, part in named_leaves("example", example))
-    return sum(int(part.numel() if isinstance(part, Tensor) else getattr(part, "size", 1)) for part in parts)
+    """Return how many numbers and characters an item holds."""
+    parts = tree_leaves(map_examples(lambda part: part, example))
+    sized = (len(part) if isinstance(part, str | bytes) else getattr(part, "shape", (1,)) for part in parts)
+    return sum(size if isinstance(size, int) else math.prod(size) for size in sized)
 
 
 def _row(examples: Any, index: int) -> list[Any]:
