@@ -143,25 +143,16 @@ def test_a_model_of_transformers_gets_the_encoding_by_names():
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a scalar": (
-        {"t": torch.tensor(0.5)},
-        r"examples\['t'\] to be a tensor with one entry per example, got a tensor without dim",
-    ),
-    "a sparse tensor": (
-        {"s": torch.eye(8).to_sparse()},
-        r"examples\['s'\] to be a tensor with one entry per example, got layout torch",
-    ),
+    "a scalar": ({"t": torch.tensor(0.5)}, r"examples\['t'\] to be a tensor .* got a tensor without dim"),
+    "a sparse tensor": ({"s": torch.eye(8).to_sparse()}, r"examples\['s'\] to be a tensor .* got layout torch"),
     "a transposed sparse tensor": (
         {"s": torch.ones(8, 2).T.to_sparse()},
-        r"examples\['s'\] to be a tensor with one entry per example, got .*to_dense\(\)",
+        r"examples\['s'\] to be a tensor .* got .*to_dense\(\)",
     ),
     "a text": ({"id": "a7"}, r"examples\['id'\] to be a tensor .*, got str; leave it out of the batch"),
     "None": ({"mask": None}, r"examples\['mask'\] to be a tensor .*, got NoneType; leave it out"),
     "nested": ({"more": ({"ids": [1]},)}, r"examples\['more'\]\[0\]\['ids'\]\[0\] to be a tensor .*, got int"),
-    "a shared mask": (
-        {"mask": torch.ones(77, 77)},
-        r"examples\['mask'\] .* got a length that differs from that of examples\['x'\]",
-    ),
+    "a shared mask": ({"mask": torch.ones(77, 77)}, r"examples\['mask'\] .* got a length .* of examples\['x'\]"),
 }
 
 
