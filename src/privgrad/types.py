@@ -141,18 +141,21 @@ def _registered(leaf: object) -> bool:
         return dict(whole) if is_mapping else {one.name: getattr(whole, one.name) for one in fields(whole)}
 
     def made(values: Iterable[Any], names: Any) -> Any:
-        held = dict(zip(names, values, strict=True))
-        whole = kind(held) if is_mapping else object.__new__(kind)
-        for name, value in {} if is_mapping else held.items():
+        held = dict(zip(cast("list[str]", names), values, strict=True))
+        if is_mapping:
+            return kind(held)
+        whole = object.__new__(kind)
+        for name, value in held.items():
             object.__setattr__(whole, name, value)  # as __init__ does, also if the class is frozen
         return whole
 
-    register_pytree_node(
-        kind,
-        lambda whole: (list(parts(whole).values()), list(parts(whole))),
-        made,
-        flatten_with_keys_fn=lambda whole: ([(MappingKey(k), v) for k, v in parts(whole).items()], list(parts(whole))),
-    )
+    def named(whole: Any) -> Any:
+        return [(MappingKey(name), value) for name, value in parts(whole).items()], list(parts(whole))
+
+    def flat(whole: Any) -> tuple[list[Any], Any]:
+        return list(parts(whole).values()), list(parts(whole))
+
+    register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
     return True
 
 

@@ -1,14 +1,15 @@
 """What a batch may be: mappings and dataclasses keep their type, and each refusal names the part and a remedy."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import privgrad as pg
 from conftest import make_plan
@@ -64,8 +65,12 @@ def encoding(held: dict[str, Any]) -> Any:
     return pytest.importorskip("transformers").BatchEncoding(held)
 
 
-Two = namedtuple("Two", "x y")
+class Two(NamedTuple):
+    x: Tensor
+    y: Tensor
 
+
+Engine = Literal["factored", "vmap"]
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "UserDict": UserDict,
     "BatchEncoding": encoding,
@@ -82,7 +87,7 @@ def parts(batch: Any) -> tuple[Tensor, Tensor]:
     return (batch["x"], batch["y"]) if isinstance(batch, Mapping) else (batch.x, batch.y)
 
 
-def released(data: Any, collate: Any = None, engine: str = "factored", **options: Any) -> Tensor:
+def released(data: Any, collate: Any = None, engine: Engine = "factored", **options: Any) -> Tensor:
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
     kinds = set[type]()
@@ -101,7 +106,7 @@ def released(data: Any, collate: Any = None, engine: str = "factored", **options
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
-def test_batches_keep_their_type_and_give_the_same_gradients(kind: str, engine: str):
+def test_batches_keep_their_type_and_give_the_same_gradients(kind: str, engine: Engine):
     def collate(items: list[Any]) -> Any:
         return KINDS[kind]({name: torch.stack([item[name] for item in items]) for name in ("x", "y")})
 
@@ -260,7 +265,7 @@ def test_rows_of_rare_lengths_are_refused_before_the_first_batch(data: Any, coll
 
 
 def test_trying_a_collate_changes_no_draw_and_no_augmentation():
-    class Noisy:
+    class Noisy(Dataset[Tensor]):
         def __len__(self) -> int:
             return 32
 
@@ -276,7 +281,7 @@ def test_trying_a_collate_changes_no_draw_and_no_augmentation():
 
 
 def test_one_rare_length_in_a_worker_data_set_that_fails_is_told_by_its_batch():
-    class Failing:
+    class Failing(Dataset[Tensor]):
         def __len__(self) -> int:
             return 32
 

@@ -101,7 +101,7 @@ def _refuse_lists(path: str, example: Any) -> None:
     else:
         parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
     for name, part in [(f"{path}[{key!r}]", part) for key, part in parts] or [(path, example)]:
-        got = None
+        got, remedy = None, ""
         if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
             remedy = f"turn {name} into a tensor in the data set, by torch.tensor or a datasets.Dataset's"
             got, remedy = "a list of numbers", remedy + ' with_format("torch")'
