@@ -46,7 +46,8 @@ def warn_of_repeats(dataset: object) -> None:
     for base, rows in origins(cast(object, dataset)):
         own = torch.arange(len(cast(Sized, base))) if rows is None else rows
         found.setdefault(id(base), []).append(own)
-    if any(len(torch.cat(rows).unique()) < sum(map(len, rows)) for rows in found.values()):
+    every = [torch.cat(rows) for rows in found.values()]
+    if any(len(cast(Tensor, rows.unique())) < len(rows) for rows in every):
         warnings.warn(
             "NOT PRIVATE: a Subset or a ConcatDataset holds some rows several times. Each copy is clipped by itself: "
             "epsilon holds for one copy, and not for a person. Hold each row once, and draw frequent classes less "
