@@ -150,8 +150,8 @@ DATA: dict[str, tuple[Any, str, str]] = {
     "frame": (DataFrame(age=COUNT, label=COUNT), "a pandas DataFrame", "torch.utils.data.TensorDataset("),
     "series": (Series(COUNT), "a pandas Series", "torch.utils.data.TensorDataset("),
     "columns": ({"age": COUNT, "label": COUNT}, "a dict of columns", "torch.utils.data.TensorDataset("),
-    "arrays": ([np.zeros((32, 2)), np.zeros(32)], "2 examples", "torch.utils.data.TensorDataset("),
-    "tensors": (make_data().tensors, "2 examples", "torch.utils.data.TensorDataset("),
+    "arrays": ([np.zeros((32, 2)), np.zeros(32)], "columns of a table", "torch.utils.data.TensorDataset("),
+    "tensors": (make_data().tensors, "columns of a table", "torch.utils.data.TensorDataset("),
     "texts": (np.array(["1"] * 32), "a numpy array of dtype", "torch.utils.data.TensorDataset("),
     "records": (RECORDS, "a numpy array of fields age, label", "torch.utils.data.TensorDataset("),
     "number": (np.array(1.0), "an array without rows", "TensorDataset(inputs, labels)"),
@@ -510,6 +510,7 @@ WRONG: list[tuple[Callable[..., object], str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")  # of one row
 @pytest.mark.parametrize(
     "bad", [b"x", object(), [object()], -1.5, math.nan], ids=["bytes", "object", "list", "-1.5", "nan"]
 )

@@ -25,28 +25,28 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3501,  # a step starts again if a module is taken whole within it
-        "accounting": 1004,
+        "(root)": 3501,  # a step starts again if a module is taken whole within it; mappings and dataclasses as batches, parts named in errors, habits of a DataLoader
+        "accounting": 1004,  # steps of a number of epochs
         "audit": 880,
         "checks": 959,  # constants in place of the random numbers of torch, numpy and Python; what the loss trains outside of the model, hooks, TorchScript, routed parts by name
-        "cli": 610,
+        "cli": 610,  # calibrate takes epochs and a batch size
         "clip": 1107,
         "data": 1875,
         "diagnostics": 737,
-        "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same; the fallback in any step, and TorchScript by name; views that are apart, derivatives within the loss, recurrent cells
+        "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same; the fallback in any step, and TorchScript by name; views that are apart, derivatives within the loss, recurrent cells; messages of one cause each
         "features": 1957,
-        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step; checks allow derivatives by what layers compute
+        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step; checks allow derivatives by what layers compute; losses of a wrong shape show no number of examples
         "heads": 991,
-        "integrations": 1635,
+        "integrations": 1635,  # the task for which a head has no known loss
         "ledger": 1495,
         "models": 173,
         "noise": 570,
         "optim": 1937,
         "perturb": 698,
         "precondition": 1041,
-        "sampling": 939,
+        "sampling": 1018,  # repeats that are visible, extremes that are tried first, names of parts
         "statement": 832,
-        "training": 1608,
+        "training": 1610,  # no epsilon for batches of fixed size
     },
     "privgrad_lab": {"(root)": 4147, "cli": 647, "data": 1907, "models": 397, "papers": 1037, "report": 1288},
 }
@@ -150,4 +150,4 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
     assert len(read) == len(set(read)) <= 18
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_500
+    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_600

@@ -32,16 +32,17 @@ NAMES = {
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
     "target_epsilon sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation simulates",
-    pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
-    "sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation besides",
+    pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps batch_size "
+    "epochs sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation besides assume_poisson",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid correlation besides",
-    pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory",
+    "noise_multiplier sampling seed noise_on_grid correlation besides assume_poisson",
+    pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
+    "habits",
     pg.PrivacyPlan.sampler: "self dataset start collate processes",
     pg.Batch.to: "self device non_blocking",
     pg.ClassRates: "dataset labels rates",
     pg.EarlyStopping: "monitor patience mode data min_delta",
-    pg.PrivacyPlan.epsilon: "self delta steps accountant",
+    pg.PrivacyPlan.epsilon: "self delta steps accountant assume_poisson",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "norm_bins adaptive_clip filter processes side_information",
@@ -243,7 +244,8 @@ OPTIONS = {
     "compare": "spec --out --restart --dry-run --json",
     "reproduce": "item --list --out --data --smoke --so-far --method --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
-    "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
+    "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --batch-size --num-examples "
+    "--epochs --json",
     "statement": "ledger --delta --out --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",

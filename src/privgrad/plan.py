@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
-from privgrad.accounting.mechanisms import Release, Selection, most_participations, rate_in_group
+from privgrad.accounting.calibration import one_of, steps_of
+from privgrad.accounting.mechanisms import Release, Selection, mechanisms_of, most_participations, rate_in_group
 from privgrad.errors import (
     described,
     expected,
@@ -34,6 +35,7 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler, Collate, batches
+from privgrad.sampling.loading import refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
@@ -119,8 +121,10 @@ class PrivacyPlan:
         delta: float,
         max_grad_norm: float,
         num_examples: int,
-        expected_batch_size: int,
-        steps: int,
+        expected_batch_size: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        epochs: float | None = None,
         sampling: SamplingScheme = "poisson",
         max_batch_size: int | None = None,
         seed: int | None = None,
@@ -129,6 +133,7 @@ class PrivacyPlan:
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
         besides: Iterable[Release | Selection] = (),
+        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -136,26 +141,34 @@ class PrivacyPlan:
 
         - `target_epsilon`: > 0, the epsilon that all steps together may cost;
         - `delta`: in (0, 1); above 1 / num_examples, the plan warns;
-        - `expected_batch_size`: at most num_examples;
+        - `expected_batch_size`, or `batch_size` by another name: at most num_examples;
+        - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
         - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
           or None if no number gains 1 %. `plan.correlation` says what it gains;
         - `besides`: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
-          that was released before.
+          that was released before;
+        - `assume_poisson`: calibrate sampling="fixed" as if batches were Poisson samples, for comparison only.
 
         Returns:
-            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
+            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier, which is
+            at least 0.01: a target that allows less noise is not used up.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
+            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
             Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked, now or when the
-            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With sampling="fixed"
-            the noise is calibrated as if batches were Poisson samples. The epsilon is then a label, not a guarantee.
+            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With assume_poisson, it
+            is a label, not a guarantee.
         """
         function = "for_budget"
-        require_integer(function, "steps", steps, 1)
+        expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
         _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
+        steps = steps_of(function, steps, epochs, expected_batch_size / num_examples)
+        require_integer(function, "steps", steps, 1)
+        if sampling == "fixed":  # the error of the ledger
+            mechanisms_of(function, [Release(0.0, 1.0, sampling)], assume_poisson=assume_poisson)
         if correlation is not None:
             _require_poisson(function, sampling)
         largest = None
@@ -224,6 +237,7 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         correlation: Banded | None = None,
         besides: Iterable[Release | Selection] = (),
+        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
@@ -236,7 +250,7 @@ class PrivacyPlan:
         - `max_update_norm`: C, the bound on one user's whole update;
         - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
         - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
-        - `besides`: as in for_budget, about the same users; with target_epsilon only.
+        - `besides` and `assume_poisson`: as in for_budget, about the same users; with target_epsilon only.
 
         Returns:
             A plan with privacy_unit "user".
@@ -275,6 +289,7 @@ class PrivacyPlan:
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
+            numbers["assume_poisson"] = assume_poisson
             return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
         assert noise_multiplier is not None
         return cls(sample_rate=expected_cohort_size / num_users, noise_multiplier=noise_multiplier, **numbers)
@@ -324,28 +339,34 @@ class PrivacyPlan:
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
-    def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
+    def epsilon(
+        self,
+        *,
+        delta: float | None = None,
+        steps: int | None = None,
+        accountant: Accountant = "pld",
+        assume_poisson: bool = False,
+    ) -> float:
         """Compute the epsilon that a number of the plan's steps costs.
 
         Args:
             delta: in (0, 1). None: the plan's.
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
+            assume_poisson: as in accounting.epsilon.
         Returns:
             Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
             PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
+            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
-            An upper bound for Poisson sampling. With sampling "fixed" the number is computed as if batches were
-            Poisson samples: a label, not a guarantee.
+            An upper bound for Poisson sampling, truncated or not.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         release = self.release_of(self.steps if steps is None else steps)
-        if not self.is_covered:
-            release = replace(release, scheme="poisson")
-        return accounting.epsilon([release], delta=delta, accountant=accountant)
+        return accounting.epsilon([release], delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
     def batches(
         self,
@@ -357,11 +378,14 @@ class PrivacyPlan:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
+        collate_fn: Collate | None = None,
+        **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         The arguments are as in sampling.BatchSampler, except those of loading (`num_workers`, `prefetch_factor` and
-        `pin_memory`), which are as in sampling.batches. Workers live until the last step.
+        `pin_memory`), which are as in sampling.batches. Workers live until the last step. `collate_fn` is another name
+        of `collate`. Other arguments of a DataLoader, such as `shuffle`, are refused with what to do instead.
 
         Raises:
             PrivacyError: an option of loading is out of range.
@@ -369,6 +393,9 @@ class PrivacyPlan:
         Privacy:
             Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
+        refuse_habits(habits)
+        if collate_fn is not None:
+            collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
         sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 

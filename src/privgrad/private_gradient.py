@@ -130,7 +130,8 @@ class PrivateGradient:
         each step is charged before it is returned. No accountant covers sampling "fixed". Any use of the returned
         gradients is post-processing.
     Attributes:
-        raw_nonfinite_examples: the number of gradients that were not finite. NOT private.
+        raw_nonfinite_examples: the number of gradients that were not finite, which count as zero. NOT private. Read it
+            where a training does not learn: all gradients may be NaN, and no release says so.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, with the public expected batch size as divisor.
     """
@@ -336,23 +337,24 @@ class PrivateGradient:
         Parts.checks.note_training(self._model, ledger)
         self._ledger = ledger
 
-    def epsilon(self, *, steps: int) -> float:
+    def epsilon(self, *, steps: int, assume_poisson: bool = False) -> float:
         """Return the epsilon of `steps` steps; infinite if a part declares that it is not public.
 
         Raises:
-            PrivacyError: the plan has no delta.
+            PrivacyError: as plan.epsilon, also for assume_poisson.
         """
-        return self._plan.epsilon(steps=steps) if self._release == self._plan.release else math.inf
+        is_planned = self._release == self._plan.release
+        return self._plan.epsilon(steps=steps, assume_poisson=assume_poisson) if is_planned else math.inf
 
     @property
     def simulated_epsilon(self) -> float | None:
         """The epsilon of all steps of the plan that this training simulates; see PrivacyPlan.scaled.
 
-        None if it simulates no plan or the plan has no delta; infinite if a part declares that it is not public. It is
-        not the epsilon of this training, which is infinite.
+        None if it simulates no plan, or the plan has no delta or batches of fixed size; infinite if a part declares
+        that it is not public. It is not the epsilon of this training, which is infinite.
         """
         simulated = self._plan.simulates
-        if simulated is None or simulated.delta is None:
+        if simulated is None or simulated.delta is None or not simulated.is_covered:
             return None
         return math.inf if self._not_private else simulated.epsilon()
 

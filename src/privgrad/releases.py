@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from privgrad.accounting.mechanisms import Release
-from privgrad.checks.data import is_typed, require_public_bound
+from privgrad.checks.data import is_typed, warn_of_private_bound
 from privgrad.errors import described, expected, require_choice, require_delta, require_integer, require_positive
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
@@ -69,8 +69,7 @@ def release_sum(
         A float64 tensor of the shape of one row.
     Raises:
         BudgetExceededError: the budget has no room. Nothing was charged or released.
-        PrivacyError: an argument is out of its range, `bound` looks like the largest norm or number of the rows, or the
-            ledger was written for another release.
+        PrivacyError: an argument is out of its range, or the ledger was written for another release.
     Privacy:
         The Gaussian mechanism with noise multiplier sigma: one more unit, or one fewer, moves the sum by `bound` at
         most. It costs as much as Release(sigma, 1.0). The noise is on the grid of `noise.grid_of`, with at most 1/500
@@ -160,7 +159,7 @@ def release_histogram(
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
             raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
-        _require_public(function, bound, values)
+        _warn_of_private(function, bound, values)
 
         def count() -> Tensor:
             _warn_of_rows(function, values, bound, num_examples)
@@ -207,7 +206,7 @@ def release_second_moment(
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
-    _require_public(function, bound, values)
+    _warn_of_private(function, bound, values)
     (d,) = shape
     size = d * (d + 1) // 2
 
@@ -238,7 +237,7 @@ def _of_rows(
     function = f"release_{kind}"
     _require_bound(function, bound)
     values, shape = _rows(function, rows)
-    _require_public(function, bound, values)
+    _warn_of_private(function, bound, values)
 
     def total() -> Tensor:
         _warn_of_rows(function, values, bound, num_examples)
@@ -285,14 +284,14 @@ def _require_bound(function: str, bound: float) -> None:
         raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
 
 
-def _require_public(function: str, bound: float, values: Tensor) -> None:
-    """Raise PrivacyError if a bound of many digits is the largest norm, or the largest number, of the rows."""
+def _warn_of_private(function: str, bound: float, values: Tensor) -> None:
+    """Warn if a bound of many digits is the largest norm, or the largest number, of the rows."""
     if is_typed(bound):
         return
     norms = torch.cat([_norms(part / bound) for part in cast("tuple[Tensor, ...]", values.split(_CHUNK))])
     counted, largest = norms.isfinite(), torch.tensor(float(bound))
-    require_public_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
-    require_public_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
+    warn_of_private_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
+    warn_of_private_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
 
 
 def _off_diagonal(d: int) -> Tensor:

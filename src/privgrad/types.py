@@ -4,15 +4,15 @@ Each type carries the facts that its receiver needs, such as the sensitivity of 
 are frozen dataclasses.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_flatten_with_path, tree_leaves, tree_map
 
-from privgrad.errors import described, expected
+from privgrad.errors import PrivacyError, described, expected
 
 SamplingScheme = Literal["poisson", "truncated", "fixed"]
 COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated")  # schemes that an accountant covers
@@ -69,9 +69,9 @@ class Batch:
     """The examples of one step, with the record of how they were drawn.
 
     Attributes:
-        examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension. This is `size`,
-            which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and count for
-            nothing. An empty batch is released as any other: to leave it out would publish that it was empty.
+        examples: a tensor, or a tuple, list, mapping or dataclass of tensors, all of one leading dimension. This is
+            `size`, which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and
+            count for nothing. An empty batch is released as any other: to leave it out would publish that it was empty.
         size: number of examples drawn. PRIVATE under Poisson sampling: never use it as a divisor or report it.
         sampling: the public record of the draw.
     """
@@ -86,7 +86,19 @@ class Batch:
         def form(leaf: Any) -> Any:
             return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf).__name__
 
-        return f"Batch(one example has shape {tree_map(form, self.examples)}, step={self.sampling.step})"
+        return f"Batch(one example has shape {map_examples(form, self.examples)}, step={self.sampling.step})"
+
+    # Habits of a DataLoader: `for x, y in batches` calls __getitem__, too.
+    def __getitem__(self, key: object) -> Any:
+        remedy = "call private_grad(batch): loss_fn(model, examples) gets its parts, as examples[0] or x, y = examples"
+        raise TypeError(f"Batch: expected the whole batch to go to private_grad; {remedy}.")
+
+    def __len__(self) -> int:
+        remedy = "divide by plan.expected_batch_size, which is public"
+        raise TypeError(f"Batch: expected the size of a batch to stay private; {remedy}.")
+
+    def __bool__(self) -> bool:
+        return True
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch with its tensors on a device.
@@ -111,8 +123,40 @@ class Batch:
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
-    """Apply a function to every tensor of a batch's examples and keep their structure."""
-    return tree_map(cast("Callable[[Any], Any]", function), examples)
+    """Apply a function to every tensor of a batch's examples and keep their structure, and the types of it."""
+
+    def mapped(leaf: Any) -> Any:
+        return map_examples(function, leaf) if _registered(leaf) else function(leaf)
+
+    return tree_map(mapped, examples)
+
+
+def _registered(leaf: object) -> bool:
+    """Let torch's trees look into a mapping or a dataclass of a new type; return False for anything else."""
+    kind, is_mapping = cast("type[Any]", type(leaf)), isinstance(leaf, Mapping)
+    if isinstance(leaf, Tensor) or not (is_mapping or is_dataclass(leaf)):
+        return False
+
+    def parts(whole: Any) -> dict[Any, Any]:
+        return dict(whole) if is_mapping else {one.name: getattr(whole, one.name) for one in fields(whole)}
+
+    def made(values: Iterable[Any], names: Any) -> Any:
+        held = dict(zip(cast("list[str]", names), values, strict=True))
+        if is_mapping:
+            return kind(held)
+        whole = object.__new__(kind)
+        for name, value in held.items():
+            object.__setattr__(whole, name, value)  # as __init__ does, also if the class is frozen
+        return whole
+
+    def named(whole: Any) -> Any:
+        return [(MappingKey(name), value) for name, value in parts(whole).items()], list(parts(whole))
+
+    def flat(whole: Any) -> tuple[list[Any], Any]:
+        return list(parts(whole).values()), list(parts(whole))
+
+    register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
+    return True
 
 
 def part_of(examples: Any, rows: slice) -> Any:
@@ -135,16 +179,41 @@ def count_examples(examples: Any) -> int:
     Raises:
         PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
     """
-    leaves: list[Any] = tree_leaves(examples)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            remedy = "turn it into a tensor in the data set or in collate"
-            raise expected("Batch", "examples", "to be tensors", type(leaf).__name__, remedy)
-    sizes = {leaf.shape[0] for leaf in cast("list[Tensor]", leaves)}
+    sizes = set[int]()
+    for leaf in tree_leaves(examples):
+        if _registered(leaf):
+            return count_examples(examples)
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+            raise _unusable(examples)
+        sizes.add(leaf.shape[0])
     if len(sizes) != 1:
-        remedy = "collate the examples into tensors with one entry per example"
-        raise expected("Batch", "examples", "to share one leading dimension", sorted(sizes), remedy)
+        raise _unusable(examples)
     return sizes.pop()
+
+
+def named_leaves(path: str, examples: Any) -> list[tuple[str, Any]]:
+    """Return what examples hold, each with its name, such as examples['label']."""
+    known = map_examples(lambda leaf: leaf, examples)
+    return [(path + keystr(place), leaf) for place, leaf in tree_flatten_with_path(known)[0]]
+
+
+def _unusable(examples: Any) -> PrivacyError:
+    """Return the error for examples that are not dense tensors of one length; it names the first other part."""
+    leaves = named_leaves("examples", examples)
+    for name, leaf in leaves:
+        remedy = "leave a constant, such as a (T, T) mask, to loss_fn; pad the nodes of each graph to a public number"
+        if not isinstance(leaf, Tensor):
+            got, remedy = type(leaf).__name__, "leave it out of the batch, or turn it into a tensor in collate"
+        elif leaf.layout is not torch.strided:
+            got, remedy = f"layout {leaf.layout}", "give its to_dense() in collate"
+        elif leaf.dim() == 0:
+            got = "a tensor without dimensions"
+        elif len(leaf) != len(leaves[0][1]):
+            got = f"a length that differs from that of {leaves[0][0]}"  # the numbers are private
+        else:
+            continue
+        return expected("Batch", name, "to be a tensor with one entry per example", got, remedy)
+    return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
 
 
 @dataclass(frozen=True)
@@ -266,6 +335,8 @@ class NoisyGradient(Mapping[str, Tensor]):
 
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
+
+        It replaces what `.grad` holds. A public loss goes after it: its backward pass adds its gradient.
 
         Raises:
             PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.

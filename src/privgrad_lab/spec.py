@@ -529,7 +529,8 @@ class Spec(Table):
             raise expected("load_spec", name, "to be given", got, remedy)
         correlation = Banded(bands) if isinstance(bands, int) else bands
         if self.privacy.noise_multiplier is None:
-            return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation)
+            # Reports label the epsilon of batches of fixed size.
+            return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation, assume_poisson=True)
         if correlation == "auto":
             remedy = "give target_epsilon in its place, or a number of bands"
             got, condition = self.privacy.noise_multiplier, 'to be absent for bands = "auto"'

@@ -247,7 +247,7 @@ CASES: dict[str, Case] = {
     ),
     "unused": Case(
         orphaned,
-        "use them in the loss, or freeze them",
+        "freeze_unused, or use them in the loss",
         [{"make": lambda: orphaned(freeze=True)}, {"make": lambda: orphaned(use=True)}],
     ),
     "centered": Case(
@@ -264,7 +264,7 @@ CASES: dict[str, Case] = {
     ),
     "rows that change places": Case(
         SortedByLength,
-        "in one order in every layer.*sorted by length, use engine='vmap'",
+        "use engine='vmap'; or keep .* in one order in every layer",
         [VMAP],
         x=vectors(3).sort(0, descending=True)[0],
     ),

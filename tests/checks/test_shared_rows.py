@@ -1,5 +1,6 @@
 """A data set is known by its object and its memory, through wrappers; training refuses its own rows."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,30 @@ def test_fit_refuses_public_examples_that_are_the_private_ones(holder: str):
     with pytest.raises(pg.PrivacyError, match=r"to have no row of the private examples, .*; split the public examples"):
         train(Subset(data, range(5)))
     assert train(make_data()).ledger.releases == 10  # equal rows in other memory: nobody can tell
+
+
+REPEATED = Subset(TENSORS, [0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "warned"),
+    [
+        (REPEATED, True),
+        (Subset(REPEATED, [1, 2]), True),
+        (Subset(REPEATED, [0, 2, 3]), False),
+        (ConcatDataset([OWN, OWN]), True),
+        (Subset(ConcatDataset([OWN, TENSORS, OWN]), [0, 40]), True),
+        (Subset(ConcatDataset([OWN, TENSORS, OWN]), [0, 20, 41]), False),
+        (ConcatDataset([Subset(OWN, range(12)), Subset(OWN, range(8, 20))]), True),
+        (ConcatDataset([Subset(OWN, range(12)), Subset(OWN, range(12, 20))]), False),
+        (ConcatDataset([OWN, TENSORS]), False),
+        (pg.ClassRates(Subset(OWN, [3, 4, 3]), [0, 1, 0], [0.5, 1.0]), True),
+        (OWN, False),
+    ],
+)
+def test_rows_that_are_visibly_repeated_warn(data: Any, warned: bool):
+    plan = make_plan(num_examples=2, expected_batch_size=1, sample_rate=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan.sampler(data)
+    assert any("holds some rows several times" in str(one.message) for one in caught) == warned

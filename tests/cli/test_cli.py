@@ -200,6 +200,13 @@ def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
     numbers = ("--delta", "1e-5", "--sample-rate", rate, "--json")
     found = last_json(here("calibrate", "--target-epsilon", 1, "--steps", 6, *numbers))
     assert found["noise_multiplier"] == told["noise_multiplier"]
+    by_epochs = ("--epochs", 0.6, "--batch-size", 120, "--num-examples", 1197, "--delta", "1e-5", "--json")
+    assert last_json(here("calibrate", "--target-epsilon", 1, *by_epochs)) == found
+    for wrong, message in (
+        (("--steps", 6), "one of steps and epochs"),
+        (("--sample-rate", 0.1), "either --sample-rate"),
+    ):
+        assert message in here("calibrate", "--target-epsilon", 1, *by_epochs, *wrong, code=2).stderr
     sigma = ("--noise-multiplier", found["noise_multiplier"])
     assert last_json(here("calibrate", "--target-epsilon", 1, *sigma, *numbers))["steps"] == 6
     by_numbers = last_json(here("epsilon", *sigma, "--steps", 6, *numbers))

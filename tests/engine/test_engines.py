@@ -254,7 +254,7 @@ def standardized(model: nn.Module, batch: Any) -> Tensor:
 BAD_LOSSES: dict[str, tuple[Any, str]] = {
     "a scalar": (
         lambda m, b: F.cross_entropy(m(b[0]), b[1]),
-        r"one loss for each of \d+ examples, got shape \(\); .*'none'",
+        r"one loss for each of B examples, got shape \(\); .*'none'",
     ),
     "a wrong shape": (lambda m, b: m(b[0]), "one loss per example"),
     "not a tensor": (lambda m, b: 1.0, "float"),

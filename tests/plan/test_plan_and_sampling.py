@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import privgrad as pg
-from conftest import make_data, make_plan
+from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import epsilon
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
@@ -131,8 +132,6 @@ def test_a_plan_is_simulated_on_fewer_public_examples():
         plan.scaled(1 / 2, num_examples=3)
     with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\.scaled: expected num_examples"):
         plan.scaled(1 / 2, num_examples=3.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(pg.SamplingError, match=r"or simulate .*: plan\.scaled\(factor, num_examples=20\)"):
-        plan.batches(make_data(20))
 
 
 def test_a_plan_scaled_by_one_is_the_plan():
@@ -292,8 +291,6 @@ def test_data_sets_that_cannot_be_sampled_are_refused():
         plan.batches(Stream())
     with pytest.raises(pg.SamplingError, match="at least one example"):
         plan.batches([])
-    with pytest.raises(pg.SamplingError, match="got 31 examples"):
-        plan.batches(make_data(31))
     with pytest.raises(pg.SamplingError, match="TensorDataset"):
         plan.batches(make_data().tensors)
     with pytest.raises(pg.SamplingError, match=r"pass its \.dataset"):
@@ -310,3 +307,76 @@ def test_rates_that_do_not_divide_evenly_keep_their_steps_and_rate():
         assert len(batches) == 5
         assert all(b.sampling.sample_rate == plan.release.sample_rate == rate for b in batches)
         assert all(b.sampling.expected_batch_size == size for b in batches)
+
+
+@pytest.mark.parametrize("rows", [20, 31, 33, 100])
+def test_the_number_of_rows_is_no_error_of_poisson_batches_and_is_never_shown(rows: int):
+    assert len(list(make_plan(steps=3).batches(make_data(rows)))) == 3
+    if rows < 32:
+        with pytest.raises(pg.SamplingError, match="num_examples = 32 or more for fixed batches") as caught:
+            make_plan(sampling="fixed").batches(make_data(rows))
+        assert str(rows) not in str(caught.value)
+
+
+def test_far_fewer_rows_than_declared_warn_and_columns_are_refused():
+    with pytest.warns(UserWarning, match="NOT PRIVATE: the plan declares num_examples = 32, and the data set has few"):
+        make_plan().batches(make_data(15))
+    with pytest.raises(pg.SamplingError, match=r"got columns of a table; pass torch\.utils\.data\.TensorDataset"):
+        make_plan().batches(make_data(32).tensors)
+    make_plan().batches(list(torch.randn(31, 3)))
+
+
+BUDGET: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 1000}
+
+
+@pytest.mark.usefixtures("by_rdp_here")
+@pytest.mark.parametrize(
+    ("epochs", "size", "steps"), [(3, 100, 30), (1, 93, 11), (0.5, 100, 5), (3, 10, 300), (0.001, 100, 1), (7, 1000, 7)]
+)
+def test_epochs_and_batch_size_are_steps_and_expected_batch_size(epochs: float, size: int, steps: int):
+    plan = pg.PrivacyPlan.for_budget(**BUDGET, epochs=epochs, batch_size=size)
+    assert (plan.steps, plan.expected_batch_size) == (steps, size)
+    assert plan == pg.PrivacyPlan.for_budget(**BUDGET, steps=steps, expected_batch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (
+            {"epochs": 3, "steps": 5, "batch_size": 10},
+            "exactly one of steps and epochs to be given, got steps 5, epochs 3",
+        ),
+        ({"batch_size": 10}, "exactly one of steps and epochs to be given, got steps None, epochs None"),
+        ({"epochs": 0, "batch_size": 10}, "epochs to be a positive finite number"),
+        (
+            {"epochs": 1, "batch_size": 10, "expected_batch_size": 10},
+            "exactly one of expected_batch_size and batch_size",
+        ),
+        ({"epochs": 1}, "exactly one of expected_batch_size and batch_size"),
+        ({"epochs": 1, "batch_size": 1001}, "expected_batch_size to be at most num_examples = 1000"),
+    ],
+)
+def test_conflicts_of_epochs_and_batch_size_are_refused(numbers: dict[str, Any], message: str):
+    with pytest.raises(pg.PrivacyError, match=message):
+        pg.PrivacyPlan.for_budget(**BUDGET, **numbers)
+
+
+def test_batches_of_fixed_size_have_no_epsilon_before_a_training_either(tmp_path: Path):
+    plan = make_plan(sampling="fixed", delta=1e-3)
+    ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    private_grad(next(plan.batches(make_data())))
+    with pytest.raises(pg.SamplingError) as of_ledger:
+        ledger.epsilon(delta=1e-3)
+    for call in (plan.epsilon, lambda: private_grad.epsilon(steps=1)):
+        with pytest.raises(pg.SamplingError) as refused:
+            call()
+        assert str(refused.value) == str(of_ledger.value)
+    with pytest.raises(pg.SamplingError, match="or pass assume_poisson=True for a number that is only a label"):
+        pg.PrivacyPlan.for_budget(**BUDGET, steps=3, batch_size=10, sampling="fixed")
+    users: dict[str, Any] = {"num_users": 100, "expected_cohort_size": 10, "rounds": 3, "max_update_norm": 1.0}
+    with pytest.raises(pg.SamplingError, match="assume_poisson=True"):
+        pg.PrivacyPlan.for_users(**users, target_epsilon=1.0, delta=1e-3, sampling="fixed")
+    label = ledger.epsilon(delta=1e-3, assume_poisson=True)
+    assert plan.epsilon(steps=1, assume_poisson=True) == private_grad.epsilon(steps=1, assume_poisson=True) == label
+    assert make_plan(delta=1e-3).epsilon(steps=1) == label

@@ -89,7 +89,7 @@ def test_fit_charges_the_largest_rate_and_refuses_to_resume_at_other_rates(tmp_p
         (LABELS, [float("nan"), 1.0], r"in \[0, 1\]"),
         (LABELS, "often", "to be numbers"),
         (LABELS, [1.0], "labels to be from 0 to 0"),
-        (LABELS[:-1], [0.1, 1.0], r"of shape \(4000,\)"),
+        (LABELS[:-1], [0.1, 1.0], "to be one for each example"),
         (torch.stack([LABELS] * 2, 1), [0.1, 1.0], "a person with several labels has no class"),
         (LABELS.float(), [0.1, 1.0], "to be integers, got float32"),
         (["a"] * COUNT, [0.1, 1.0], "to be integers"),
@@ -100,12 +100,12 @@ def test_numbers_out_of_range_are_refused(labels: Any, rates: Any, message: str)
         pg.ClassRates(DATA, labels, rates)
 
 
-def test_rates_from_the_counts_of_the_data_are_refused_where_they_can_be_recognized():
+def test_rates_from_the_counts_of_the_data_warn_where_they_can_be_recognized():
     labels = torch.arange(COUNT) % 7 // 3  # 0 and 1 three times in seven, 2 once
     labels[:11] = 1
     counts = torch.bincount(labels).double()
     for rates in (counts.min() / counts, (counts.min() / counts).sqrt(), (700 / counts).clamp(max=1)):
-        with pytest.raises(pg.SamplingError, match="got rates that make the classes of this data set equally frequent"):
+        with pytest.warns(UserWarning, match="rates: these make the classes of this data set equally frequent"):
             pg.ClassRates(DATA, labels, rates.tolist())
     pg.ClassRates(DATA, labels, [0.333, 0.333, 1.0])
     pg.ClassRates(DATA, (torch.arange(COUNT) % 5 == 0).long(), [0.25, 1.0])  # typed; it happens to fit

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
@@ -295,25 +294,6 @@ def test_one_example_of_another_form_cannot_change_the_rows_of_the_others(usual:
 def test_a_failure_of_collate_in_a_worker_is_named():
     with pytest.raises(pg.SamplingError, match=r"each batch to be collated, got RuntimeError: no room; correct coll"):
         list(make_plan(steps=1).batches(Indices(), collate=no_rows, num_workers=1))
-
-
-class Held(Indices):
-    """Data that hold a generator."""
-
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.generator = generator
-
-
-def test_a_generator_that_a_data_set_holds_is_named():
-    for generator in (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)):
-        wrapped = torch.utils.data.Subset(Held(generator), range(32))
-        with pytest.warns(UserWarning, match=r"dataset\.dataset\.generator is a random generator"):
-            make_plan().batches(wrapped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_plan().batches(Held(random.SystemRandom()))
-        make_plan().batches(torch.utils.data.random_split(Indices(), [32], torch.Generator())[0])
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

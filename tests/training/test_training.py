@@ -883,8 +883,8 @@ def test_a_longer_run_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
     model = make_model()
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-    with pytest.raises(pg.SamplingError, match="got 31 examples"):
-        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, make_data(31), output_dir=tmp_path)
+    with pytest.raises(pg.SamplingError, match="at least one example"):
+        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, [], output_dir=tmp_path)
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 
 

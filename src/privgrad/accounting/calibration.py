@@ -12,8 +12,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from privgrad.errors import expected, require_positive
+
+T = TypeVar("T")
 _METHOD = 1  # of calibration; another number lets older entries lie
 _TOLERANCE = 1e-3  # largest relative distance of a calibrated epsilon below its target
 _LARGEST_NOISE_MULTIPLIER = 1e7
@@ -139,3 +142,21 @@ def last_within(is_within: Callable[[int], bool], start: int) -> int:
         middle = (within + beyond) // 2
         within, beyond = (middle, beyond) if is_within(middle) else (within, middle)
     return within
+
+
+def steps_of(function: str, steps: int | None, epochs: float | None, sample_rate: float) -> int:
+    """Return the number of steps, or that of a number of epochs; raise PrivacyError unless one of the two is given."""
+    given = one_of(function, steps=steps, epochs=epochs)
+    if epochs is None:
+        return cast(int, given)
+    require_positive(function, "epochs", epochs, "give the number of epochs, or steps")
+    return math.ceil(epochs / sample_rate - 1e-9)  # 3 / 0.1 is 30.000000000000004 in some roundings
+
+
+def one_of(function: str, **given: T | None) -> T:
+    """Return the one value that is given; raise PrivacyError for two or none."""
+    values = [value for value in given.values() if value is not None]
+    if len(values) != 1:
+        got = ", ".join(f"{name} {value}" for name, value in given.items())
+        raise expected(function, f"exactly one of {' and '.join(given)}", "to be given", got, "give one of the two")
+    return values[0]

@@ -1,15 +1,15 @@
 """Find bounds that were copied from the private data, and public examples that are private rows."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from privgrad.errors import expected
-from privgrad.sampling.class_rates import ClassRates
+from privgrad.sampling.datasets import origins
 
 _DIGITS = 3  # of a bound that a person may have chosen
 _ROUNDED = 2e-7  # relative difference of a bound and its first digits; bounds may be float32
@@ -21,15 +21,16 @@ _COLUMNS = 4  # of a table, any of which tells: with all, wide tables would take
 
 # Fault: `bound=x.max()`, a range or a scaler that was fitted on the private rows; it publishes one person's value.
 # Cost: one pass over the rows if a bound has many digits, and another if it is their extreme.
-# Refuses wrongly: a public range of many digits whose end a few rows reach, such as [1900, 2023] or [0, 65535].
-def require_public_bound(
+# Warns wrongly: a public range of many digits whose end a few rows reach, such as [1900, 2023] or [0, 65535]; hence it
+#     does not refuse.
+def warn_of_private_bound(
     function: str, name: str, bound: Tensor, rows: Tensor, *, is_low: bool = False, of: str = "value"
 ) -> None:
-    """Raise PrivacyError if a bound of many digits is the extreme value of the data, and few rows have it.
+    """Warn if a bound of many digits is the extreme value of the data, and few rows have it.
 
     `bound` is one number, shape (), or one per column, (columns,). `rows` are the private values without NaN,
     (n, columns). Columns with the same bound are compared as one. With `is_low`, the bound is compared with the
-    smallest value, in place of the largest. The texts are for errors.
+    smallest value, in place of the largest. The texts are for the warning.
     """
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
     chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
@@ -41,9 +42,12 @@ def require_public_bound(
     for value in chosen:
         columns = bounds == value
         if bool(_are_equal(extremes[columns], value).any()) and _count(rows, columns, value) < enough:
-            remedy = "round it outwards to two digits, to a number that is known without the data"
-            got = f"the {'smallest' if is_low else 'largest'} {of} of the data, with all its digits"
-            raise expected(function, name, "to be public", got, remedy)
+            warnings.warn(
+                f"NOT PRIVATE: {function}: {name}: this is the {'smallest' if is_low else 'largest'} {of} of the data, "
+                "with all its digits. If it was taken from the data, it publishes one person's value: round it "
+                "outwards to two digits. If it was known without the data, such as 65535, it is right",
+                stacklevel=1,  # all calls warn from one line, so that Python prints the same warning once
+            )
 
 
 def is_typed(bound: float) -> bool:
@@ -75,11 +79,11 @@ def share_rows(one: object, other: object) -> bool:
     """
     if one is None or other is None:
         return False
-    if isinstance(one, ConcatDataset):
-        return any(share_rows(part, other) for part in cast("list[object]", one.datasets))
-    if isinstance(other, ConcatDataset):
-        return share_rows(cast(object, other), one)
-    (base, rows), (other_base, other_rows) = _origin(one), _origin(other)
+    return any(_meet(*own, *others) for own in origins(one) for others in origins(other))
+
+
+def _meet(base: object, rows: Tensor | None, other_base: object, other_rows: Tensor | None) -> bool:
+    """Return whether rows of two data sets without wrappers have one in common."""
     if base is other_base:
         return rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any())
     own, others = _places(base, rows), _places(other_base, other_rows)
@@ -93,17 +97,6 @@ def _among(places: list[Tensor], known: list[Tensor]) -> bool:
     every = torch.cat([part.flatten() for part in known])
     found = [(torch.isin(part, every) & (part != 0)).any(0) for part in places]
     return bool(torch.stack(found).all(0).any())
-
-
-def _origin(data: object) -> tuple[object, Tensor | None]:
-    """Return the data set below the wrappers, and the selected rows; None for all rows."""
-    rows: Tensor | None = None
-    while isinstance(data, Subset | ClassRates):
-        if isinstance(data, Subset):
-            own = torch.as_tensor(list(data.indices), dtype=torch.int64)
-            rows = own if rows is None else own[rows]
-        data = cast(object, data.dataset)
-    return data, rows
 
 
 def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:

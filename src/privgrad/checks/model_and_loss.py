@@ -166,9 +166,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
             unused = list[str]()
     if unused:
         remedy = (
-            "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; call experts "
-            "that only some examples reach on every batch, with zero rows too; with gradient checkpointing, pass "
-            "use_reentrant=False: re-entrant checkpointing of the first layers gives them no gradient"
+            "freeze them by privgrad.freeze_unused, or use them in the loss; call experts that only some examples "
+            "reach with zero rows too; with gradient checkpointing, pass use_reentrant=False"
         )
         got = f"no gradient for {_listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
@@ -184,6 +183,8 @@ def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameter
     def found(losses: Tensor) -> list[str]:
         if not losses.requires_grad:
             remedy = "compute the loss from the model's output, without no_grad or detach"
+            if torch.is_inference_mode_enabled():
+                remedy = "call private_grad outside of torch.inference_mode"
             raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
         refuse_reentrant(losses)
         _warn_of_foreign([*parameters.values(), *model.parameters()], loss_fn, losses)

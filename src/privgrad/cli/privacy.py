@@ -8,8 +8,9 @@ import typer
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
+from privgrad.accounting.calibration import steps_of
 from privgrad.cli.console import AsJson, note, print_answer, print_table
-from privgrad.errors import expected
+from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import is_budget
 from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
 from privgrad.ledger.ledger import Ledger
@@ -84,18 +85,36 @@ def calibrate(
     target_epsilon: Annotated[float, typer.Option(help="The largest epsilon allowed.")],
     delta: Delta,
     sample_rate: Annotated[
-        float,
+        float | None,
         typer.Option(help="Poisson sampling rate q, in (0, 1]: expected batch size / examples, or cohort / users."),
-    ],
+    ] = None,
     steps: Steps = None,
     noise_multiplier: NoiseMultiplier = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Expected batch size, with --num-examples in place of --sample-rate.")
+    ] = None,
+    num_examples: Annotated[int | None, typer.Option(help="Public number of examples, with --batch-size.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Number of epochs, in place of --steps.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute the noise multiplier for a number of steps, or the number of steps for a noise multiplier."""
+    function = "privgrad calibrate"
+    if (sample_rate is None) == (batch_size is None) or (batch_size is None) != (num_examples is None):
+        got = f"--sample-rate {sample_rate}, --batch-size {batch_size} and --num-examples {num_examples}"
+        remedy = "give --sample-rate alone, or both of the others"
+        raise expected(function, "either --sample-rate or --batch-size and --num-examples", "to be given", got, remedy)
+    if batch_size is not None and num_examples is not None:
+        require_integer(function, "--batch-size", batch_size, 1)
+        require_integer(function, "--num-examples", num_examples, batch_size)
+        sample_rate = batch_size / num_examples
+    assert sample_rate is not None
+    if epochs is not None:
+        require_rate(function, sample_rate)
+        steps = steps_of(function, steps, epochs, sample_rate)
     if (steps is None) == (noise_multiplier is None):
         got = f"--steps {steps} and --noise-multiplier {noise_multiplier}"
         remedy = "give the one that you know; the command computes the other"
-        raise expected("privgrad calibrate", "one of --steps and --noise-multiplier", "to be given", got, remedy)
+        raise expected(function, "one of --steps and --noise-multiplier", "to be given", got, remedy)
     budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
     if noise_multiplier is None:
         assert steps is not None

@@ -13,7 +13,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.checks.data import require_public_bound
+from privgrad.checks.data import warn_of_private_bound
 from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import FRAME, Frame, read_columns, read_frame
@@ -354,7 +354,7 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
         file, content = Path(source).name, read_columns("table", Path(source), names, table)
     texts = {name: texts_of("table", file, name, content[name]) for name in content}
     inputs = encoded("table", file, schema, content, texts)
-    _require_public_ranges(schema, content)
+    _warn_of_private_ranges(schema, content)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(key_of_row(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
@@ -372,15 +372,15 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
     return _Content(file, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
 
 
-def _require_public_ranges(schema: Schema, content: Mapping[str, Sequence[Any]]) -> None:
-    """Raise PrivacyError for a range that ends at an extreme of its column: a saved head holds the range."""
+def _warn_of_private_ranges(schema: Schema, content: Mapping[str, Sequence[Any]]) -> None:
+    """Warn of a range that ends at an extreme of its column: a saved head holds the range."""
     for name, kind in schema.columns.items():
         if isinstance(kind, Bins):
             numbers = torch.tensor([schemas.number_of(value) for value in content[name]], dtype=torch.float64)
             rows = numbers[~numbers.isnan(), None]
             for end, of in ((0, "low"), (-1, "high")):
                 bound = torch.tensor(float(kind.edges[end]))
-                require_public_bound("table", f"the {of} of columns.{name}", bound, rows, is_low=end == 0)
+                warn_of_private_bound("table", f"the {of} of columns.{name}", bound, rows, is_low=end == 0)
 
 
 def key_of_row(texts: Sequence[str]) -> str:

@@ -71,11 +71,9 @@ def require_single(
             # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
             rounding = 64 * torch.finfo(torch.float64).eps * largest
             if change > tolerance * (norm + 0.1 * whole) + rounding:
-                remedy = (
-                    "keep examples apart, in dimension 0 (batch_first=True) and in one order in every layer; if you "
-                    "registered a rule for this layer or the next, correct it; if the model changes the order of the "
-                    f"rows, such as texts that are sorted by length, {REMEDY}; if loss_fn draws random numbers, "
-                    "augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"
+                remedy = (  # the losses are apart, so each example alone gives the right gradients
+                    f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
+                    "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
@@ -140,7 +138,8 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
         changes = zip(_changes(both, found, slice(0, 1)), _changes(both, found, slice(2, 3)), strict=True)
         for ((name, first), (_, last)), scale in zip(changes, _scales(both, slice(0, 3, 2)), strict=True):
             if math.isfinite(scale) and not math.hypot(first, last) <= tolerance * scale:
-                got, remedy = f"a change when one of them is {number}", f"keep examples apart, or {REMEDY}"
+                got = f"a change when one of them is {number}"
+                remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
                 condition = "not to depend on other examples"
                 raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
 

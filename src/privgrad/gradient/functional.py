@@ -219,11 +219,14 @@ class BoundLoss(nn.Module):
 def require_losses(losses: object, size: int) -> Tensor:
     """Return losses if they are a tensor of shape (size,); raise PrivacyError otherwise."""
     if not isinstance(losses, Tensor) or losses.shape != (size,):
-        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        got = type(losses).__name__
+        if isinstance(losses, Tensor):  # the number of examples is private
+            sizes = ["B" if length == size > 1 else str(length) for length in losses.shape]
+            got = f"shape ({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
         remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
         if isinstance(losses, Tensor) and losses.dim() == 0:
             remedy = "return one loss per example: set reduction='none', and take no mean or sum over dimension 0"
-        raise expected("loss_fn", "losses", f"of shape ({size},), one loss for each of {size} examples", got, remedy)
+        raise expected("loss_fn", "losses", "of shape (B,), one loss for each of B examples", got, remedy)
     return losses
 
 

@@ -98,5 +98,6 @@ def refused(name: str, condition: str, got: object, remedy: str, *, unit: str | 
         must = f"must {condition.removeprefix('to ')}" if condition.startswith("to ") else condition
         must = must.replace("not to ", "must not ", 1) if must.startswith("not to ") else must
         error.unit = unit or ""
-        error.reason = Reason(f"{name} {must}", remedy.removesuffix(REMEDY).removesuffix(", or "))
+        kept = remedy.removeprefix(f"{REMEDY}; or ").removesuffix(REMEDY).removesuffix(", or ")
+        error.reason = Reason(f"{name} {must}", kept)
     return error

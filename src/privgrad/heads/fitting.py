@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.accounting.accountant import Release
-from privgrad.checks.data import require_public_bound
+from privgrad.checks.data import warn_of_private_bound
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema
-from privgrad.errors import SamplingError, described, expected, require_integer
+from privgrad.errors import described, expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
 from privgrad.heads.head import Head, Target, declared, privacy_of, require_names, require_schema
@@ -129,13 +129,6 @@ def fit_head(
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
     data = TensorDataset(rows, target.prepared(given).to(rows.device))
-    if len(rows) < plan.num_examples:
-        units = "persons" if rows.ndim == 3 else "rows"
-        # The remedy names no number: one that comes from the data is not public.
-        remedy = f"lower it to a public number that is at most that of the {units}; in cross-validation, at most that "
-        remedy += f"of the {units} in the training part of a fold"
-        condition = f"to be at most the number of {units}"
-        raise expected("fit_head", "num_examples", condition, plan.num_examples, remedy, SamplingError)
     plan.batches(data)  # refuses what it cannot sample before anything is committed
     ledger = None
     if budget is not None:
@@ -218,8 +211,8 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
             raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
         target = Target("number", 1, float(low), float(high))
         numbers = torch.where(labels.isnan(), target.middle, labels.double()).reshape(len(labels), -1)
-        require_public_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
-        require_public_bound("fit_head", "the high of bounds", torch.tensor(target.high), numbers)
+        warn_of_private_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
+        warn_of_private_bound("fit_head", "the high of bounds", torch.tensor(target.high), numbers)
         return target
     assert num_classes is not None
     require_integer("fit_head", "num_classes", num_classes, 1 if is_tags else 2)

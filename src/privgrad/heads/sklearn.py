@@ -20,7 +20,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from privgrad.checks.data import require_public_bound
+from privgrad.checks.data import warn_of_private_bound
 from privgrad.errors import PrivacyError, described, expected
 from privgrad.features import Extractor, Scaled
 from privgrad.heads import Head, fit_head
@@ -88,7 +88,7 @@ class _Private(BaseEstimator):
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
-            require_public_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
+            warn_of_private_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
         return features, extractor
 
     def _scaled(self, bounds: Bounds) -> Scaled:
@@ -117,8 +117,8 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
             identify this person.
         target_epsilon: as in fit_head; None with a budget uses all that is left.
         delta: as in fit_head; None with a budget.
-        num_examples: as in fit_head, at most the number of rows; in cross-validation, of the rows in the training part
-            of a fold. None with a budget.
+        num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
+            budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
             and a list of the highs, one per column. Columns are moved to [-1, 1], and a constant is added. Give them
             for raw columns, such as age and income. One pair for columns of very different size flattens the small

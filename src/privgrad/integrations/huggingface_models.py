@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected
 from privgrad.sampling.class_rates import ClassRates
 
 Losses = Callable[[Any, Any], Tensor]
@@ -29,8 +29,11 @@ def losses_of(model: nn.Module) -> Losses:
     one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
     if name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
         return classification_losses
-    remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
-    raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
+    kind = getattr(config, "problem_type", None) or ("regression" if getattr(config, "num_labels", 0) == 1 else "")
+    is_classifier = name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    got = f"{name} for {kind.replace('_', ' ')}" if is_classifier and kind else name
+    remedy = "give loss_fn, (model, batch) -> losses of shape (B,): docs/integrations.md has a line for each task"
+    raise expected("PrivateTrainer", "model", "to be a causal language model or a classifier of texts", got, remedy)
 
 
 def head_of(model: nn.Module) -> set[str]:

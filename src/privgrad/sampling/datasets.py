@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from privgrad.errors import SamplingError, described, expected
 from privgrad.processes import Processes
+from privgrad.sampling.class_rates import ClassRates
 from privgrad.types import PrivacyUnit
 
 _COMPARED = 8  # number of data set items that processes compare
@@ -32,6 +33,48 @@ def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit
             "and the model gets more noise than it needs: raise it if a public number allows.",
             stacklevel=1,  # all calls warn from one line, so that Python prints the same warning once
         )
+
+
+# Fault: oversampled rows (the indices of a WeightedRandomSampler), of which each copy is clipped by itself.
+# Cost: it sorts the indices of each Subset once; it reads no row.
+# Warns wrongly: no case is known. It cannot see copies of rows, or repeats behind a data set of the user's own.
+def warn_of_repeats(dataset: object) -> None:
+    """Warn if rows of a data set are several times in a Subset or a ConcatDataset. The warning is NOT private."""
+    if not isinstance(dataset, Subset | ConcatDataset | ClassRates):
+        return
+    found: dict[int, list[Tensor]] = {}
+    for base, rows in origins(cast(object, dataset)):
+        own = torch.arange(len(cast(Sized, base))) if rows is None else rows
+        found.setdefault(id(base), []).append(own)
+    every = [torch.cat(rows) for rows in found.values()]
+    if any(len(cast(Tensor, rows.unique())) < len(rows) for rows in every):
+        warnings.warn(
+            "NOT PRIVATE: a Subset or a ConcatDataset holds some rows several times. Each copy is clipped by itself: "
+            "epsilon holds for one copy, and not for a person. Hold each row once, and draw frequent classes less "
+            "often by ClassRates",
+            stacklevel=1,
+        )
+
+
+def origins(data: object) -> Iterator[tuple[object, Tensor | None]]:
+    """Yield each data set below Subset, ConcatDataset and ClassRates, with its selected rows; None for all rows."""
+    if isinstance(data, ClassRates):
+        yield from origins(data.dataset)
+    elif isinstance(data, ConcatDataset):
+        for part in cast("list[object]", data.datasets):
+            yield from origins(part)
+    elif isinstance(data, Subset):
+        chosen = torch.as_tensor(list(data.indices), dtype=torch.int64)
+        below, start = list(origins(cast(object, data.dataset))), 0
+        for base, rows in below:
+            own = chosen
+            if len(below) > 1:
+                count = len(cast(Sized, base) if rows is None else rows)
+                own = chosen[(chosen >= start) & (chosen < start + count)] - start
+                start += count
+            yield base, own if rows is None else rows[own]
+    else:
+        yield data, None
 
 
 def other_container(dataset: object) -> tuple[str, str] | None:
@@ -97,7 +140,7 @@ def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: 
     first_count, indices = processes.broadcast_object([count, indices])
     with processes.all_succeed():
         if count != first_count:
-            raise refusal(f"{count} examples in process {processes.rank} and {first_count} in process 0")
+            raise refusal(f"process {processes.rank} with another number of examples than process 0")
         own = _digest(take(np.array(indices)))
     first = processes.broadcast_object(own)
     with processes.all_succeed():

@@ -4,6 +4,7 @@ The words of a step belong to the places of the data set, not to people. docs/ma
 is as good as coins of each person's own. The record of a draw (`Sampling`) is public; which examples were drawn is not.
 """
 
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,8 +17,8 @@ from privgrad.errors import SamplingError, expected, require_callable, require_i
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
-from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data
-from privgrad.sampling.loading import Collate, Draw, Examples, load, require_loading, warn_of_generators
+from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data, warn_of_repeats
+from privgrad.sampling.loading import Collate, Draw, Examples, load, require_loading
 from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
 
 
@@ -60,10 +61,10 @@ class BatchSampler(Sampler[Draw]):
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
             batch may be empty. "truncated": of such a sample with more than max_batch_size examples, as many at random;
             each batch is padded to that size. "fixed": the next expected_batch_size examples of a shuffled pass; the
-            remainder of each pass is dropped.
+            remainder of each pass is dropped. The data set must then hold num_examples.
         sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
         expected_batch_size: B, public.
-        num_examples: the public count; the data set must hold at least this many examples.
+        num_examples: the public count. The data set may hold more or fewer, but see "truncated".
         steps: T.
         start: first step, for a resumed run. With bands and without a seed it is a multiple of them, because another
             sampler has other groups.
@@ -81,7 +82,7 @@ class BatchSampler(Sampler[Draw]):
         max_batch_size: for "truncated", the number of rows of each batch. The data set must then have
             num_examples examples, or one less: epsilon depends on how often a batch is truncated.
     Raises:
-        SamplingError: the data set has no length, no examples, fewer than num_examples, or too many for "truncated";
+        SamplingError: the data set has no length or no examples, or a number of them that the scheme does not admit;
             batches are not Poisson in several processes or with ClassRates; start is no multiple of bands; or the data
             set differs from the one of the first process.
     Attributes:
@@ -125,11 +126,11 @@ class BatchSampler(Sampler[Draw]):
         with processes.all_succeed():
             _require_samplable(dataset, num_examples, scheme, processes)
         rows = dataset.dataset if isinstance(dataset, ClassRates) else dataset
-        warn_of_generators(rows)
         self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
         self.dataset = Examples(rows, collate)
         self._count = len(cast("Sequence[Any]", dataset))
         ask_about_rows(dataset, num_examples, privacy_unit)
+        warn_of_repeats(dataset)
         if processes.count > 1:
             require_same_data(self.dataset.take, self._count, processes)
         self._steps = range(start, steps)
@@ -198,20 +199,25 @@ def _require_samplable(
     data = cast(Sequence[Any], dataset)
     if len(data) == 0:
         raise refusal("to hold at least one example", "0 examples", "check its path")
-    # Privacy under "poisson" does not need this: q is drawn and charged, whatever the number of rows. It finds a wrong
-    # num_examples, from which q, B and delta follow. So a neighbor of a data set with exactly num_examples rows is
-    # refused: declare one less than you have if n is secret. "truncated" admits both neighbors, n and n - 1 rows.
-    if len(data) < num_examples - (scheme == "truncated"):
-        remedy = (
-            "correct num_examples, the public count from which sample rate and batch size follow, or simulate the plan "
-            f"on fewer public examples: plan.scaled(factor, num_examples={len(data)})"
+    # Under "poisson", the number of rows is no error: q is drawn and charged as planned, B only divides, and an example
+    # is drawn with probability q whatever n is. Privacy needs n elsewhere: truncation is charged for n or n - 1 rows,
+    # and shuffled batches are slices of a pass over n. No number of rows is shown: it is private.
+    is_list = isinstance(dataset, tuple | list)
+    if is_list and 2 * len(data) < num_examples and all(isinstance(one, Tensor | np.ndarray | list) for one in data):
+        remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data))"
+        raise refusal("to be a data set of examples", "columns of a table", remedy)
+    if 2 * len(data) < num_examples:
+        warnings.warn(
+            f"NOT PRIVATE: the plan declares num_examples = {num_examples:,}, and the data set has fewer than half as "
+            "many. Epsilon holds, but sample rate, batch size and delta follow from num_examples: correct it, or "
+            "simulate the plan on fewer public examples by plan.scaled(factor, num_examples=...)",
+            stacklevel=1,
         )
-        if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
-            remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
-        raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)
-    if scheme == "truncated" and len(data) > num_examples:
-        remedy = "correct num_examples: the cost of truncation depends on it"
-        raise refusal(f"to hold at most {num_examples} examples for truncated batches", f"{len(data)}", remedy)
+    least, most = num_examples - (scheme == "truncated"), num_examples if scheme == "truncated" else len(data)
+    if scheme != "poisson" and not least <= len(data) <= most:
+        condition = f"to hold num_examples = {num_examples} or {'one fewer' if scheme == 'truncated' else 'more'}"
+        remedy = "correct num_examples, or draw Poisson batches, for which it need not agree"
+        raise refusal(f"{condition} for {scheme} batches", "a different number", remedy)
     if scheme != "poisson" and processes.count > 1:
         remedy = "draw Poisson batches, or train in one process"
         raise refusal("to be 'poisson' in several processes", repr(scheme), remedy, "sampling")
@@ -240,7 +246,7 @@ def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
 def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
     """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
     if size > count:
-        condition = f"to be at most {count}, the size of the data set"
+        condition = "to be at most the number of examples"
         raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
     shuffle, position = divmod(step, count // size)
     order = np.argsort(stream.uint64(shuffle, count), kind="stable")

@@ -1,21 +1,19 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
 
+import math
 import pickle
-import random
 import signal
 import threading
+import time
 import traceback
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from numbers import Real
 from operator import itemgetter
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -26,53 +24,32 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
 from privgrad.rng import numpy_and_python_kept, set_states
-from privgrad.types import Batch, Sampling, count_examples, map_examples
+from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
 Collate = Callable[[list[Any]], Any]
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
+_SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
+_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
+_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
+    "shuffle": _DRAWN,
+    "drop_last": _DRAWN,
+    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
+    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
+    "batch_sampler": _DRAWN,
+    "worker_init_fn": "leave it out: each worker has secret seeds",
+    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
+    "persistent_workers": "leave it out: workers live until the last step",
+}
 _REPEATS = 20  # number of calls after which rows that differ count as random
-_SEARCHED = 1_000  # the most objects of a data set, and items of a container, that are searched for a generator
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def warn_of_generators(dataset: object) -> None:
-    """Warn of a random generator that a data set holds, for instance in an attribute of its transform.
-
-    Every worker has a copy of it that repeats the same numbers, and its seed may be known. Attributes, containers and
-    closures are searched, in breadth, up to 1,000 objects.
-    """
-    held: list[tuple[str, object]] = [("dataset", dataset)]
-    seen = {id(dataset)}
-    for path, one in held:
-        if isinstance(one, _GENERATORS) and not isinstance(one, random.SystemRandom):
-            warnings.warn(
-                f"{path} is a random generator: its numbers repeat in every worker and after a resume, and its seed "
-                "may be known. Augment with torch.rand, numpy.random or random in its place",
-                stacklevel=5,
-            )
-            continue
-        for name, value in _parts_of(one):
-            if id(value) not in seen and len(held) < _SEARCHED and type(value) not in _PLAIN:
-                seen.add(id(value))
-                held.append((f"{path}{name}", value))
-
-
-def _parts_of(one: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that an object holds, each with the text that follows the object's path."""
-    if isinstance(one, dict | list | tuple):
-        values = cast("Iterable[object]", one.values() if isinstance(one, dict) else one)
-        yield from (("[...]", value) for value in islice(values, _SEARCHED))
-    elif isinstance(one, FunctionType):
-        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
-        yield from ((f"'s {name}", cell.cell_contents) for name, cell in cells if cell != CellType())
-    elif isinstance(one, MethodType):
-        yield "", one.__self__
-    elif isinstance(one, partial):
-        yield from (("'s argument", value) for value in (one.func, *one.args, *one.keywords.values()))
-    elif not isinstance(one, ModuleType | type | Tensor | np.ndarray) and hasattr(one, "__dict__"):
-        yield from ((f".{name}", value) for name, value in vars(one).items())
+def refuse_habits(options: Mapping[str, object]) -> None:
+    """Raise PrivacyError for an argument of a DataLoader, with what to do instead; TypeError for an unknown one."""
+    for name, value in options.items():
+        if name not in _HABITS:
+            raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
+        raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
 
 
 def item(data: Sequence[Any], index: int) -> Any:
@@ -100,7 +77,11 @@ def summary(error: Exception) -> str:
 def default_collated(items: list[Any]) -> Any:
     """Collate items by torch's default_collate, or raise SamplingError where it would fail or mix examples up."""
     require_alike("plan.batches", items, SamplingError)
-    _refuse_lists("example", items[0])
+    first = items[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        parts = {each.name: default_collated([getattr(one, each.name) for one in items]) for each in fields(first)}
+        return type(first)(**parts)
+    _refuse_lists("example", first)
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
@@ -111,21 +92,25 @@ def default_collated(items: list[Any]) -> Any:
 
 
 def _refuse_lists(path: str, example: Any) -> None:
-    """Raise SamplingError if a part of an example is a list of numbers.
+    """Raise SamplingError if a part of an example is a text, None or a list of numbers.
 
-    default_collate would return one tensor for each place in the list, in place of one row for each example.
+    default_collate would return one tensor for each place in a list, in place of one row for each example.
     """
     if isinstance(example, Mapping):
         parts = list(cast("Mapping[object, Any]", example).items())
     else:
         parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
-    for key, part in parts:
-        name = f"{path}[{key!r}]"
+    for name, part in [(f"{path}[{key!r}]", part) for key, part in parts] or [(path, example)]:
+        got, remedy = None, ""
         if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
-            remedy = f"turn {name} into a tensor in the data set, for instance by torch.tensor"
-            condition = "to be a tensor or a number"
-            raise expected("plan.batches", name, condition, "a list of numbers", remedy, SamplingError)
-        _refuse_lists(name, part)
+            remedy = f"turn {name} into a tensor in the data set, by torch.tensor or a datasets.Dataset's"
+            got, remedy = "a list of numbers", remedy + ' with_format("torch")'
+        elif part is None or isinstance(part, str | bytes):
+            got, remedy = type(part).__name__, f"leave {name} out, or turn it into numbers in the data set"
+        if got is not None:
+            raise expected("plan.batches", name, "to be a tensor or a number", got, remedy, SamplingError)
+        if part is not example:
+            _refuse_lists(name, part)
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
@@ -134,13 +119,15 @@ def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError]
     default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float. So
     one person's item would change the rows of others.
     """
-    first: object = None
+    first: Any = None
     for index, one in enumerate(items):
-        form = _form(one)
         if index == 0:
-            first = form
-        elif form != first:
-            condition, got = "to have examples of the same keys, types, dtypes and shapes", "two kinds"
+            first = one
+        elif _form(one) != _form(first):
+            known, own = (dict(named_leaves("example", item)) for item in (first, one))
+            differing = [name for name in known if name in own and _form(known[name]) != _form(own[name])]
+            got = f"two kinds of {differing[0]}" if differing else "two kinds of structure"
+            condition = "to have examples of the same keys, types, dtypes and shapes"
             remedy = "convert all to one form in the data set: pad to a public length, and fill in what is missing"
             raise expected(function, "dataset", condition, got, remedy, error)
 
@@ -177,6 +164,13 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
             remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
             raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
         raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")
+
+
+def _size(example: Any) -> int:
+    """Return how many numbers and characters an item holds."""
+    parts = tree_leaves(map_examples(lambda part: part, example))
+    sized = (len(part) if isinstance(part, str | bytes) else getattr(part, "shape", (1,)) for part in parts)
+    return sum(size if isinstance(size, int) else math.prod(size) for size in sized)
 
 
 def _row(examples: Any, index: int) -> list[Any]:
@@ -227,6 +221,7 @@ class Examples(Dataset[Batch]):
         self._data, self._collate = cast("Sequence[Any]", dataset), collate
         # Not for subclasses: their indexing may hide or change columns.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._tried = self._tensors is not None  # whose rows are alike
         self._whole: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -237,12 +232,40 @@ class Examples(Dataset[Batch]):
                 "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
             )
             raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        if not self._tried:
+            self._tried = True
+            with _keyed(draw.key):
+                self._try_extremes(draw.key)
         chosen = draw.indices
         if (rows := draw.sampling.max_batch_size) is not None:  # padding: copies of an example, which count for nothing
             copied = chosen[:1] if len(chosen) else np.zeros(1, np.int64)
             chosen = np.concatenate([chosen, np.repeat(copied, rows - len(chosen))])
         with nullcontext() if self._tensors is not None else _keyed(draw.key):  # tensors draw no random numbers
             return Batch(self.take(chosen), len(draw.indices), draw.sampling)
+
+    # Fault: a collate that pads to the longest of the batch, where nearly all are cut to one length. Pairs of other
+    #     lengths then come late, after releases were paid for (cases/holes/collate_fails_late.py).
+    # Cost: it loads up to 512 items at random, for at most 0.25 s, before the first batch. Of several workers, only
+    #     the first one does. The main process reads none then: a file that it opens would be shared with the workers.
+    # Refuses what a batch with the two items would be refused for. It cannot see lengths that no sampled item has.
+    def _try_extremes(self, key: bytes) -> None:
+        """Collate the smallest and the largest of a few items; SamplingError if their rows depend on each other."""
+        worker, end = get_worker_info(), time.monotonic() + _SECONDS
+        if worker is not None and worker.id > 0:
+            return
+        sizes: list[tuple[int, int]] = []
+        try:
+            drawn = np.random.default_rng(list(key)).integers(len(self._data), size=_SAMPLED)
+            for index in map(int, drawn):
+                sizes.append((_size(self._data[index]), index))
+                if time.monotonic() > end:
+                    break
+            pair = np.array([min(sizes)[1], max(sizes)[1]])
+            self.take(pair)
+        except PrivacyError:
+            raise
+        except Exception:  # the batch that needs this item raises it, with its text
+            return
 
     def take(self, chosen: np.ndarray) -> Any:
         """Return the chosen examples, collated, without a seed; `chosen` is int64, shape (size,), perhaps empty."""

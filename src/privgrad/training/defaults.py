@@ -22,7 +22,7 @@ from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
 from privgrad.training.schedule import Decay, Schedule
-from privgrad.types import Batch, LossFunction, count_examples, map_examples
+from privgrad.types import Batch, LossFunction, count_examples, map_examples, named_leaves
 
 # Noise step times input norm. docs/choosing.md reports how these were chosen.
 _LINEAR = 0.06
@@ -161,7 +161,7 @@ def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
 
 def _count(public_batch: Any) -> int:
     """Return the number of public examples; raise PrivacyError unless they are a batch of tensors."""
-    leaves: list[Any] = tree_leaves(public_batch)
+    leaves = [leaf for _, leaf in named_leaves("public_batch", public_batch)]
     if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.ndim == 0]:
         remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
         got = "a number for an example" if isinstance(odd[0], Tensor) else type(odd[0]).__name__

@@ -199,7 +199,9 @@ class _Evaluations:
             remedy = "choose another name: fit gives these two itself"
             raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own), remedy)
         row: dict[str, Any] = {"step": step}
-        row["epsilon"] = None if self.private_grad.plan.delta is None else self.private_grad.epsilon(steps=step)
+        plan = self.private_grad.plan
+        has_epsilon = plan.delta is not None and plan.is_covered
+        row["epsilon"] = self.private_grad.epsilon(steps=step) if has_epsilon else None
         for name, value in numbers.items():
             # A checkpoint can hold plain numbers, but no numpy numbers, and JSON no tensors either.
             is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -307,7 +309,7 @@ def _progress_bar(
     of_users = plan.privacy_unit == "user"
     unit = "round" if of_users else "step"
     task = bar.add_task(f"{unit}s", total=plan.steps, completed=start, note="")
-    live = bar.console.is_terminal and not bar.disable and plan.delta is not None
+    live = bar.console.is_terminal and not bar.disable and plan.delta is not None and plan.is_covered
     spent: float | None = None
     began, step, covered, warned = time.monotonic(), start, start, False
 

@@ -138,7 +138,7 @@ class FitResult:
 
     Attributes:
         curve: one row per evaluation: "step" (the number of steps), "epsilon" (spent until then; None if the plan has
-            no delta), and the numbers that `evaluate` returned.
+            no delta, or batches of fixed size), and the numbers that `evaluate` returned.
         updates: the number of optimizer steps. Below plan.steps if earlier attempts lost steps that stay charged.
         seconds: the training time without evaluation.
         examples_per_second: computed from the public expected batch size.
