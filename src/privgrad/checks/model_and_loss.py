@@ -21,6 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.checks.randomness import Randomness, find_randomness, random_state, require_unseeded, without_randomness
+from privgrad.checks.state import require_no_memory
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place
 from privgrad.gradient.contribution import OwnExamples
@@ -128,6 +129,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
+        if isinstance(loss_fn, OwnExamples):  # first: other passes would fit state for good
+            require_no_memory(model, loss_fn, examples)
         unused = from_losses(model, tried, few_of(examples, fill=False), partial(_unreached, parameters), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
