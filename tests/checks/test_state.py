@@ -1,4 +1,4 @@
-"""State that passes leave behind: fitted state is refused before a release, counters count steps, all else is undone."""
+"""State that passes leave behind: what is fitted is refused, a counter counts steps, and all else is undone."""
 
 from collections import deque
 from collections.abc import Callable
@@ -283,7 +283,9 @@ class Counts(nn.Module):
             self.counter.n += 0.5
             return self.last(x) * min(1.0, self.counter.n / 2)
         self.steps += 1
-        return self.last(x) * min(1.0, float(self.steps) / 4) if self.kind != "buffer" else self.last(x) * self.steps / 4
+        return (
+            self.last(x) * min(1.0, float(self.steps) / 4) if self.kind != "buffer" else self.last(x) * self.steps / 4
+        )
 
 
 def count_of(model: Any) -> float:
@@ -404,11 +406,21 @@ WRITES: dict[str, Callable[[Holds, Tensor], object]] = {
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_buffer_that_the_loop_writes_warns_once(kind: str):
     model = Holds()
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match="between two steps") as found:
         train(model, lambda m, b: ce(m(b[0]), b[1]), after=lambda _, batch: WRITES[kind](model, batch.examples[0]))
     texts = [str(warning.message) for warning in found if "between two steps" in str(warning.message)]
     assert len(texts) == 1
-    assert texts[0].startswith("center changed between two steps. If it was computed from a private batch")
+    assert texts[0].startswith("model.center changed between two steps. If it was computed from a private batch")
+
+
+def test_a_queue_that_the_loop_fills_warns():
+    queue = deque([torch.zeros(5, dtype=torch.float64)], maxlen=3)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return ce(model(batch[0] - torch.stack(list(queue)).mean(0)), batch[1])
+
+    with pytest.warns(UserWarning, match="queue changed between two steps"):
+        train(linear(), loss, after=lambda _, batch: queue.append(batch.examples[0].mean(0)))
 
 
 def test_a_tensor_in_a_closure_that_the_loop_writes_warns_once():

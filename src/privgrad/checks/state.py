@@ -29,20 +29,22 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
     """
     state, size = loss_fn.state, count_examples(examples)
     few, scope = few_of(examples, fill=size < 2), Scope(model, state.loss_fn)
+    everything = (*scope.variables, *scope.attributes, *scope.buffers)
+    watched = {variable.path for variable in (*scope.attributes, *scope.buffers)}
     twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
     rows = [part_of(few, slice(0, 1)), part_of(few, slice(count_examples(few) - 1, None))]
     counters = dict[str, Any]()
 
     def tried(*batches: Any) -> tuple[Tensor, Snapshot, Snapshot]:
         """Return the losses of the last batch, and the state before and after its pass. All changes are undone."""
-        found, start = list[Snapshot](), Snapshot(scope, whole=True)
+        found, start = list[Snapshot](), Snapshot(scope, everything, copied=True)
 
         def passes(model: nn.Module, last: Any) -> Tensor:
             for batch in (*batches[:-1], last):
-                before = Snapshot(scope, whole=True)
+                before = Snapshot(scope, everything, copied=True)
                 with seeded(0):
                     losses = loss_fn.plain(model, map_examples(torch.clone, batch))
-                found[:] = before, Snapshot(scope, whole=True)
+                found[:] = before, Snapshot(scope, everything, copied=True)
                 if batch is not last:  # the passes of one step see the same value of a counter
                     for path in counters:
                         before.places[path].set(before.number(path))
@@ -53,7 +55,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
                 warnings.simplefilter("ignore")  # of attributes; later passes warn
                 losses = losses_on_copies(model, passes, batches[-1]).detach()
         finally:
-            start.undo(Snapshot(scope, whole=True))
+            start.undo(Snapshot(scope, everything, copied=True))
         return losses, found[0], found[1]
 
     _, before, after = tried(few)
@@ -72,7 +74,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
         first, *others = (amount(one.number(path), other.number(path)) for one, other in pairs)
         if first and all(other == first for other in others):
             counters[path] = first
-    rest, kept = changed - counters.keys() - scope.of_modules, set[str]()
+    rest, kept = changed - counters.keys() - watched, set[str]()
     for row, (own, _, left) in zip(rows, alone, strict=True):
         following, _, then = tried(*[twice] * _MANY, row)
         kept |= rest & left.changed(then)

@@ -9,11 +9,11 @@ import operator
 import sys
 import warnings
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice, pairwise
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,27 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import PrivacyError, expected
-from privgrad.gradient.functional import (
-    held_in,
-    named_modules,
-    named_parameters,
-    refill,
-    restore,
-    spectral_norms,
-    version_of,
-)
+from privgrad.gradient.functional import held_in, named_modules, refill, restore, spectral_norms, trainable, version_of
 
 _DEPTH, _ITEMS, _NODES = 6, 200, 2000  # of nested objects; of one container; of all that is read at one time
 _COPIED, _SMALL = 2**17, 4096  # the largest size of a tensor that is copied; bytes of an array that each step reads
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
+_CONTAINERS = (dict, list, tuple, set, deque)
 _KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
 _LOGGED = frozenset({"append", "extend", "add", "update"})  # calls that read nothing of their object
 _ABSENT = object()
 
 
 class Variable(NamedTuple):
-    """A place that holds a value: a cell of a closure, an entry of a dict, or an attribute; a constant has no place."""
+    """A place that holds a value: an entry of a dict, or an attribute, such as the contents of a closure's cell."""
 
     path: str
     holder: Any
@@ -49,63 +42,52 @@ class Variable(NamedTuple):
 
     def get(self) -> Any:
         """Return the value; `_ABSENT` if there is none."""
-        if isinstance(self.holder, CellType):
-            try:
-                return self.holder.cell_contents
-            except ValueError:
-                return _ABSENT
-        if isinstance(self.holder, dict):
-            return cast("dict[Any, Any]", self.holder).get(self.key, _ABSENT)
-        return self.key if self.holder is None else getattr(self.holder, self.key, _ABSENT)
+        try:
+            return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+        except (KeyError, AttributeError, ValueError):  # the last one: an empty cell
+            return _ABSENT
 
     def set(self, value: Any) -> None:
         """Replace the value; `_ABSENT` removes it."""
-        if isinstance(self.holder, CellType):
-            if value is _ABSENT:
-                del self.holder.cell_contents
-            else:
-                self.holder.cell_contents = value
-        elif isinstance(self.holder, dict):
-            if value is _ABSENT:
-                self.holder.pop(self.key, None)
-            else:
-                self.holder[self.key] = value
-        elif self.holder is not None:
-            (delattr if value is _ABSENT else setattr)(self.holder, self.key, *(() if value is _ABSENT else (value,)))
+        if value is _ABSENT:
+            (operator.delitem if isinstance(self.holder, dict) else delattr)(self.holder, self.key)
+        else:
+            (operator.setitem if isinstance(self.holder, dict) else setattr)(self.holder, self.key, value)
 
 
 class Scope:
-    """The variables that the code of a model and its loss_fn names, found by a walk over that code.
+    """The variables that the code of a model and its loss_fn reads, found by a walk over that code.
 
     Args:
         model, loss_fn: as in PrivateGradient.
     Attributes:
-        names: the names in that code. Attributes and methods of objects with other names do not count.
-        texts: the texts in that code.
-        of_modules: the paths of attributes and buffers that `functional.preserved` and the engines watch.
-        watched: the buffers of the model by id, which other objects may hold too.
+        variables: those that nothing else watches.
+        buffers, attributes: those of the model's modules, which the engines and `functional.preserved` watch.
+        names, texts: the names and the texts in that code. Attributes of objects with other names do not count.
+        watched: the buffers' paths by id; other objects may hold them too.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
-        self.variables, self.names, self.texts = list[Variable](), set[str](), set[str]()
-        self.of_modules = set[str]()
-        self.watched = {id(x) for x in model.buffers()}
+        self.variables, self.buffers, self.attributes = list[Variable](), list[Variable](), list[Variable]()
+        self.names, self.texts = set[str](), set[str]()
+        self.watched = {id(x): f"model.{name}" for name, x in model.named_buffers()}
         known = -1
         while len(self.names) > known:  # a method that was found may name others
             known = len(self.names)
-            self.variables.clear()
+            for found in (self.variables, self.buffers, self.attributes):
+                found.clear()
             modules = list(named_modules(model, "model"))
             self._seen = {id(module) for _, module in modules}
             self._visit("loss_fn", loss_fn, 0)
             for path, module in modules:
                 self._of_module(path, module, 0, own=True)
 
-    def _place(self, path: str, holder: Any, key: Any, depth: int) -> None:
+    def _place(self, path: str, holder: Any, key: Any, depth: int, found: list[Variable] | None = None) -> None:
         """Visit the code that a place holds, or keep the place."""
         variable = Variable(path, holder, key)
         value = variable.get()
         if not isinstance(value, _CODE):
-            self.variables.append(variable)
+            (self.variables if found is None else found).append(variable)
         self._visit(path, value, depth + 1)
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
@@ -114,15 +96,14 @@ class Scope:
             return
         if isinstance(value, MethodType):
             self._visit(path, value.__func__, depth)
-            self._visit(path, value.__self__, depth)
-            if not isinstance(value.__self__, _CODE):
-                self.variables.append(Variable(path, None, value.__self__))
+            if id(value.__self__) not in self._seen:
+                self._place(path, {0: value.__self__}, 0, depth)
             return
         self._seen.add(id(value))
         if isinstance(value, partial):
             of_partial = cast("partial[Any]", value)
             for part in (of_partial.func, *of_partial.args):
-                self._place(path, None, part, depth)
+                self._place(path, {0: part}, 0, depth)
             for name in of_partial.keywords:
                 self._place(name, of_partial.keywords, name, depth)
         elif isinstance(value, FunctionType):
@@ -133,9 +114,9 @@ class Scope:
             for inner, module in named_modules(value, path):
                 self._seen.add(id(module))
                 self._of_module(inner, module, depth)
-        elif isinstance(value, dict | list | tuple | set | deque):
+        elif isinstance(value, _CONTAINERS):
             inside = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-            for part, _ in zip(inside, range(_ITEMS), strict=False):
+            for part in list(islice(inside, _ITEMS)):
                 self._visit(path, part, depth + 1)
         elif _is_own(type(value).__module__):
             self._of_class(type(value), depth)
@@ -143,7 +124,7 @@ class Scope:
                 self._visit(f"{path}.{name}", vars(value)[name], depth + 1)
 
     def _of_function(self, path: str, value: FunctionType, depth: int) -> None:
-        """Visit what a function reads; of a library, its closure only."""
+        """Visit what a function of the user's reads; of a function of privgrad, its closure only."""
         own, code = _is_own(value.__module__), value.__code__
         if not own and not (value.__module__ or "").startswith("privgrad"):
             return
@@ -152,12 +133,12 @@ class Scope:
         self.texts |= texts
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if name in self.names:
-                self._place(name, cell, None, depth)
+                self._place(name, cell, "cell_contents", depth)
         for name in reads & value.__globals__.keys() if own else ():
             self._place(name, value.__globals__, name, depth)
-        defaults = value.__defaults__ or ()
-        for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), reversed(defaults), strict=False):
-            self._place(name, None, default, depth)
+        defaults = reversed(value.__defaults__ or ())
+        for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), defaults, strict=False):
+            self._place(name, {0: default}, 0, depth)
         for holder, prefix in ((value.__kwdefaults__ or {}, ""), (vars(value), f"{path}.")):
             for name in holder:
                 self._place(f"{prefix}{name}", holder, name, depth)
@@ -165,14 +146,14 @@ class Scope:
     def _of_class(self, owner: type, depth: int) -> None:
         """Visit the methods and attributes of a class that some code names."""
         for base in owner.__mro__:
-            if _is_own(base.__module__):
-                for name, part in list(vars(base).items()):
-                    part = getattr(part, "__func__", getattr(part, "fget", part))
-                    special = name == "forward" or (name.startswith("__") and name != "__init__")
-                    if isinstance(part, FunctionType) and (special or name in self.names):
-                        self._visit(f"{base.__name__}.{name}", part, depth + 1)
-                    elif name in self.names and not name.startswith("__") and not isinstance(part, property):
-                        self._place(f"{base.__name__}.{name}", base, name, depth)
+            for name, part in list(vars(base).items()) if _is_own(base.__module__) else ():
+                part = getattr(part, "__func__", getattr(part, "fget", part))
+                path, special = f"{base.__name__}.{name}", name.startswith("__")
+                if isinstance(part, FunctionType) and name != "__init__":
+                    if special or name == "forward" or name in self.names:
+                        self._visit(path, part, depth + 1)
+                elif name in self.names and not special:
+                    self._place(path, base, name, depth)
 
     def _of_module(self, path: str, module: nn.Module, depth: int, *, own: bool = False) -> None:
         """Visit a module's class, hooks, objects and attributes; `own`: it is one of the model's."""
@@ -183,33 +164,30 @@ class Scope:
                 self._visit(path, value, depth)
             elif name == "_buffers" and watched and isinstance(value, dict):  # TorchScript has another type
                 for buffer in value:
-                    self._place(f"{path}.{buffer}", value, buffer, depth)
-                    self.of_modules |= {f"{path}.{buffer}"} if own else set()
+                    self._place(f"{path}.{buffer}", value, buffer, depth, self.buffers if own else None)
             elif not name.startswith("_") and (watched or isinstance(value, _CODE)):
-                self._place(f"{path}.{name}", vars(module), name, depth)
-                if own and not _is_readable(value):
-                    self.of_modules.add(f"{path}.{name}")
+                found = self.attributes if own and not _is_readable(value) else None
+                self._place(f"{path}.{name}", vars(module), name, depth, found)
 
 
 class Snapshot:
-    """The values of a scope's variables at one time, inside containers and objects too.
+    """The values of variables at one time, inside containers and objects too.
 
     Args:
-        scope: the variables.
-        whole: whether to include the modules' attributes, and copies of small tensors. So changes that autograd does
-            not count are found, and in-place writes can be undone.
+        scope: what the code reads.
+        variables: some of its variables.
+        copied: whether to copy small tensors, so that writes which autograd does not count are found and undone.
     Attributes:
         values: numbers and texts by path; of a tensor its identity and count of writes, of a container its length.
-        places: the variables by path.
+        places: the variables by path, inside containers and objects too.
     """
 
-    def __init__(self, scope: Scope, *, whole: bool) -> None:
-        self.values, self.places, self._scope, self._whole = dict[str, Any](), dict[str, Variable](), scope, whole
+    def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: bool) -> None:
+        self.values, self.places, self._scope, self._copied = dict[str, Any](), dict[str, Variable](), scope, copied
         self._held, self._lists = list[tuple[Variable, Any]](), list[tuple[str, Any, Any]]()
         self._copies, self._seen = dict[str, tuple[Any, Any]](), set[int]()
-        for variable in scope.variables:
-            if whole or variable.path not in scope.of_modules:
-                self._entry(variable, -1)
+        for variable in variables:
+            self._entry(variable, -1)
 
     def _entry(self, variable: Variable, depth: int) -> None:
         """Read a variable."""
@@ -220,43 +198,38 @@ class Snapshot:
 
     def _read(self, path: str, value: Any, depth: int) -> None:
         """Read a value, and what is inside."""
-        scope = self._scope
         if value is None or isinstance(value, bool | int | float | str):
             self.values[path] = value
         elif isinstance(value, Tensor):
-            if isinstance(value, nn.Parameter) or (id(value) in scope.watched and path not in scope.of_modules):
+            if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
                 return  # `functional.parameters_kept` watches it
             self.values[path] = id(value), version_of(value)
-            if self._whole and value.numel() <= _COPIED:
+            if self._copied and value.numel() <= _COPIED:
                 self._copies[path] = value, value.detach().clone()
         elif isinstance(value, np.ndarray):
             self.values[path] = id(value), value.tobytes() if value.nbytes <= _SMALL else b""
-            if self._whole and value.size <= _COPIED:
+            if self._copied and value.size <= _COPIED:
                 self._copies[path] = value, value.copy()
         elif id(value) in self._seen or depth > _DEPTH or len(self._seen) > _NODES or isinstance(value, _CODE):
             return
-        elif isinstance(value, dict | list | tuple | set | deque):
+        elif isinstance(value, _CONTAINERS):
             container = cast("Collection[Any]", value)
             self._seen.add(id(container))
             self.values[path] = range(len(container))  # no number that counts
-            if isinstance(container, dict):
-                for place, key in enumerate(islice(list(container), _ITEMS)):
-                    named = isinstance(key, str) and key in scope.texts
-                    self._entry(
-                        Variable(f"{path}[{key!r}]" if named else f"{path}{_KEY}{place}", container, key), depth
-                    )
-                return
-            if not isinstance(container, tuple):
+            if not isinstance(container, tuple | dict):
                 self._lists.append((path, container, held_in(container)))
-            for place, part in enumerate(islice(container, _ITEMS)):
-                self._read(f"{path}{_KEY}{place}", part, depth + 1)
+            for place, part in enumerate(list(islice(container, _ITEMS))):
+                if isinstance(container, dict):
+                    named = isinstance(part, str) and part in self._scope.texts
+                    key = f"[{part!r}]" if named else f"{_KEY}{place}"
+                    self._entry(Variable(f"{path}{key}", container, part), depth)
+                else:
+                    self._read(f"{path}{_KEY}{place}", part, depth + 1)
         elif _is_readable(value):
             self._seen.add(id(value))
-            for holder, names in (
-                (getattr(value, "__dict__", {}),) * 2,
-                (value, getattr(type(value), "__slots__", ())),
-            ):
-                for name in scope.names.intersection(names):
+            own = getattr(value, "__dict__", {})
+            for holder, names in ((own, own), (value, getattr(type(value), "__slots__", ()))):
+                for name in self._scope.names.intersection(names):
                     self._entry(Variable(f"{path}.{name}", holder, name), depth)
 
     def number(self, path: str) -> Any:
@@ -264,7 +237,7 @@ class Snapshot:
         return self._copies[path][1] if path in self._copies else self.values.get(path)
 
     def changed(self, after: "Snapshot") -> set[str]:
-        """Return the paths whose values differ in another snapshot, without keys that the code does not name.
+        """Return the paths whose values differ in another snapshot, up to a key that the code does not name.
 
         With copies in both, tensors are compared by value.
         """
@@ -274,7 +247,7 @@ class Snapshot:
         for path in self.values.keys() | after.values.keys():
             one, other = self._copies.get(path), after._copies.get(path)
             if one is None or other is None:
-                same = _equal(self.values.get(path, _ABSENT), after.values.get(path, _ABSENT))
+                same = self.values.get(path, _ABSENT) == after.values.get(path, _ABSENT)
             else:
                 same = _equal(one[1], other[1])
             if not same:
@@ -315,16 +288,17 @@ class State:
         self.loss_fn, self.scope = loss_fn, cast("Scope | None", None)
         self.counters, self.overwritten = dict[str, Any](), set[str]()
         self.undone, self.unknown = set[str](), set[str]()
-        self._steps, self._credit, self._warned = 0, _CHECKS, set[str]()
+        self._steps, self._credit, self._warned = 0, float(_CHECKS), set[str]()
         self._last: Snapshot | None = None
-        self._buffers: tuple[int, dict[str, tuple[Tensor, int]]] | None = None
+        self._place = 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. Counters that it finds late begin with the number of steps so far."""
-        scope.of_modules -= counters.keys()  # every pass reads them
-        known, self.scope, self.counters = self.counters, scope, counters
+        scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in counters]
+        late = {path: by * self._steps for path, by in counters.items() if path not in self.counters}
+        self.scope, self.counters, self._last = scope, counters, None
         self.overwritten, self.undone, self.unknown = overwritten, undone, set()
-        self._advance({path: by * self._steps for path, by in counters.items() if path not in known})
+        self._advance(late)
 
     @contextmanager
     def kept(self) -> Generator[None]:
@@ -336,17 +310,17 @@ class State:
         if self.scope is None:
             yield
             return
-        before, wrong = Snapshot(self.scope, whole=bool(self.undone)), list[str]()
-        counted = [(path, place, place.get()) for path in self.counters if (place := before.places.get(path))]
+        before, done = Snapshot(self.scope, self.scope.variables, copied=bool(self.undone)), False
+        counted = [(path, before.places[path], before.places[path].get()) for path in self.counters]
         for _, place, value in counted:
             if isinstance(value, Tensor):
                 place.set(value.clone())  # the engines refuse writes to buffers
-        done = False
+        wrong = list[str]()
         try:
             yield
             done = True
         finally:
-            after = Snapshot(self.scope, whole=bool(self.undone))
+            after = Snapshot(self.scope, self.scope.variables, copied=bool(self.undone))
             wrong += [path for path, place, value in counted if amount(value, place.get()) != self.counters[path]]
             changed = before.changed(after) - self.counters.keys() - self.overwritten
             if changed or counted:
@@ -358,61 +332,51 @@ class State:
     def begin_step(self, model: nn.Module) -> bool:
         """Return whether a number or text changed since the last step, so that a check is due.
 
-        Warn once of each buffer, and of each tensor of the scope, that was written or replaced since. At most
+        Warn once of each tensor that was written or replaced since; but not if the model was moved. At most
         _CHECKS + steps / _EVERY checks are due, because a loop may set a number at every step.
         """
-        due, written = False, self._written(model)
-        if self.scope is not None and self._last is not None:
-            now = Snapshot(self.scope, whole=False)
-            for path in self._last.changed(now) - self.overwritten - self.counters.keys():
-                value = now.values.get(path)
-                if isinstance(value, tuple):
-                    written.append(path)
-                else:
-                    due = True
-        if written := [path for path in written if path not in self._warned]:
-            self._warned |= set(written)
-            warnings.warn(
-                f"{', '.join(sorted(written)[:5])} changed between two steps. If it was computed from a private batch "
-                "outside of private_grad, it is private, and enters all later gradients without clipping and noise",
-                stacklevel=2,
-            )
-        if due and self._credit >= 1:
-            self._credit -= 1
-            return True
-        return False
+        if self.scope is None or self._last is None or self._place != _place_of(model):
+            return False
+        now = self._seen(self.scope)
+        changed = self._last.changed(now) - self.overwritten - self.counters.keys()
+        tensors = changed & {shown(path) for path, value in now.values.items() if isinstance(value, tuple)}
+        due = bool(changed - tensors) and self._credit >= 1
+        self._credit -= due
+        if tensors - self._warned:
+            vectors = {id(vector) for _, _, both in spectral_norms(model) for vector in both}  # they follow the weights
+            values = {path: now.places[path].get() for path in tensors if path in now.places}
+            public = {path for path, x in values.items() if id(x) in vectors or getattr(x, "ndim", 1) == 0}
+            if names := sorted(tensors - self._warned - public)[:5]:
+                warnings.warn(
+                    f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside of "
+                    "private_grad, it is private, and enters all later gradients without clipping and noise",
+                    stacklevel=2,
+                )
+            self._warned |= tensors
+        return due
 
     def end_step(self, model: nn.Module) -> None:
         """Advance the counters, and remember the state."""
         self._steps += 1
         self._credit += 1 / _EVERY
         self._advance(self.counters)
-        self._last = None if self.scope is None else Snapshot(self.scope, whole=False)
-        self._buffers = _placed_at(model), dict(_buffers(model))
+        self._last, self._place = None if self.scope is None else self._seen(self.scope), _place_of(model)
+
+    def _seen(self, scope: Scope) -> Snapshot:
+        """Return what the loop may change between two steps."""
+        return Snapshot(scope, (*scope.variables, *scope.buffers), copied=False)
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
-        places = {} if self.scope is None or not amounts else Snapshot(self.scope, whole=False).places
-        for path, by in amounts.items():
-            if (place := places.get(path)) is not None:
-                value = place.get()
+        """Add amounts to numbers, by path."""
+        if self.scope is not None and any(amounts.values()):
+            places = Snapshot(self.scope, self.scope.variables, copied=False).places
+            for path, by in amounts.items():
+                value = places[path].get()
                 if isinstance(value, Tensor):
                     with torch.no_grad():
                         value.add_(by)
                 else:
-                    place.set(value + by)
-
-    def _written(self, model: nn.Module) -> list[str]:
-        """Return the buffers that were written or replaced since the last step, if the model was not moved."""
-        if self._buffers is None or self._buffers[0] != _placed_at(model):
-            return []
-        before = self._buffers[1]
-        found = [
-            (name, x)
-            for name, (x, version) in _buffers(model)
-            if name in before and (before[name][0] is not x or before[name][1] != version)
-        ]
-        own = {id(vector) for _, _, vectors in spectral_norms(model) for vector in vectors} if found else set[int]()
-        return [name for name, x in found if id(x) not in own]
+                    places[path].set(value + by)
 
 
 def set_from_examples(paths: Collection[str]) -> PrivacyError:
@@ -430,17 +394,9 @@ def amount(before: Any, after: Any) -> Any:
     return after - before if numbers else None
 
 
-def _placed_at(model: nn.Module) -> int:
-    """Return where the first parameter lies in memory; `model.to` changes it."""
-    return next((x.data_ptr() for _, x in named_parameters(model)), 0)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, int]]]:
-    """Yield the name of each buffer that is no single number, the buffer, and its count of in-place writes."""
-    for path, module in named_modules(model):
-        for name, x in dict(vars(module)["_buffers"].items()).items():
-            if x is not None and x.dim():
-                yield f"{path}.{name}" if path else name, (x, version_of(x))
+def _place_of(model: nn.Module) -> int:
+    """Return where the first trained parameter lies in memory; `model.to` changes it."""
+    return next((x.data_ptr() for x in trainable(model).values()), 0)
 
 
 def shown(path: str) -> str:
@@ -449,16 +405,11 @@ def shown(path: str) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values that a snapshot read are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return one is other or bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, Tensor | np.ndarray) or isinstance(other, Tensor | np.ndarray):
-        return False
-    return one is other or one == other or (one != one and other != other)
+    """Return whether two tensors or two arrays are equal."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and one.shape == other.shape and one.tobytes() == other.tobytes()
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _is_readable(value: Any) -> bool:
