@@ -185,7 +185,8 @@ def configuration(model: nn.Module) -> int:
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see state elsewhere: in globals, in lists and other objects, in large tensors or on a GPU, in loss_fn.
+    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `gradient.state` sees
+    numbers that loss_fn reads.
     """
     found: list[object] = []
     for path, module in named_modules(model):

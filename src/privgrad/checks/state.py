@@ -24,7 +24,7 @@ _SAME = 8  # units of rounding by which equal losses may differ on a device
 def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> None:
     """Raise PrivacyError if a pass reads what another one left in closures, globals or objects of the user's classes.
 
-    What a pass changes without an effect on losses is undone from now on. A number that every pass changes by the same
+    Changes without an effect on losses are undone from now on. A number that every pass changes by the same
     amount counts the steps, whatever the examples are.
     """
     state, size = loss_fn.state, count_examples(examples)

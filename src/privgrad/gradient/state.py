@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import PrivacyError, expected
-from privgrad.gradient.functional import held_in, named_modules, refill, restore, spectral_norms, trainable, version_of
+from privgrad.gradient.functional import held_in, named_modules, refill, restore, spectral_norms, version_of
 
 _DEPTH, _ITEMS, _NODES = 6, 200, 2000  # of nested objects; of one container; of all that is read at one time
 _COPIED, _SMALL = 2**17, 4096  # the largest size of a tensor that is copied; bytes of an array that each step reads
@@ -183,9 +183,13 @@ class Snapshot:
     """
 
     def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: bool) -> None:
-        self.values, self.places, self._scope, self._copied = dict[str, Any](), dict[str, Variable](), scope, copied
-        self._held, self._lists = list[tuple[Variable, Any]](), list[tuple[str, Any, Any]]()
-        self._copies, self._seen = dict[str, tuple[Any, Any]](), set[int]()
+        self._scope, self._copied = scope, copied
+        self.values: dict[str, Any] = {}  # literals, because each pass makes them twice
+        self.places: dict[str, Variable] = {}
+        self._held: list[tuple[Variable, Any]] = []
+        self._lists: list[tuple[str, Any, Any]] = []
+        self._copies: dict[str, tuple[Any, Any]] = {}
+        self._seen: set[int] = set()
         for variable in variables:
             self._entry(variable, -1)
 
@@ -247,7 +251,8 @@ class Snapshot:
         for path in self.values.keys() | after.values.keys():
             one, other = self._copies.get(path), after._copies.get(path)
             if one is None or other is None:
-                same = self.values.get(path, _ABSENT) == after.values.get(path, _ABSENT)
+                values = self.values.get(path, _ABSENT), after.values.get(path, _ABSENT)
+                same = values[0] is values[1] or values[0] == values[1]
             else:
                 same = _equal(one[1], other[1])
             if not same:
@@ -272,14 +277,14 @@ class Snapshot:
 
 
 class State:
-    """What the passes of one training may change besides the modules.
+    """The state besides the modules that passes of one training may change.
 
     Args:
         loss_fn: the user's own.
     Attributes:
         scope: the variables of the model and loss_fn; None before the first check.
         counters: by path, how much each step adds to a number. Passes see its value at the begin of the step.
-        overwritten: paths that each pass sets anew, and that no pass reads before.
+        overwritten: paths that each pass sets again, and that no pass reads before.
         undone: paths that passes change without an effect on losses. They keep their values.
         unknown: other paths that passes have changed, since `scope` was found.
     """
@@ -293,9 +298,9 @@ class State:
         self._place = 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
-        """Take over what a check has found. Counters that it finds late begin with the number of steps so far."""
+        """Take over what a check has found. If all batches before were empty, counters count their steps too."""
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in counters]
-        late = {path: by * self._steps for path, by in counters.items() if path not in self.counters}
+        late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
         self.scope, self.counters, self._last = scope, counters, None
         self.overwritten, self.undone, self.unknown = overwritten, undone, set()
         self._advance(late)
@@ -307,7 +312,7 @@ class State:
         Raises:
             PrivacyError: the pass has changed a counter by another amount than those of the check.
         """
-        if self.scope is None:
+        if self.scope is None or not self.scope.variables:
             yield
             return
         before, done = Snapshot(self.scope, self.scope.variables, copied=bool(self.undone)), False
@@ -395,8 +400,8 @@ def amount(before: Any, after: Any) -> Any:
 
 
 def _place_of(model: nn.Module) -> int:
-    """Return where the first trained parameter lies in memory; `model.to` changes it."""
-    return next((x.data_ptr() for x in trainable(model).values()), 0)
+    """Return where the first parameter lies in memory; `model.to` changes it."""
+    return next(x.data_ptr() for x in model.parameters())
 
 
 def shown(path: str) -> str:
