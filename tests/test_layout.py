@@ -25,17 +25,17 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3494,
+        "(root)": 3501,  # the map names gradient/state.py, and a step begins and ends the state
         "accounting": 1004,
         "audit": 880,
-        "checks": 837,
+        "checks": 940,  # state.py: what one pass reads of another
         "cli": 610,
         "clip": 1107,
         "data": 1875,
         "diagnostics": 737,
         "engine": 7204,
         "features": 1957,
-        "gradient": 2796,
+        "gradient": 3275,  # state.py: what loss_fn reads besides the modules, and counters
         "heads": 991,
         "integrations": 1635,
         "ledger": 1495,
@@ -149,5 +149,5 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     read = re.findall(r"^    (\S+\.py)  ", pg.__doc__ or "", re.M)
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
-    assert len(read) == len(set(read)) <= 18
+    assert len(read) == len(set(read)) <= 19
     assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_500

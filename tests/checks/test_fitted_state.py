@@ -271,7 +271,7 @@ class Counts(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.last = linear()
-        self.counter = SimpleNamespace(n=0.0)
+        self.counter, self.state = SimpleNamespace(n=0.0), {"n": 0}
         if kind == "buffer":
             self.register_buffer("steps", torch.tensor(0))
         else:
@@ -289,11 +289,11 @@ class Counts(nn.Module):
 
 
 def count_of(model: Any) -> float:
-    return float(model.counter.n * 2 if model.kind == "object" else model.steps)
+    return float({"object": model.counter.n * 2, "dict": model.state["n"]}.get(model.kind, model.steps))
 
 
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "object"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "object", "dict"])
 def test_a_counter_counts_steps_and_all_passes_of_a_step_see_one_value(kind: str, engine: Any):
     model = Counts(kind)
     seen = list[float]()

@@ -299,7 +299,8 @@ class State:
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. If all batches before were empty, counters count their steps too."""
-        scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in counters]
+        roots = {path.split("[")[0] for path in counters} | counters.keys()
+        scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
         late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
         self.scope, self.counters, self._last = scope, counters, None
         self.overwritten, self.undone, self.unknown = overwritten, undone, set()
@@ -411,7 +412,7 @@ def shown(path: str) -> str:
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two tensors or two arrays are equal."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+    if type(one) is not type(other) or not isinstance(one, Tensor):
         return type(one) is type(other) and one.shape == other.shape and one.tobytes() == other.tobytes()
     same = one.shape == other.shape and one.dtype == other.dtype
     return same and bool(((one == other) | ((one != one) & (other != other))).all())
