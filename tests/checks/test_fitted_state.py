@@ -282,6 +282,9 @@ class Counts(nn.Module):
         if self.kind == "object":
             self.counter.n += 0.5
             return self.last(x) * min(1.0, self.counter.n / 2)
+        if self.kind == "dict":
+            self.state["n"] += 1
+            return self.last(x) * min(1.0, self.state["n"] / 4)
         self.steps += 1
         return (
             self.last(x) * min(1.0, float(self.steps) / 4) if self.kind != "buffer" else self.last(x) * self.steps / 4
