@@ -25,17 +25,17 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3501,  # a step starts again if a module is taken whole within it; mappings and dataclasses as batches, parts named in errors, habits of a DataLoader
+        "(root)": 3501,  # a step starts again if a module is taken whole within it; mappings and dataclasses as batches, parts named in errors, habits of a DataLoader; the map names gradient/state.py, and a step begins and ends the state
         "accounting": 1004,  # steps of a number of epochs
         "audit": 880,
-        "checks": 959,  # constants in place of the random numbers of torch, numpy and Python; what the loss trains outside of the model, hooks, TorchScript, routed parts by name
+        "checks": 959,  # constants in place of the random numbers of torch, numpy and Python; what the loss trains outside of the model, hooks, TorchScript, routed parts by name; state.py: what one pass reads of another
         "cli": 610,  # calibrate takes epochs and a batch size
         "clip": 1107,
         "data": 1875,
         "diagnostics": 737,
         "engine": 7229,  # each constant is compared, and a pass that is computed again draws the same; the fallback in any step, and TorchScript by name; views that are apart, derivatives within the loss, recurrent cells; messages of one cause each
         "features": 1957,
-        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step; checks allow derivatives by what layers compute; losses of a wrong shape show no number of examples
+        "gradient": 2932,  # `novelty`: batches that hold what no earlier one held; hooks in copies, notes of checks, and the restart of a step; checks allow derivatives by what layers compute; losses of a wrong shape show no number of examples; state.py: what loss_fn reads besides the modules, and counters
         "heads": 991,
         "integrations": 1635,  # the task for which a head has no known loss
         "ledger": 1495,
@@ -149,5 +149,5 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     read = re.findall(r"^    (\S+\.py)  ", pg.__doc__ or "", re.M)
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
-    assert len(read) == len(set(read)) <= 18
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_600
+    assert len(read) == len(set(read)) <= 19
+    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_950

@@ -184,7 +184,7 @@ class PrivateGradient:
         self._contribution, self._clip = cast(Contribution, parts.perturb), cast(Clipping, parts.clip)
         self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
         self._statistic = parts.statistic(plan)
-        self._loss_fn = OwnExamples(self._contribution.losses(loss_fn))
+        self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), loss_fn)
         self._engine = Parts.engines[engine](model, self._loss_fn, memory_mb=memory_mb)
         self._facts = facts = self._public_facts(side_information)
         self._release = plan.release
@@ -206,6 +206,7 @@ class PrivateGradient:
         keep_freed_memory()
         self._step = 0
         self._shares_draws = False  # in the last check of the loss
+        self._due = False  # whether a number that the loss reads has changed since that check
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
@@ -392,6 +393,8 @@ class PrivateGradient:
                     self._require_bound(bound)
                     self._require_same_draw(begins, together)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
+                    if self._loss_fn.state.unknown:  # such as a statistic that is fitted after a warm-up
+                        Parts.checks.require_no_memory(self._model, self._loss_fn, batch.examples)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
                 if self._observers:  # a copy: the noise is added in place
@@ -407,6 +410,7 @@ class PrivateGradient:
                 self._make_streams()
                 raise
             self._contribution.released(gradient)
+            self._loss_fn.state.end_step(self._model)
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
@@ -431,13 +435,15 @@ class PrivateGradient:
         found = frozenset(parameters), Parts.checks.configuration(self._model)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
-        if batch.size > 0 and found not in self._checked:
+        self._due |= self._loss_fn.state.begin_step(self._model)
+        if batch.size > 0 and (self._due or found not in self._checked):
             with parameters_kept(self._model):
                 self._shares_draws = Parts.checks.try_batch(
                     self._model, self._loss_fn, batch.examples, together=self._engine.batches_examples
                 )
             self._engine.check_again()
             self._checked.add(found)
+            self._due = False
 
     def _clipped_sum(
         self, batch: Batch, step: int, key: bytes, parameters: Mapping[str, nn.Parameter]

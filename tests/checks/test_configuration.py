@@ -16,6 +16,9 @@ from conftest import make_plan
 from privgrad import checks
 from privgrad.checks.model_and_loss import configuration
 
+# The tests write to buffers between steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.* changed between two steps")
+
 
 def mixing(x: Tensor, *_: Any) -> Tensor:
     """Subtract the mean over the examples."""

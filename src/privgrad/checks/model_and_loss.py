@@ -29,6 +29,7 @@ from privgrad.checks.randomness import (
     require_unseeded,
     without_randomness,
 )
+from privgrad.checks.state import require_no_memory
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
@@ -149,6 +150,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
+        if isinstance(loss_fn, OwnExamples):  # first: other passes would fit state for good
+            require_no_memory(model, loss_fn, examples)
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
@@ -269,7 +272,8 @@ def configuration(model: nn.Module) -> int:
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see state elsewhere: in globals, in lists and other objects, in large tensors or on a GPU, in loss_fn.
+    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `gradient.state` sees
+    numbers that loss_fn reads.
     """
     found: list[object] = []
     for path, module in named_modules(model):

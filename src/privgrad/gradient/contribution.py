@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.errors import expected, require_choice
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import version_of
+from privgrad.gradient.state import State
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
@@ -73,10 +74,15 @@ class OwnExamples:
 
     Args:
         loss_fn: (model, examples) -> losses, shape (B,).
+        user_loss: the user's, from which `loss_fn` was made; None: loss_fn itself.
+    Attributes:
+        state: what the losses may change besides the modules; each pass undoes it.
+        plain: loss_fn.
     """
 
-    def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss_fn, self._writes, self._tries = loss_fn, False, False
+    def __init__(self, loss_fn: LossFunction, user_loss: LossFunction | None = None) -> None:
+        self.plain, self._writes, self._tries = loss_fn, False, False
+        self.state = State(user_loss or loss_fn)
 
     def __call__(self, model: nn.Module, examples: Any) -> Tensor:
         """Return the losses.
@@ -84,11 +90,16 @@ class OwnExamples:
         Raises:
             PrivacyError: the loss wrote to the examples, and did not when it was tried.
         """
+        with self.state.kept():
+            return self._losses(model, examples)
+
+    def _losses(self, model: nn.Module, examples: Any) -> Tensor:
+        """Return the losses of examples, or of copies."""
         if self._writes:
-            return self._loss_fn(model, map_examples(torch.clone, examples))
+            return self.plain(model, map_examples(torch.clone, examples))
         leaves = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
         before = list(map(version_of, leaves))
-        losses = self._loss_fn(model, examples)
+        losses = self.plain(model, examples)
         if any(map(operator.ne, before, map(version_of, leaves))):
             self._writes = True
             if not self._tries:

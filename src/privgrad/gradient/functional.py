@@ -42,7 +42,7 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
             are found, if W is a parameter itself. A spectral norm of a computed weight is left as it is.
         keep: whether the new vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
-    found = list(_spectral_norms(model))
+    found = list(spectral_norms(model))
     if not found:
         yield
         return
@@ -67,7 +67,7 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
             vector.copy_(held)
 
 
-def _spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, Tensor]]]:
+def spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, Tensor]]]:
     """Yield each spectral norm of a parameter, the module that holds the parameter, and the two vectors."""
     for _, module in named_modules(model):
         if isinstance(module, parametrize.ParametrizationList):
@@ -333,8 +333,8 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
 
     Privacy:
         State that private examples leave on a module is private. It could change the gradient of another example, or
-        end in a checkpoint. With the changes undone, every example sees the model in its original state. State
-        elsewhere (globals, closures, objects of your own classes) is out of reach.
+        end in a checkpoint. With the changes undone, every example sees the model in its original state. For state
+        elsewhere (globals, closures, objects of your own classes) see `gradient.state`.
     """
     before = [
         (path, vars(module), dict(vars(module)), *_contents(vars(module), but))
@@ -363,8 +363,8 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 names += now.keys() - attributes.keys()
                 names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
             for name, container, held in contents:
-                if (held or container) and not _identical(_held(container), held):
-                    _refill(container, held)
+                if (held or container) and not _identical(held_in(container), held):
+                    refill(container, held)
                     names.append(name)
             names += [name for name, value, copy in values if restore(value, copy)]
             for name in dict.fromkeys(names):
@@ -425,7 +425,7 @@ def _contents(
             continue
         seen.add(id(container))
         if not isinstance(container, tuple):
-            found.append((name, container, _held(container)))
+            found.append((name, container, held_in(container)))
         if name in _REGISTERED:
             continue
         inner = list(cast("Iterable[Any]", container.values() if isinstance(container, dict) else container))
@@ -458,15 +458,15 @@ def restore(value: Any, copy: Any) -> bool:
     return True
 
 
-def _held(container: Any) -> tuple[Any, ...]:
+def held_in(container: Any) -> tuple[Any, ...]:
     """Return the objects in a container; for a dict, its pairs of key and value."""
     if not len(container):
         return ()
     return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
 
 
-def _refill(container: Any, held: tuple[Any, ...]) -> None:
-    """Replace the objects in a container by those that `_held` returned."""
+def refill(container: Any, held: tuple[Any, ...]) -> None:
+    """Replace the objects in a container by those that `held_in` returned."""
     container.clear()
     if isinstance(container, list | deque):
         container.extend(held)

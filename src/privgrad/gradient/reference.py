@@ -201,7 +201,7 @@ def per_sample_gradients(
         UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
     Privacy:
         NOT private. Row i depends on example i and the model only, because each example is computed by itself, with
-        its own dropout. This fails if the model or loss_fn keeps state outside the modules.
+        its own dropout. For state that the model or loss_fn keeps outside the modules, see `state`.
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}

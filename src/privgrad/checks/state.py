@@ -1,0 +1,93 @@
+"""Check that no pass reads what another one left behind, such as a scaler that is fitted at the first call."""
+
+import re
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.gradient.contribution import OwnExamples
+from privgrad.gradient.functional import seeded
+from privgrad.gradient.probes import few_of, losses_on_copies
+from privgrad.gradient.state import Scope, Snapshot, amount, set_from_examples
+from privgrad.types import count_examples, map_examples, part_of
+
+_MANY = 8  # passes before the one whose loss is compared, because a slow average changes little in one
+_SAME = 8  # units of rounding by which equal losses may differ on a device
+
+
+# Fault: `if not stats: stats["mean"] = x.mean(0)` in loss_fn, or a RunningMeanStd of the user's: values of a few
+#     private examples stay for all steps. It sees variables that the code names, and no objects of libraries.
+# Cost: one pass of a few examples, and two dozen more if a pass leaves anything behind.
+# Refuses wrongly: state that is read later, but without an effect on the gradients. A counter passes.
+def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> None:
+    """Raise PrivacyError if a pass reads what another one left in closures, globals or objects of the user's classes.
+
+    Changes without an effect on losses are undone from now on. A number that every pass changes by the same
+    amount counts the steps, whatever the examples are.
+    """
+    state, size = loss_fn.state, count_examples(examples)
+    few, scope = few_of(examples, fill=size < 2), Scope(model, state.loss_fn)
+    everything = (*scope.variables, *scope.attributes, *scope.buffers)
+    watched = {variable.path for variable in (*scope.attributes, *scope.buffers)}
+    twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
+    rows = [part_of(few, slice(0, 1)), part_of(few, slice(count_examples(few) - 1, None))]
+    counters = dict[str, Any]()
+
+    def tried(*batches: Any) -> tuple[Tensor, Snapshot, Snapshot]:
+        """Return the losses of the last batch, and the state before and after its pass. All changes are undone."""
+        found, start = list[Snapshot](), Snapshot(scope, everything, copied=True)
+
+        def passes(model: nn.Module, last: Any) -> Tensor:
+            for batch in (*batches[:-1], last):
+                before = Snapshot(scope, everything, copied=True)
+                with seeded(0):
+                    losses = loss_fn.plain(model, map_examples(torch.clone, batch))
+                found[:] = before, Snapshot(scope, everything, copied=True)
+                if batch is not last:  # the passes of one step see the same value of a counter
+                    for path in counters:
+                        before.places[path].set(before.number(path))
+            return losses
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of attributes; later passes warn
+                losses = losses_on_copies(model, passes, batches[-1]).detach()
+        finally:
+            start.undo(Snapshot(scope, everything, copied=True))
+        return losses, found[0], found[1]
+
+    _, before, after = tried(few)
+    changed = before.changed(after)
+    if not changed:
+        if state.unknown:  # rows of this batch changed what the few do not
+            raise set_from_examples(state.unknown)
+        state.learn(scope, {}, set(), set())
+        return
+    alone = [tried(row) for row in rows]
+    # A second pass tells a counter from a maximum, and zeros tell it from a sum.
+    pairs = [(before, after), tried(twice, few)[1:], *(found[1:] for found in alone)]
+    with suppress(Exception):  # the model does not take zeros
+        pairs.append(tried(map_examples(torch.zeros_like, few))[1:])
+    for path in changed:
+        first, *others = (amount(one.number(path), other.number(path)) for one, other in pairs)
+        if first and all(other == first for other in others):
+            counters[path] = first
+    # `functional.preserved` undoes changes of containers in attributes, but not of objects in them.
+    rest = {path for path in changed - counters.keys() if re.sub(r"\[[^]]*\]", "", path) not in watched}
+    kept = set[str]()
+    for row, (own, _, left) in zip(rows, alone, strict=True):
+        following, _, then = tried(*[twice] * _MANY, row)
+        kept |= rest & left.changed(then)
+        most = _SAME * torch.finfo(own.dtype).eps * own.abs()
+        if rest and bool((((following - own).abs() > most) | (following.isnan() != own.isnan())).any()):
+            raise set_from_examples(rest & left.changed(then) or rest)
+    if kept - state.undone:
+        names = ", ".join(sorted(kept)[:5])
+        warnings.warn(
+            f"the loss changed {names}; values from private examples are private, so the change was undone",
+            stacklevel=2,
+        )
+    state.learn(scope, counters, rest - kept, kept)

@@ -1,0 +1,471 @@
+"""State that passes leave behind: what is fitted is refused, a counter counts steps, and all else is undone."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import make_plan
+
+ROWS = 12
+STATS: dict[str, Tensor] = {}
+
+
+def data() -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(0, 3, (ROWS,)))
+
+
+def ce(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def train(
+    model: nn.Module,
+    loss_fn: Any,
+    *,
+    engine: Any = "factored",
+    steps: int = 3,
+    after: Callable[[int, Any], object] = lambda step, batch: None,
+    microbatch_size: int | None = None,
+) -> tuple[int, list[dict[str, Tensor]]]:
+    """Train on all rows without noise; return the number of releases, and the clipped sums."""
+    plan = make_plan(sample_rate=1.0, expected_batch_size=ROWS, num_examples=ROWS, steps=steps, seed=0)
+    sums = list[dict[str, Tensor]]()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine, microbatch_size=microbatch_size)
+    private_grad.register_raw_observer(lambda raw: sums.append({k: v * ROWS for k, v in raw.raw_mean.items()}))
+    try:
+        for step, batch in enumerate(plan.batches(data())):
+            private_grad(batch)
+            after(step, batch)
+    except pg.PrivacyError as error:
+        error.add_note(f"after {private_grad.ledger.releases} releases")
+        raise
+    return private_grad.ledger.releases, sums
+
+
+def expected_sum(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """The sum of the gradients of single examples, each clipped to the plan's C."""
+    named = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    x, y = data().tensors
+    for row in range(ROWS):
+        grads = torch.autograd.grad(loss_fn(model, (x[row : row + 1], y[row : row + 1])).sum(), list(named.values()))
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for name, grad in zip(named, grads, strict=True):
+            total[name] += grad * min(1.0, make_plan().max_grad_norm / float(norm))
+    return total
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(5, 3, dtype=torch.float64)
+
+
+class Scaler:
+    """An object of the user's, fitted at its first call."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.mean(0)
+        return x - self.mean
+
+
+class Slow:
+    """A running mean with slots that reads before it writes."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(5, dtype=torch.float64)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        before = self.mean
+        self.mean = 0.999 * self.mean + 0.001 * x.detach().mean(0)
+        return x - before
+
+
+class Scaled(nn.Module):
+    """A model that holds an object of the user's."""
+
+    def __init__(self, scaler: Any) -> None:
+        super().__init__()
+        self.scaler, self.last = scaler, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scaler(x))
+
+
+class Shared(nn.Module):
+    """A model whose class holds the statistic."""
+
+    mean: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Shared.mean is None:
+            Shared.mean = x.mean(0)
+        return self.last(x - Shared.mean)
+
+
+def in_a_closure() -> tuple[nn.Module, Any, str]:
+    stats: dict[str, Tensor] = {}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not stats:
+            stats["mean"] = batch[0].mean(0)
+        return ce(model(batch[0] - stats["mean"]), batch[1])
+
+    return linear(), loss, r"stats\['mean'\]"
+
+
+def in_a_global() -> tuple[nn.Module, Any, str]:
+    STATS.clear()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0] / STATS.setdefault("scale", batch[0].abs().max())
+        return ce(model(x), batch[1])
+
+    return linear(), loss, r"STATS\['scale'\]"
+
+
+def in_a_nonlocal() -> tuple[nn.Module, Any, str]:
+    largest = 0.0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal largest
+        largest = max(largest, float(batch[0].abs().max()))
+        return ce(model(batch[0] / largest), batch[1])
+
+    return linear(), loss, "largest"
+
+
+def in_a_default() -> tuple[nn.Module, Any, str]:
+    def loss(model: nn.Module, batch: Any, seen: list[Tensor] = []) -> Tensor:  # noqa: B006
+        seen[:] = seen or [batch[0].mean(0)]
+        return ce(model(batch[0] - seen[0]), batch[1])
+
+    return linear(), loss, "seen"
+
+
+def in_a_partial() -> tuple[nn.Module, Any, str]:
+    def loss(kept: SimpleNamespace, model: nn.Module, batch: Any) -> Tensor:
+        kept.mean = batch[0].mean(0) if kept.mean is None else kept.mean
+        return ce(model(batch[0] - kept.mean), batch[1])
+
+    return linear(), partial(loss, SimpleNamespace(mean=None)), "loss_fn.mean"
+
+
+def in_place() -> tuple[nn.Module, Any, str]:
+    center = torch.zeros(5, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch[0] - center)
+        center.data.mul_(0.9).add_(0.1 * batch[0].mean(0))
+        return ce(output, batch[1])
+
+    return linear(), loss, "center"
+
+
+def in_a_queue() -> tuple[nn.Module, Any, str]:
+    queue = deque([torch.zeros(5, dtype=torch.float64)], maxlen=4)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0] - torch.stack(list(queue)).mean(0)
+        queue.append(batch[0].mean(0))
+        return ce(model(x), batch[1])
+
+    return linear(), loss, "queue"
+
+
+def in_a_hook() -> tuple[nn.Module, Any, str]:
+    model, scaler = nn.Sequential(nn.Identity(), linear()), Scaler()
+    model[0].register_forward_hook(lambda module, inputs, output: scaler(output))
+    return model, lambda m, batch: ce(m(batch[0]), batch[1]), "scaler.mean"
+
+
+def in_a_class() -> tuple[nn.Module, Any, str]:
+    Shared.mean = None
+    return Shared(), lambda m, batch: ce(m(batch[0]), batch[1]), "Shared.mean"
+
+
+FITTED: dict[str, Callable[[], tuple[nn.Module, Any, str]]] = {
+    "closure": in_a_closure,
+    "global": in_a_global,
+    "nonlocal": in_a_nonlocal,
+    "default": in_a_default,
+    "partial": in_a_partial,
+    "in place": in_place,
+    "queue": in_a_queue,
+    "hook": in_a_hook,
+    "class": in_a_class,
+    "object": lambda: (Scaled(Scaler()), lambda m, batch: ce(m(batch[0]), batch[1]), "model.scaler.mean"),
+    "slots": lambda: (Scaled(Slow()), lambda m, batch: ce(m(batch[0]), batch[1]), "model.scaler.mean"),
+}
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("kind", FITTED)
+def test_fitted_state_is_refused_by_name_before_a_release(kind: str, engine: Any):
+    model, loss, name = FITTED[kind]()
+    with pytest.raises(pg.PrivacyError, match=f"expected {name} not to be set from private") as error:
+        train(model, loss, engine=engine)
+    assert error.value.__notes__ == ["after 0 releases"]
+
+
+def test_the_remedy_works():
+    stats = {"mean": torch.ones(5, dtype=torch.float64)}  # fitted on public data
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not stats:
+            stats["mean"] = batch[0].mean(0)
+        return ce(model(batch[0] - stats["mean"]), batch[1])
+
+    assert train(linear(), loss)[0] == 3
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_state_that_is_fitted_after_a_warm_up_is_refused_in_that_step(engine: Any):
+    stats: dict[str, Any] = {"step": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if stats["step"] >= 2 and "mean" not in stats:
+            stats["mean"] = batch[0].mean(0)
+        return ce(model(batch[0] - stats.get("mean", 0.0)), batch[1])
+
+    with pytest.raises(pg.PrivacyError, match=r"stats\['mean'\] not to be set") as error:
+        train(linear(), loss, engine=engine, after=lambda step, _: stats.update(step=step + 1))
+    assert error.value.__notes__ == ["after 2 releases"]
+
+
+def test_no_key_that_the_code_does_not_name_is_shown():
+    words: dict[int, int] = {}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        places = [words.setdefault(round(float(v) * 1e6), len(words)) for v in batch[0][:, 0]]
+        return ce(model(batch[0]), batch[1]) * (1 + torch.tensor(places, dtype=torch.float64))
+
+    with pytest.raises(pg.PrivacyError, match="expected words not to be set"):
+        train(linear(), loss)
+
+
+class Counts(nn.Module):
+    """A model that counts its passes in a buffer, an attribute or an object, and warms up."""
+
+    steps: Any
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.last = linear()
+        self.counter, self.state = SimpleNamespace(n=0.0), {"n": 0}
+        if kind == "buffer":
+            self.register_buffer("steps", torch.tensor(0))
+        else:
+            self.steps = 0
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "object":
+            self.counter.n += 0.5
+            return self.last(x) * min(1.0, self.counter.n / 2)
+        if self.kind == "dict":
+            self.state["n"] += 1
+            return self.last(x) * min(1.0, self.state["n"] / 4)
+        self.steps += 1
+        return (
+            self.last(x) * min(1.0, float(self.steps) / 4) if self.kind != "buffer" else self.last(x) * self.steps / 4
+        )
+
+
+def count_of(model: Any) -> float:
+    return float({"object": model.counter.n * 2, "dict": model.state["n"]}.get(model.kind, model.steps))
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "object", "dict"])
+def test_a_counter_counts_steps_and_all_passes_of_a_step_see_one_value(kind: str, engine: Any):
+    model = Counts(kind)
+    seen = list[float]()
+    _, sums = train(
+        model,
+        lambda m, batch: ce(m(batch[0]), batch[1]),
+        engine=engine,
+        microbatch_size=5,
+        after=lambda step, batch: seen.append(count_of(model)),
+    )
+    assert seen == [1, 2, 3]
+    for step, found in enumerate(sums):
+        wanted = expected_sum(model.last, lambda m, b, scale=(step + 1) / 4: ce(m(b[0]) * scale, b[1]))
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[f"last.{name}"], value, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_a_counter_in_a_closure_counts_steps(engine: Any):
+    state = {"n": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        state["n"] += 1
+        return ce(model(batch[0]), batch[1]) * min(1.0, state["n"] / 2)
+
+    model = linear()
+    _, sums = train(model, loss, engine=engine, microbatch_size=5)
+    assert state["n"] == 3
+    for found, scale in zip(sums, (0.5, 1.0, 1.0), strict=True):
+        wanted = expected_sum(model, lambda m, b, scale=scale: ce(m(b[0]), b[1]) * scale)
+        assert all(torch.allclose(found[name], value, rtol=1e-8, atol=1e-8) for name, value in wanted.items())
+
+
+def test_a_counter_continues_from_a_state_dict():
+    model = Counts("buffer")
+    model.load_state_dict({**model.state_dict(), "steps": torch.tensor(7)})
+    train(model, lambda m, batch: ce(m(batch[0]), batch[1]))
+    assert int(model.steps) == 10
+
+
+def test_a_counter_that_changes_by_another_amount_is_refused_before_its_release():
+    state = {"n": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        state["n"] += 1 if state["n"] < 2 else len(batch[0])
+        return ce(model(batch[0]), batch[1])
+
+    with pytest.raises(pg.PrivacyError, match=r"state\['n'\] not to be set") as error:
+        train(linear(), loss)
+    assert (state["n"], error.value.__notes__) == (2, ["after 2 releases"])
+
+
+@pytest.mark.parametrize("kind", ["rows", "hits", "largest", "total"])
+@pytest.mark.filterwarnings("ignore:the loss changed state")
+def test_what_depends_on_the_examples_is_never_kept(kind: str):
+    state: dict[str, Any] = {"number": 0.0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = ce(model(batch[0]), batch[1])
+        if kind == "rows":
+            state["number"] += len(losses)
+        elif kind == "hits":
+            state["number"] += int((losses > 1).sum())
+        elif kind == "largest":
+            state["number"] = max(state["number"], float(losses.detach().max()))
+        else:
+            state["number"] = state["number"] + losses.detach().sum()
+        return losses
+
+    assert train(linear(), loss)[0] == 3
+    assert state == {"number": 0.0}
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_what_each_pass_overwrites_and_a_log_are_left_alone_without_a_warning(engine: Any):
+    model, kept, log = nn.Sequential(linear(), nn.Identity()), dict[str, Tensor](), list[int]()
+    model[0].register_forward_hook(lambda module, inputs, output: kept.update(h=output))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        log.append(1)
+        output = model(batch[0])
+        return ce(output, batch[1]) + kept["h"].square().mean(1)
+
+    assert train(model, loss, engine=engine)[0] == 3
+    assert len(log) > 3
+
+
+class Holds(nn.Module):
+    """A model with a buffer that the loop writes, and a number."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = linear()
+        self.register_buffer("center", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x - self.center)
+
+
+WRITES: dict[str, Callable[[Holds, Tensor], object]] = {
+    "in place": lambda model, x: model.center.mul_(0.9).add_(x.mean(0)),
+    "replaced": lambda model, x: setattr(model, "center", x.mean(0)),
+    "an entry": lambda model, x: model.center[0].fill_(1),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_buffer_that_the_loop_writes_warns_once(kind: str):
+    model = Holds()
+    with pytest.warns(UserWarning, match="between two steps") as found:
+        train(model, lambda m, b: ce(m(b[0]), b[1]), after=lambda _, batch: WRITES[kind](model, batch.examples[0]))
+    texts = [str(warning.message) for warning in found if "between two steps" in str(warning.message)]
+    assert len(texts) == 1
+    assert texts[0].startswith("model.center changed between two steps. If it was computed from a private batch")
+
+
+def test_a_queue_that_the_loop_fills_warns():
+    queue = deque([torch.zeros(5, dtype=torch.float64)], maxlen=3)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return ce(model(batch[0] - torch.stack(list(queue)).mean(0)), batch[1])
+
+    with pytest.warns(UserWarning, match="queue changed between two steps"):
+        train(linear(), loss, after=lambda _, batch: queue.append(batch.examples[0].mean(0)))
+
+
+def test_a_tensor_in_a_closure_that_the_loop_writes_warns_once():
+    queue = {"keys": torch.zeros(5, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return ce(model(batch[0] - queue["keys"]), batch[1])
+
+    with pytest.warns(UserWarning, match=r"queue\['keys'\] changed between two steps") as found:
+        train(linear(), loss, after=lambda _, batch: queue.update(keys=batch.examples[0].mean(0)))
+    assert sum("between two steps" in str(warning.message) for warning in found) == 1
+
+
+@pytest.mark.filterwarnings("ignore:a fixed seed")
+def test_own_writes_moves_and_counts_of_the_loop_do_not_warn():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)), Holds(), nn.BatchNorm1d(3).eval())
+    model.double()
+
+    def after(step: int, batch: Any) -> None:
+        model[1].count += 1
+        model(batch.examples[0])  # advances the vectors of the spectral norm
+        model.float() if step == 1 else model.double()
+        model.double()
+
+    assert train(model, lambda m, b: ce(m(b[0]), b[1]), after=after, steps=4)[0] == 4
+
+
+@pytest.mark.parametrize("holder", ["dict", "attribute", "object"])
+def test_mixing_that_a_number_of_the_loop_switches_on_is_refused_at_that_step(holder: str):
+    state, other = {"epoch": 0}, SimpleNamespace(epoch=0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        epoch = {"dict": state["epoch"], "attribute": getattr(loss, "epoch", 0), "object": other.epoch}[holder]
+        x = batch[0] if epoch < 4 else 0.6 * batch[0] + 0.4 * batch[0].roll(1, 0)
+        return ce(model(x), batch[1])
+
+    loss.epoch = 0
+
+    def after(step: int, batch: Any) -> None:
+        state["epoch"] = loss.epoch = other.epoch = step
+
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
+        train(linear(), loss, after=after, steps=9)
+    assert error.value.__notes__ == ["after 5 releases"]
