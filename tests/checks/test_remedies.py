@@ -270,7 +270,7 @@ CASES: dict[str, Case] = {
     ),
     "shuffled in training": Case(
         ShufflesInTraining,
-        "keep examples apart, in dimension 0",
+        "use engine=.vmap.; or keep examples in dimension 0",
         [VMAP, {"make": lambda: ShufflesInTraining().eval()}],
         x=vectors(3),
     ),
