@@ -41,6 +41,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
         found, start = list[Snapshot](), Snapshot(scope, everything, copied=True)
 
         def passes(model: nn.Module, last: Any) -> Tensor:
+            losses = torch.empty(0)
             for batch in (*batches[:-1], last):
                 before = Snapshot(scope, everything, copied=True)
                 with seeded(0):
@@ -83,7 +84,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
         kept |= rest & left.changed(then)
         most = _SAME * torch.finfo(own.dtype).eps * own.abs()
         if rest and bool((((following - own).abs() > most) | (following.isnan() != own.isnan())).any()):
-            raise set_from_examples(rest & left.changed(then) or rest)
+            raise set_from_examples((rest & left.changed(then)) or rest)
     if kept - state.undone:
         names = ", ".join(sorted(kept)[:5])
         warnings.warn(

@@ -202,7 +202,8 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     rows = max(1, _CACHED // (8 * shape[1]))  # a mixed addition in the cache takes a third of the time
     for more in sums:
         total = total.double()
-        for into, part in zip(total.split(rows), more.split(rows), strict=True):
+        blocks = (cast("tuple[Tensor, ...]", x.split(rows)) for x in (total, more))
+        for into, part in zip(*blocks, strict=True):
             into.add_(part)
     return total
 

@@ -43,16 +43,21 @@ class Variable(NamedTuple):
     def get(self) -> Any:
         """Return the value; `_ABSENT` if there is none."""
         try:
-            return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+            return self._entries[self.key] if self._entries is not None else getattr(self.holder, self.key)
         except (KeyError, AttributeError, ValueError):  # the last one: an empty cell
             return _ABSENT
 
     def set(self, value: Any) -> None:
         """Replace the value; `_ABSENT` removes it."""
+        entries = self._entries
         if value is _ABSENT:
-            (operator.delitem if isinstance(self.holder, dict) else delattr)(self.holder, self.key)
+            delattr(self.holder, self.key) if entries is None else operator.delitem(entries, self.key)
         else:
-            (operator.setitem if isinstance(self.holder, dict) else setattr)(self.holder, self.key, value)
+            setattr(self.holder, self.key, value) if entries is None else operator.setitem(entries, self.key, value)
+
+    @property
+    def _entries(self) -> "dict[Any, Any] | None":
+        return cast("dict[Any, Any]", self.holder) if isinstance(self.holder, dict) else None
 
 
 class Scope:
@@ -119,7 +124,7 @@ class Scope:
             for part in list(islice(inside, _ITEMS)):
                 self._visit(path, part, depth + 1)
         elif _is_own(type(value).__module__):
-            self._of_class(type(value), depth)
+            self._of_class(cast("type[Any]", type(value)), depth)
             for name in self.names & getattr(value, "__dict__", {}).keys():
                 self._visit(f"{path}.{name}", vars(value)[name], depth + 1)
 
@@ -163,7 +168,7 @@ class Scope:
             if name.endswith("_hooks"):
                 self._visit(path, value, depth)
             elif name == "_buffers" and watched and isinstance(value, dict):  # TorchScript has another type
-                for buffer in value:
+                for buffer in cast("dict[str, Any]", value):
                     self._place(f"{path}.{buffer}", value, buffer, depth, self.buffers if own else None)
             elif not name.startswith("_") and (watched or isinstance(value, _CODE)):
                 found = self.attributes if own and not _is_readable(value) else None
@@ -211,9 +216,10 @@ class Snapshot:
             if self._copied and value.numel() <= _COPIED:
                 self._copies[path] = value, value.detach().clone()
         elif isinstance(value, np.ndarray):
-            self.values[path] = id(value), value.tobytes() if value.nbytes <= _SMALL else b""
-            if self._copied and value.size <= _COPIED:
-                self._copies[path] = value, value.copy()
+            array = cast("np.ndarray[Any, Any]", value)
+            self.values[path] = id(array), array.tobytes() if array.nbytes <= _SMALL else b""
+            if self._copied and array.size <= _COPIED:
+                self._copies[path] = array, array.copy()
         elif id(value) in self._seen or depth > _DEPTH or len(self._seen) > _NODES or isinstance(value, _CODE):
             return
         elif isinstance(value, _CONTAINERS):
@@ -222,7 +228,7 @@ class Snapshot:
             self.values[path] = range(len(container))  # no number that counts
             if not isinstance(container, tuple | dict):
                 self._lists.append((path, container, held_in(container)))
-            for place, part in enumerate(list(islice(container, _ITEMS))):
+            for place, part in enumerate(list[Any](islice(cast("Iterable[Any]", container), _ITEMS))):
                 if isinstance(container, dict):
                     named = isinstance(part, str) and part in self._scope.texts
                     key = f"[{part!r}]" if named else f"{_KEY}{place}"
@@ -232,7 +238,7 @@ class Snapshot:
         elif _is_readable(value):
             self._seen.add(id(value))
             own = getattr(value, "__dict__", {})
-            for holder, names in ((own, own), (value, getattr(type(value), "__slots__", ()))):
+            for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
                 for name in self._scope.names.intersection(names):
                     self._entry(Variable(f"{path}.{name}", holder, name), depth)
 
