@@ -309,7 +309,7 @@ class State:
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
         late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
         self.scope, self.counters, self._last = scope, counters, None
-        self.overwritten, self.undone, self.unknown = overwritten, undone, set()
+        self.overwritten, self.undone, self.unknown = overwritten, undone, set[str]()
         self._advance(late)
 
     @contextmanager
