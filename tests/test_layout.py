@@ -3,6 +3,7 @@
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
@@ -28,14 +29,14 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3598,  # mappings and dataclasses as batches; a step may start again
         "accounting": 1025,  # steps of a number of epochs
         "audit": 880,
-        "checks": 1134,  # constants for random numbers; what one pass reads of another; leaves outside the model
+        "checks": 1596,  # constants for random numbers; what one pass reads of another; leaves outside the model
         "cli": 629,  # calibrate takes epochs and a batch size
         "clip": 1107,
         "data": 1875,
         "diagnostics": 737,
-        "engine": 7448,  # views, derivatives within the loss, recurrent cells, the fallback in any step
+        "engine": 7449,  # views, derivatives within the loss, recurrent cells, the fallback in any step
         "features": 1957,
-        "gradient": 3420,  # `novelty`, `state`, hooks in copies
+        "gradient": 2960,  # `novelty`, `state`, hooks in copies
         "heads": 984,
         "integrations": 1638,  # the task for which a head has no known loss
         "ledger": 1495,
@@ -118,6 +119,9 @@ def test_the_stub_of_an_alias_names_its_module():
 
 
 NO_CHECKS = SimpleNamespace(
+    State=lambda _: SimpleNamespace(
+        kept=nullcontext, unknown=(), begin_step=lambda *_: False, end_step=lambda *_: None
+    ),
     configuration=lambda *_: 0,
     note_training=lambda *_: None,
     require_supported=lambda *_: None,
@@ -149,5 +153,5 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     read = re.findall(r"^    (\S+\.py)  ", pg.__doc__ or "", re.M)
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
-    assert len(read) == len(set(read)) <= 19
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_950
+    assert len(read) == len(set(read)) <= 18
+    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_600

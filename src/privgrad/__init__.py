@@ -9,7 +9,6 @@ A privacy reviewer of one step reads these files, in this order. The guarantee r
     gradient/contribution.py   what one example adds
     gradient/reference.py      the trusted engine: each example by itself
     gradient/functional.py     parameters, buffers and modes of a module, kept as they were
-    gradient/state.py          what passes leave in closures and objects: refused or undone
     gradient/secret_draws.py   dropout by secret numbers
     gradient/factor.py         norms and sums of gradients
     clip/clipping.py           clip to norm C, add, state the sensitivity

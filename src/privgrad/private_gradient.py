@@ -184,7 +184,8 @@ class PrivateGradient:
         self._contribution, self._clip = cast(Contribution, parts.perturb), cast(Clipping, parts.clip)
         self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
         self._statistic = parts.statistic(plan)
-        self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), loss_fn)
+        self._state = Parts.checks.State(loss_fn)
+        self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
         self._engine = Parts.engines[engine](model, self._loss_fn, memory_mb=memory_mb)
         self._facts = facts = self._public_facts(side_information)
         self._release = plan.release
@@ -393,7 +394,7 @@ class PrivateGradient:
                     self._require_bound(bound)
                     self._require_same_draw(begins, together)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
-                    if self._loss_fn.state.unknown:  # such as a statistic that is fitted after a warm-up
+                    if self._state.unknown:  # such as a statistic that is fitted after a warm-up
                         Parts.checks.require_no_memory(self._model, self._loss_fn, batch.examples)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
@@ -410,7 +411,7 @@ class PrivateGradient:
                 self._make_streams()
                 raise
             self._contribution.released(gradient)
-            self._loss_fn.state.end_step(self._model)
+            self._state.end_step(self._model)
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
@@ -435,7 +436,7 @@ class PrivateGradient:
         found = frozenset(parameters), Parts.checks.configuration(self._model)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
-        self._due |= self._loss_fn.state.begin_step(self._model)
+        self._due |= self._state.begin_step(self._model)
         if batch.size > 0 and (self._due or found not in self._checked):
             with parameters_kept(self._model):
                 self._shares_draws = Parts.checks.try_batch(

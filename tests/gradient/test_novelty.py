@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import privgrad as pg
 from privgrad.engine import factored
 from privgrad.engine.factored import Factored
-from privgrad.gradient.novelty import Novelty
+from privgrad.gradient.novelty import CheckSchedule, Novelty
 from privgrad.gradient.probes import few_of, leading_of
-from privgrad.gradient.reference import CheckSchedule, Vmap
+from privgrad.gradient.reference import Vmap
 
 SIZE = 16
 Batch = tuple[Tensor, Tensor]

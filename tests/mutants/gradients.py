@@ -38,7 +38,7 @@ from privgrad.gradient import factor as norms
 from privgrad.gradient import functional as batching
 from privgrad.gradient import functional as module_state
 from privgrad.gradient import novelty, probes, secret_draws
-from privgrad.gradient import reference as check_schedule
+from privgrad.gradient import novelty as check_schedule
 from privgrad.gradient import reference as vmap
 from privgrad.gradient.factor import Dense
 from privgrad.gradient.reference import Vmap

@@ -10,11 +10,13 @@ from torch import nn
 from privgrad.checks.model_and_loss import check_loss, configuration, require_supported
 from privgrad.checks.randomness import share_draws
 from privgrad.checks.state import require_no_memory
+from privgrad.checks.variables import State
 from privgrad.gradient.probes import few_of
 from privgrad.ledger.lineage import note_training, warn_if_trained
 from privgrad.types import LossFunction
 
 __all__ = [
+    "State",
     "check_loss",
     "configuration",
     "note_training",

@@ -150,7 +150,9 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        if isinstance(loss_fn, OwnExamples):  # first: other passes would fit state for good
+        if (
+            isinstance(loss_fn, OwnExamples) and loss_fn.state is not None
+        ):  # first: other passes would fit state for good
             require_no_memory(model, loss_fn, examples)
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
@@ -272,7 +274,7 @@ def configuration(model: nn.Module) -> int:
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `gradient.state` sees
+    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `checks.variables` sees
     numbers that loss_fn reads.
     """
     found: list[object] = []

@@ -3,15 +3,15 @@
 import re
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from privgrad.checks.variables import Scope, Snapshot, State, amount, set_from_examples
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import seeded
 from privgrad.gradient.probes import few_of, losses_on_copies
-from privgrad.gradient.state import Scope, Snapshot, amount, set_from_examples
 from privgrad.types import count_examples, map_examples, part_of
 
 _MANY = 8  # passes before the one whose loss is compared, because a slow average changes little in one
@@ -28,7 +28,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
     Changes without an effect on losses are undone from now on. A number that every pass changes by the same
     amount counts the steps, whatever the examples are.
     """
-    state, size = loss_fn.state, count_examples(examples)
+    state, size = cast(State, loss_fn.state), count_examples(examples)
     few, scope = few_of(examples, fill=size < 2), Scope(model, state.loss_fn)
     everything = (*scope.variables, *scope.attributes, *scope.buffers)
     watched = {variable.path for variable in (*scope.attributes, *scope.buffers)}

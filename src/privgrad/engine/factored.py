@@ -34,8 +34,9 @@ from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import seeded, trainable
+from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
-from privgrad.gradient.reference import CheckSchedule, Vmap
+from privgrad.gradient.reference import Vmap
 from privgrad.gradient.refusals import (
     REMEDY,
     CallSequenceChangedError,

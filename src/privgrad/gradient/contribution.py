@@ -6,7 +6,7 @@ PrivateGradient asks its contribution for the gradients of each batch, clips the
 
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from privgrad.errors import expected, require_choice
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import version_of
-from privgrad.gradient.state import State
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
@@ -74,15 +73,15 @@ class OwnExamples:
 
     Args:
         loss_fn: (model, examples) -> losses, shape (B,).
-        user_loss: the user's, from which `loss_fn` was made; None: loss_fn itself.
+        state: a `checks.State`, which undoes what a pass changes besides the modules; None: nothing does.
     Attributes:
-        state: what the losses may change besides the modules; each pass undoes it.
+        state: see Args.
         plain: loss_fn.
     """
 
-    def __init__(self, loss_fn: LossFunction, user_loss: LossFunction | None = None) -> None:
+    def __init__(self, loss_fn: LossFunction, state: Any = None) -> None:
         self.plain, self._writes, self._tries = loss_fn, False, False
-        self.state = State(user_loss or loss_fn)
+        self.state = state
 
     def __call__(self, model: nn.Module, examples: Any) -> Tensor:
         """Return the losses.
@@ -90,7 +89,7 @@ class OwnExamples:
         Raises:
             PrivacyError: the loss wrote to the examples, and did not when it was tried.
         """
-        with self.state.kept():
+        with nullcontext() if self.state is None else self.state.kept():
             return self._losses(model, examples)
 
     def _losses(self, model: nn.Module, examples: Any) -> Tensor:

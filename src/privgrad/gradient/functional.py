@@ -334,7 +334,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
     Privacy:
         State that private examples leave on a module is private. It could change the gradient of another example, or
         end in a checkpoint. With the changes undone, every example sees the model in its original state. For state
-        elsewhere (globals, closures, objects of your own classes) see `gradient.state`.
+        elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
     """
     before = [
         (path, vars(module), dict(vars(module)), *_contents(vars(module), but))

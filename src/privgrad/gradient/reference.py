@@ -28,56 +28,11 @@ from privgrad.gradient.functional import (
     streams_kept,
     trainable,
 )
-from privgrad.gradient.novelty import Novelty
+from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import few_of
 from privgrad.gradient.refusals import buffers_written
 from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
-
-_EXTRA = 10
-
-
-class CheckSchedule:
-    """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
-
-    Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `novelty`), in at most _EXTRA steps and 1 % of all.
-
-    Attributes:
-        calls: the number of calls so far.
-        is_due: whether the current call must be checked.
-        novel: rows of the current call with what no earlier one held; private.
-    """
-
-    def __init__(self) -> None:
-        self.calls = self._steps = self._extra = 0
-        self.is_due = False
-        self.novel = list[int]()
-        self._sizes, self._seen = {0}, Novelty()
-
-    def begin_step(self) -> None:
-        """Count a step of the training."""
-        self._steps += 1
-
-    def begin(self, examples: Any) -> None:
-        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
-        self.calls += 1
-        self.is_due |= self.calls & (self.calls - 1) == 0
-        self.novel = self._seen.rows(examples)
-        if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
-            self._extra, self.is_due = self._extra + 1, True
-
-    def note_size(self, size: int) -> None:
-        """Set `is_due` at the first batch of a size that is also the size of another dimension.
-
-        A model that uses other layouts for batches of this size would pass all comparisons of sizes.
-
-        Args:
-            size: `Passes.ambiguous`.
-        """
-        self.is_due |= size not in self._sizes
-        self._sizes.add(size)
-
 
 _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 
@@ -122,7 +77,8 @@ class Vmap:
 
     def begin_step(self) -> None:
         """Count a step of the training."""
-        self._schedule.begin_step()
+        if self._compare is not None:
+            self._schedule.begin_step()
 
     def check_again(self) -> None:
         """Compare the next examples with their gradients alone, after a change of the model."""
