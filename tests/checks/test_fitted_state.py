@@ -194,7 +194,7 @@ def in_a_queue() -> tuple[nn.Module, Any, str]:
 
 def in_a_hook() -> tuple[nn.Module, Any, str]:
     model, scaler = nn.Sequential(nn.Identity(), linear()), Scaler()
-    model[0].register_forward_hook(lambda module, inputs, output: scaler(output))
+    model[0].register_forward_hook(lambda module, inputs, output: scaler(output))  # pyright: ignore
     return model, lambda m, batch: ce(m(batch[0]), batch[1]), "scaler.mean"
 
 
@@ -373,7 +373,7 @@ def test_what_depends_on_the_examples_is_never_kept(kind: str):
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_what_each_pass_overwrites_and_a_log_are_left_alone_without_a_warning(engine: Any):
     model, kept, log = nn.Sequential(linear(), nn.Identity()), dict[str, Tensor](), list[int]()
-    model[0].register_forward_hook(lambda module, inputs, output: kept.update(h=output))
+    model[0].register_forward_hook(lambda module, inputs, output: kept.update(h=output))  # pyright: ignore
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         log.append(1)
@@ -444,7 +444,7 @@ def test_own_writes_moves_and_counts_of_the_loop_do_not_warn():
     model.double()
 
     def after(step: int, batch: Any) -> None:
-        model[1].count += 1
+        model[1].count += 1  # pyright: ignore
         model(batch.examples[0])  # advances the vectors of the spectral norm
         model.float() if step == 1 else model.double()
         model.double()
@@ -461,10 +461,10 @@ def test_mixing_that_a_number_of_the_loop_switches_on_is_refused_at_that_step(ho
         x = batch[0] if epoch < 4 else 0.6 * batch[0] + 0.4 * batch[0].roll(1, 0)
         return ce(model(x), batch[1])
 
-    loss.epoch = 0
+    loss.epoch = 0  # pyright: ignore
 
     def after(step: int, batch: Any) -> None:
-        state["epoch"] = loss.epoch = other.epoch = step
+        state["epoch"] = loss.epoch = other.epoch = step  # pyright: ignore
 
     with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
         train(linear(), loss, after=after, steps=9)
