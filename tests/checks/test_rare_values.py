@@ -103,7 +103,6 @@ def test_the_first_row_of_each_rare_value_is_found_the_rarest_first():
         torch.empty(SIZE, 0),
         torch.full((SIZE,), torch.nan),
         labels(150).to(torch.complex64),
-        labels(150).to_sparse(),
     ],
 )
 def test_the_rows_are_those_of_the_order_where_no_label_differs(leaf: Tensor):

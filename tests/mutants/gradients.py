@@ -363,7 +363,7 @@ def padding_counted(patch: Patch) -> None:
 
 
 def second_use_forgotten(patch: Patch) -> None:
-    patch.setattr(Outer, "__add__", lambda self, other: self)
+    patch.setattr(Outer, "joined", staticmethod(lambda parts: parts[0]))  # pyright: ignore
 
 
 def tied_cross_term_forgotten(patch: Patch) -> None:

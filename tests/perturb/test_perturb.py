@@ -341,11 +341,12 @@ def test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint(engine: Any):
         torch.testing.assert_close(p, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:fail changed between two steps")
 def test_sat_puts_the_weights_back_whatever_happens():
     plan, model, fail = sat_plan(3), mlp(), []
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
-        if fail:
+        if fail and not torch.equal(next(model.parameters()), fail[0]):  # where SAT has moved them
             raise KeyboardInterrupt
         return loss_fn(model, batch)
 
@@ -353,7 +354,7 @@ def test_sat_puts_the_weights_back_whatever_happens():
     batches = plan.batches(TensorDataset(*EXAMPLES))
     private_grad(next(batches))
     before = [p.detach().clone() for p in model.parameters()]
-    fail.append(True)
+    fail.append(before[0])
     with pytest.raises(KeyboardInterrupt):
         private_grad(next(batches))
     assert all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))

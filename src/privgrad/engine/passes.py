@@ -408,10 +408,8 @@ class Passes:
         record = recorded(more, first := recorded(few))
         if record.has_several_rows:
             others = list[CallRecord]()
-            for by in (
-                Tensor.clone,
-                torch.zeros_like,
-            ):  # the first example in all places, and zeros: one may equal what it replaces
+            # The first example in all places, and zeros: one of them may equal what it replaces.
+            for by in (Tensor.clone, torch.zeros_like):
                 try:
                     others.append(recorded(map_examples(partial(_replaced, by=by), more), first))
                 except Exception:  # the calls depend on the values, or the model does not take zeros

@@ -90,15 +90,11 @@ class OwnExamples:
             PrivacyError: the loss wrote to the examples, and did not when it was tried.
         """
         with nullcontext() if self.state is None else self.state.kept():
-            return self._losses(model, examples)
-
-    def _losses(self, model: nn.Module, examples: Any) -> Tensor:
-        """Return the losses of examples, or of copies."""
-        if self._writes:
-            return self.plain(model, map_examples(torch.clone, examples))
-        leaves = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
-        before = list(map(version_of, leaves))
-        losses = self.plain(model, examples)
+            if self._writes:
+                return self.plain(model, map_examples(torch.clone, examples))
+            leaves = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
+            before = list(map(version_of, leaves))
+            losses = self.plain(model, examples)
         if any(map(operator.ne, before, map(version_of, leaves))):
             self._writes = True
             if not self._tries:

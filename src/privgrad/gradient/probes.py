@@ -346,7 +346,7 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
         raise expected(function, "public_batch", "to hold examples", size, "give one or more public examples")
     own = {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
     with torch.enable_grad():
-        losses = losses_on_copies(model, loss_fn, public_batch, own)
+        losses = from_losses(model, loss_fn, public_batch, lambda losses: losses, own)
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without torch.no_grad and detach"
         raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)
