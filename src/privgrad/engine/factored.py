@@ -491,8 +491,6 @@ class Factored:
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:
         """Raise UnsupportedModuleError if rows of a batch differ from single examples, in double precision too."""
-        with restored(self._model):  # first: where losses mix examples, the message says so
-            self._check_losses(examples)
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
             for place, number in enumerate(randomness.compared):
@@ -510,6 +508,8 @@ class Factored:
                         require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
+        with restored(self._model):
+            self._check_losses(examples)
         self._schedule.is_due = False
 
     def _check_losses(self, examples: Any) -> None:
