@@ -25,7 +25,7 @@ from privgrad.engine.units import HvpTerms, Tap, units, use_of
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import Use
-from privgrad.gradient.factor import Dense, Factor, at_least_float32
+from privgrad.gradient.factor import Dense, Factor, added_up, at_least_float32
 from privgrad.gradient.functional import (
     differentiable,
     named_parameters,
@@ -441,10 +441,7 @@ def _added_up(parts: list[Factor]) -> Factor:
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) > 1:  # all at once: a loop over time would copy the positions of its start at each step
         parts = [Outer.joined(outers), *(part for part in parts if not isinstance(part, Outer))]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return added_up(parts)
 
 
 def _require_unwritten(tap: Tap) -> None:

@@ -6,13 +6,15 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from functools import reduce
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from privgrad.processes import AT_ONCE, is_on_processor
 
+Summand = TypeVar("Summand", Tensor, "Factor")
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
@@ -222,12 +224,9 @@ def sum_of_rows(weight_B: Tensor, rows_BI: Tensor) -> Tensor:
     return sum_of_products(weight_B.to(rows_BI.dtype)[:, None], rows_BI)[0]
 
 
-def added_up(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of the tensors."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+def added_up(parts: list[Summand]) -> Summand:
+    """Return the sum of tensors, or of factors of one parameter."""
+    return reduce(lambda one, other: one + other, parts)
 
 
 def _blockwise_norms(grads_BP: Tensor) -> Tensor:
