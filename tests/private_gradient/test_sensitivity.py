@@ -140,15 +140,17 @@ def test_terms_of_a_batch_that_round_together_stay_within_the_bound(kind: str, c
 def test_one_example_does_not_decide_the_precision_of_the_others():
     """Equal examples, whose terms add up to 1e4 C with the last one, and to less without it.
 
-    All their rounding errors have the same direction, so a sum in float32 is far from one in float64.
+    All their rounding errors have the same direction, so a sum in float32 is far from one in float64. The direction
+    depends on the examples and on the order of the additions, so several batches are tried.
     """
-    torch.manual_seed(7)
-    count, width = 4096, 8
+    count, width, changes = 4096, 8, list[float]()
     share = 0.5 * (1e4 / (count - 0.5) - 1)
-    x = (torch.rand(width) + 0.5).repeat(count, 2, 1)
     y = 3 * torch.cat([torch.full((count, 1, 1), 1 + share), torch.full((count, 1, 1), -share)], 1)
-    change = change_over_bound(nn.Linear(width, 1, bias=False), products, (x, y), count - 1)
-    assert change <= LIMIT
+    for seed in range(8):
+        torch.manual_seed(seed)
+        x = (torch.rand(width) + 0.5).repeat(count, 2, 1)
+        changes.append(change_over_bound(nn.Linear(width, 1, bias=False), products, (x, y), count - 1))
+    assert max(changes) <= LIMIT
 
 
 class Computed(nn.Linear):
