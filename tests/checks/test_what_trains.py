@@ -271,8 +271,9 @@ def test_torchscript_names_what_to_do():
     traced: Any = torch.jit.trace(net(), X[:2])
     with pytest.raises(pg.UnsupportedModuleError, match=r"without torch\.jit\.script.*or use engine='vmap'"):
         sum_of(scripted)
-    with pytest.raises(pg.UnsupportedModuleError, match=r"give the module that you traced"):
-        sum_of(traced)
+    for model in (traced, nn.Sequential(nn.Identity(), traced)):
+        with pytest.raises(pg.UnsupportedModuleError, match=r"give the module that you traced"):
+            sum_of(model)
     with pytest.warns(UserWarning, match="by itself"):
         assert_exact(nn.Sequential(scripted))
     with pytest.warns(UserWarning, match="vmap cannot batch"):

@@ -15,6 +15,7 @@ from privgrad.private_gradient import RawStep
 from tests.sensitivity.examples import PROFILES, TOUCHES
 from tests.sensitivity.grammar import DETAILS, PARTS, ROOTS
 from tests.sensitivity.large import ORDERS, WAYS, run_large
+from tests.sensitivity.mixing import HOLDERS, KINDS, PLACES, run_mixed
 from tests.sensitivity.search import LIMIT, Tally, run_case
 
 Examples = tuple[Tensor, ...]
@@ -53,6 +54,19 @@ def test_one_row_moves_the_sum_of_thousands_by_no_more_than_the_bound_in_a_short
     assert max(found, key=lambda one: one.change).change <= LIMIT
     assert {one.way for one in found} == set(WAYS)
     assert {one.order for one in found} == set(ORDERS)
+
+
+def test_losses_that_mix_examples_are_refused_before_a_sum_moves_by_more_in_a_short_search():
+    found = [run_mixed(0, number, kind) for kind in KINDS for number in range(20)]
+    assert not [one for one in found if one.failed]
+    assert sum(one.refused is not None for one in found) > 40  # the others hold by chance, such as with engine="vmap"
+
+
+@pytest.mark.slow
+def test_state_fitted_on_private_examples_is_refused_wherever_it_is_kept():
+    found = [run_mixed(1, number, "fitted") for number in range(120)]
+    assert not [one for one in found if one.failed]
+    assert {one.parts[-1] for one in found} == {*HOLDERS, *PLACES}
 
 
 def clipped_sum_of(

@@ -15,7 +15,10 @@ import torch
 
 from tests.sensitivity.grammar import PARTS, ROOTS
 from tests.sensitivity.large import Large, run_large, setting
+from tests.sensitivity.mixing import KINDS, Mixed, run_mixed
 from tests.sensitivity.search import LIMIT, Tally, run_case
+
+_MIXING = 4  # of so many cases, one mixes examples
 
 
 def main() -> int:
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file that failures are appended to, one JSON object a line")
     parser.add_argument("--shown", type=int, default=5, help="failures to print in full")
     parser.add_argument("--large", action="store_true", help="batches of 1,000 to 20,000 rows of few kinds instead")
+    parser.add_argument("--mixing", choices=[*KINDS, "any"], help="only cases that mix examples, of one kind or any")
     parser.add_argument("--threads", type=int, help="of torch; default: its own")
     options = parser.parse_args()
     if options.threads is not None:
@@ -44,12 +48,19 @@ def main() -> int:
         options.out.open("a").close()  # before the search, not after hours of it
     if options.large:
         return _search_large(options.seed, options.start, options.seconds, options.shown)
+    if options.mixing:
+        return _search_mixing(options)
     tally, began, computing = Tally(), time.monotonic(), time.process_time()
     kinds = Counter[str]()
     number = options.start if options.only is None else options.only
-    failures, slowest, told = 0, (0.0, 0), began
+    failures, slowest, told, mixing = 0, (0.0, 0), began, list[Mixed]()
     while options.only is not None or time.monotonic() - began < options.seconds:
         started = time.process_time()
+        if options.only is None and number % _MIXING == 0:
+            mixing.append(run_mixed(options.seed, number))
+            failures += mixing[-1].failed
+            if mixing[-1].failed:
+                _show("FAILED", vars(mixing[-1]))
         outcome = run_case(options.seed, number, options.first)
         slowest = max(slowest, (time.process_time() - started, number))
         tally.add(outcome)
@@ -82,9 +93,33 @@ def main() -> int:
     for reason, count in tally.refusals.most_common():
         print(f"  {count:6,} {reason}")  # noqa: T201
     print(f"rounding jumps: {tally.verdicts['jump']:,}", *tally.jumps, sep="\n  ")  # noqa: T201
+    _show_mixing(mixing)
     found = [f"{count:6,} {kind}" for kind, count in kinds.most_common()]
     print(f"failures: {failures:,}", *found, sep="\n  ")  # noqa: T201
     return 1 if failures else 0
+
+
+def _search_mixing(options: argparse.Namespace) -> int:
+    """Try cases that mix examples until the time is up; print those that nothing refused in time."""
+    number, began, found = options.start if options.only is None else options.only, time.monotonic(), list[Mixed]()
+    while time.monotonic() - began < options.seconds:
+        found.append(run_mixed(options.seed, number, None if options.mixing == "any" else options.mixing))
+        number += 1
+        if found[-1].failed or options.only is not None:
+            _show("FAILED" if found[-1].failed else "case", vars(found[-1]))
+        if options.only is not None:
+            break
+    _show_mixing(found)
+    return int(any(one.failed for one in found))
+
+
+def _show_mixing(found: list[Mixed]) -> None:
+    """Print how many cases of each kind were refused, and how many passed without a change above C."""
+    for kind in KINDS:
+        those = [one for one in found if one.parts[0] == kind]
+        refused, failed = sum(one.refused is not None for one in those), sum(one.failed for one in those)
+        told = f"{len(those):,}, refused {refused:,}, moved by more than {LIMIT} C before {failed:,}"
+        print(f"mixing, {kind}: {told}")  # noqa: T201
 
 
 def _search_large(seed: int, start: int, seconds: float, shown: int) -> int:

@@ -63,11 +63,11 @@ def find_problems(model: nn.Module) -> list[Problem]:
     Privacy:
         This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
-    if isinstance(model, torch.jit.TopLevelTracedModule):  # pyright: ignore[reportPrivateImportUsage]
-        what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
-        return [Problem("", type(model).__name__, what, remedy)]
     problems, trained = list[Problem](), False
     for path, module in named_modules(model):
+        if isinstance(module, torch.jit.TopLevelTracedModule):  # pyright: ignore[reportPrivateImportUsage]
+            what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
+            return [Problem(path, type(module).__name__, what, remedy)]  # its parts have no attributes to read
         kind = type(module).__name__
         # torch types running_mean as a Tensor, but it may be None.
         is_norm = isinstance(module, _BatchNorm | _InstanceNorm)
