@@ -119,7 +119,7 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place
 #     of an example in the batch: one example more gives others another mask of dropout, which anyone can compute.
 # Cost: 2 forward passes of a few examples; 3 with draws of numpy or Python under a fixed seed.
-# Refuses wrongly: a fixed random matrix that each forward pass draws again under its own seed.
+# Refuses wrongly: a fixed matrix that each pass draws again. It misses np.random.rand(999)[:len(x)] under a seed.
 def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
     states, others = _met(model, loss_fn, few, secret_seed())

@@ -28,8 +28,8 @@ class AdaptiveClip:
     """The base class of rules for C. A rule starts at the plan's `max_grad_norm`.
 
     Attributes:
-        max_grad_norm: C of the next step, within a factor of 1e6 of the plan's, and within the limits of any plan's C.
-            PrivateGradient refuses a C beyond these limits, before it computes the step.
+        max_grad_norm: C of the next step, from released values alone: nothing checks this in a rule of yours. Within a
+            factor of 1e6 of the plan's, and within the limits of any plan's C, beyond which PrivateGradient refuses it.
         statistic: what is released with each gradient.
     """
 

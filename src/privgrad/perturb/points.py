@@ -162,7 +162,7 @@ class SAT(Perturbation):
     Raises:
         PrivacyError: the radius is invalid; in use, the loaded state does not fit the model.
     Privacy:
-        p was released before, so its use is post-processing and costs nothing.
+        p was released before, so its use costs nothing. Other threads must not use the model during a step.
     Reference:
         Park et al. 2023 (DP-SAT). The point is computed once per step, for all microbatches.
     """
