@@ -217,7 +217,7 @@ class Stream:
 
         Privacy:
             NOT cryptographic: Philox on CUDA, with a 64-bit secret seed derived from the key, the step and the device.
-            Its float32 normals end at about 6.7 standard deviations.
+            Its float32 normals end at about 6.7 standard deviations, so noise adds up two of them.
         """
         self._require_own_process()
         name = f"{step} {device}".encode()

@@ -133,6 +133,14 @@ def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
     assert len(set(seeds)) == 3
 
 
+def test_normals_that_end_early_are_added_up_in_pairs(monkeypatch: pytest.MonkeyPatch):
+    """float32 normals of a GPU end at 6.7, which small noise would add to delta."""
+    monkeypatch.setattr(noise.torch, "randn", lambda size, **options: torch.full((size,), 6.7))
+    value = torch.zeros(3)
+    _release_on_device([value], partial(_add_on_device, std=1.0, divisor=1), RandomSource().stream("noise"), 0, None)
+    assert value.tolist() == pytest.approx([6.7 * math.sqrt(2)] * 3)
+
+
 def test_parameters_that_other_devices_draw_at_once_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(noise, "AT_ONCE", 50_000)  # the first two are drawn at once, and so are the last three
     sizes = [(20_000,), (100, 200), (20_000,), (70_000,), (20_000,), (0,), ()]
