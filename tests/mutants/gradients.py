@@ -16,10 +16,10 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient, rng
 from privgrad import rng as global_streams
 from privgrad.checks import model_and_loss as checks
-from privgrad.checks import randomness
+from privgrad.checks import randomness, variables
 from privgrad.checks import randomness as shared
 from privgrad.clip import clipping, groups
-from privgrad.engine import capture, factored, passes
+from privgrad.engine import capture, factored, layouts, passes
 from privgrad.engine import self_check as audit
 from privgrad.engine import shared_values as function_calls
 from privgrad.engine import units as layer_call
@@ -957,6 +957,41 @@ GRADIENTS = [
         lambda patch: everywhere(patch, randomness.streams, lambda: lambda: None),
         "test_constant_draws.test_a_coin_for_all_examples_is_accepted_and_exact",
         lambda module: {"coin": module.imported},
+    ),
+    Mutant(
+        "state that is fitted on private examples let through",
+        unchecked(checks.require_no_memory),
+        "test_fitted_state.test_fitted_state_is_refused_by_name_before_a_release",
+        {"kind": "closure", "engine": "factored"},
+    ),
+    Mutant(
+        "state that a pass left behind kept for the next one",
+        lambda patch: patch.setattr(variables.State, "kept", lambda self: nullcontext()),
+        "test_fitted_state.test_a_counter_that_changes_by_another_amount_is_refused_before_its_release",
+    ),
+    Mutant(
+        "a penalty on the gradient left out",
+        lambda patch: patch.setattr(capture.Capture, "_backward", lambda self, run, *rest, **more: run(*rest, **more)),
+        "test_second_derivatives.test_a_penalty_that_comes_late_is_noticed_at_once",
+    ),
+    Mutant(
+        "views of an example taken for neighbors",
+        lambda patch: patch.setattr(layouts, "_views", lambda *_: [1]),
+        "test_views.test_views_are_exact_and_fast",
+        {"name": "two views"},
+        guard="to match the gradients of single examples",
+    ),
+    Mutant(
+        "hooks on trained parameters let through",
+        mixing_modules_let_through,
+        "test_what_trains.test_a_hook_on_a_trained_parameter_is_refused",
+        lambda module: {"put": module.hook, "engine": "factored"},
+    ),
+    Mutant(
+        "parts outside of the model left out in silence",
+        unchecked(checks._warn_of_foreign),
+        "test_what_trains.test_what_trains_outside_of_the_model_is_named_once",
+        {"name": "a global parameter", "engine": "factored"},
     ),
     Mutant(
         "no check of what no earlier batch held",
