@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_decays, require_integer
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.errors import expected, require_integer
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, widened
 from privgrad.types import NoisyGradient
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon

@@ -13,10 +13,11 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected, require_share
+from privgrad.errors import described, expected
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import replaced
+from privgrad.optim.base import require_share
 from privgrad.optim.filters import EMA
 from privgrad.types import NoisyGradient
 

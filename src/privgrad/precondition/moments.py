@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_decays, require_integer, require_positive
+from privgrad.errors import expected, require_integer, require_positive
 from privgrad.gradient.factor import at_least_float32
 from privgrad.gradient.transform import MeanGradient, Preconditioner, Transform
+from privgrad.optim.base import require_decays
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.processes import blocks
 

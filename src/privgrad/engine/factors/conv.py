@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer, bounding_product
+from privgrad.engine.factors.outer import Outer, bounding_product, position_norms
 from privgrad.gradient.factor import (
     TERMS,
     Dense,
@@ -27,7 +27,6 @@ from privgrad.gradient.factor import (
     at_least_float32,
     examples_per_block,
     masked,
-    position_norms,
 )
 from privgrad.processes import AT_ONCE, is_on_processor
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, lost_to_underflow, merged, position_norms, scale_rows
 from privgrad.gradient.factor import (
     Examples,
     Factor,
@@ -19,12 +19,8 @@ from privgrad.gradient.factor import (
     at_least_float32,
     canceled,
     float64_norms,
-    lost_to_underflow,
     masked,
-    merged,
     norms_of,
-    position_norms,
-    scale_rows,
 )
 
 

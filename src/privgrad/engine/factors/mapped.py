@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from privgrad.engine.factors.conv import Convolution
-from privgrad.engine.factors.outer import Outer, RowRanges
-from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, largest_scale, term_bound_of
+from privgrad.engine.factors.outer import Outer, RowRanges, largest_scale
+from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, term_bound_of
 
 _ROUNDED = 1.001  # room for the rounding of the powers of a matrix
 

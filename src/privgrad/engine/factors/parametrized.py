@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from privgrad.engine.factors.conv import Convolution
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, largest_scale
 from privgrad.gradient.factor import (
     TINY,
     Dense,
@@ -30,7 +30,6 @@ from privgrad.gradient.factor import (
     examples_per_block,
     flattened,
     float64_norms,
-    largest_scale,
     native_norms,
     norms_of,
     term_bound_of,
