@@ -148,10 +148,7 @@ def calibrate_noise_multiplier(
         together = sorted((own, *others), key=lambda one: (isinstance(one, Selection), numbers_of(one)))
         return epsilon_of(tuple(together), float(delta), accountant)
 
-    found = noise_within(cost, target_epsilon)
-    if found is None:
-        remedy = "raise it, lower sample_rate or steps, or allow a larger delta"
-        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
+    found = _reached(function, cost, target_epsilon, "raise it, lower sample_rate or steps, or allow a larger delta")
     calibration_cache.keep(key, found)
     return found
 
@@ -186,10 +183,14 @@ def calibrate(
     def cost(noise_multiplier: float, accountant: str) -> float:
         return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
 
+    return _reached("calibrate", cost, target_epsilon, "raise it, plan fewer releases, or allow a larger delta")
+
+
+def _reached(function: str, cost: Callable[[float, str], float], target_epsilon: float, remedy: str) -> float:
+    """Return `noise_within`; raise PrivacyError if no sigma meets the target."""
     found = noise_within(cost, target_epsilon)
     if found is None:
-        remedy = "raise it, plan fewer releases, or allow a larger delta"
-        raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon, remedy)
+        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
     return found
 
 

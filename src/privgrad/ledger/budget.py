@@ -361,9 +361,7 @@ class Budget:
                 name = f"the epsilon of all commitments with {wanted.name}"
                 condition = f"to be at most {rounded_up(self.total_epsilon)}"
                 got = f"{rounded_up(cost)} ({rounded_up(self._cost(before))} without it)"
-                remedy = (
-                    "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) gives the noise"
-                )
+                remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
                 raise expected("Budget.commit", name, condition, got, remedy, BudgetExceededError)
             file.append(_line_of(wanted))
 

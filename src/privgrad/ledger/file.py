@@ -157,7 +157,9 @@ class LedgerFile:
                 _lock(self._descriptor, path, self._patience)
             self._read(accept, read_only=read_only)
             if self._descriptor is not None:
-                self._end_last_line(self._descriptor)
+                os.ftruncate(self._descriptor, self._size)  # without an unfinished last line
+                if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+                    self._size += os.write(self._descriptor, b"\n")
                 directory = os.open(path.parent, os.O_RDONLY)
                 _to_disk(directory)  # the name of a new file is durable only once its folder is on disk
                 os.close(directory)
@@ -167,12 +169,6 @@ class LedgerFile:
                 raise
             got = f"{path} ({error.strerror})"
             raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
-
-    def _end_last_line(self, descriptor: int) -> None:
-        """Remove an unfinished last line, or add the newline that a complete last line lacks."""
-        os.ftruncate(descriptor, self._size)
-        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
-            self._size += os.write(descriptor, b"\n")
 
     def _read(self, accept: Accept, *, read_only: bool) -> None:
         """Check each line of the file and pass it to `accept`; an unfinished last line is left out."""
