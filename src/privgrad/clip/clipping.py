@@ -208,10 +208,8 @@ def _joined(parts: Sequence[RawClipping]) -> RawClipping:
 class _Sums:
     """Weighted sums by parameter name, in float32 where rounding errors stay small.
 
-    Args:
-        max_grad_norm: C.
-        inverse_scales: 1 / A by parameter name.
-        expected_size: the public expected number of contributions.
+    The arguments are as in ClippingAccumulator.
+
     Privacy:
         One more example moves all later terms to other lanes of the matrix product, so the errors of ALL examples may
         change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
@@ -306,9 +304,7 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
-def _factors(
-    clip: Clipping, found: Mapping[str, Tensor], max_grad_norm: float, names: Sequence[str]
-) -> dict[str, Tensor]:
+def _factors(clip: Clipping, found: Mapping[str, Tensor], bound: float, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the factors of the norms that were found; refuse a user's rule whose factors depend on other examples.
 
     The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
@@ -316,11 +312,11 @@ def _factors(
     norms, missing = found, [name for name in names if name not in found]
     if missing:
         norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
-    factors = _answer(clip, norms, max_grad_norm)
+    factors = _answer(clip, norms, bound)
     half = len(next(iter(norms.values()))) // 2
     if type(clip).__module__ not in _OWN_RULES and half > 0:
         for part in (slice(half), slice(half, None)):
-            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, max_grad_norm)
+            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
             # Factors that are not finite are refused later, with the bound.
             if not all(
                 torch.allclose(factor_B[part], alone[name], rtol=1e-6, atol=0.0, equal_nan=True)
@@ -377,9 +373,7 @@ def _terms(
     return terms, canceling_B
 
 
-def _require_bound(
-    factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
-) -> Tensor:
+def _require_bound(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, bound: float) -> Tensor:
     """Return the lengths of the contributions, shape (B,); raise PrivacyError unless each is within C.
 
     The check uses the factors that the sum uses, not the promise of the rule.
@@ -391,11 +385,11 @@ def _require_bound(
         contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
     # The 1e-6 is float32's rounding of a factor. It is charged nowhere: sigma would be 1e-6 smaller.
     # An infinite factor times a norm of zero is NaN, which is in no bound.
-    if not bool((contribution_B <= max_grad_norm * (1 + 1e-6)).all()):
+    if not bool((contribution_B <= bound * (1 + 1e-6)).all()):
         remedy = "correct the rule: nothing was released"
         finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
         got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
-        raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", got, remedy)
+        raise expected(type(clip).__name__, "factors", f"to bound contributions by {bound}", got, remedy)
     return contribution_B
 
 
@@ -431,8 +425,4 @@ def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
     """Return each example's norm over all parameters, given its norm for each; shape (B,)."""
-    return _vector_norm(torch.stack(list(norms)), 0)
-
-
-def _vector_norm(values: Tensor, dim: int) -> Tensor:
-    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))

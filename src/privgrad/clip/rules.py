@@ -52,9 +52,8 @@ class PerLayer:
     def __post_init__(self) -> None:
         if not isinstance(self.shares, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give {prefix: share}, or use Flat()"
-            raise expected(
-                "PerLayer", "shares", "to be a mapping from prefixes to numbers", described(self.shares), remedy
-            )
+            condition = "to be a mapping from prefixes to numbers"
+            raise expected("PerLayer", "shares", condition, described(self.shares), remedy)
         if not self.shares:
             remedy = "give {prefix: share}, or use Flat()"
             raise expected("PerLayer", "shares", "to name at least one group", "{}", remedy)

@@ -192,9 +192,8 @@ def per_sample_gradients(
         ]
     if model not in _SLOW:
         _SLOW.add(model)
-        warnings.warn(
-            "vmap cannot batch this model; its gradients are computed one by one, which is slow", stacklevel=2
-        )
+        told = "vmap cannot batch this model; its gradients are computed one by one, which is slow"
+        warnings.warn(told, stacklevel=2)
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
 
@@ -239,10 +238,8 @@ class _Differentiated(nn.Module):
         super().__init__()
         self.bound = bound
 
-    def forward(
-        self, example: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool
-    ) -> tuple[Tensor, ...]:
-        loss = require_losses(self.bound(example), 1).sum()
+    def forward(self, row: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool) -> tuple[Tensor, ...]:
+        loss = require_losses(self.bound(row), 1).sum()
         if not loss.requires_grad:
             return tuple(torch.zeros_like(leaf) for leaf in leaves)
         refuse_reentrant(loss)
