@@ -86,9 +86,8 @@ def image_folder(
         remedy = "lower test_share and validation_share, or give a larger folder"
         name = "image" if unit == ROW else "person"
         raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
-    made: dict[str, Any] = {
-        name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()
-    }
+    form = size, channels, max_rows, standardize
+    made: dict[str, Any] = {name: _tensors(units, *form) for name, units in parts.items()}
     if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
         raise _in_both("images", "copies", Path(test), folder)
     return DataSet(

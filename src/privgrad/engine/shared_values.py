@@ -23,6 +23,8 @@ from privgrad.gradient.batching_rules import OF_ALL
 from privgrad.gradient.functional import batched, unseen_by_checkpoints, version_of
 from privgrad.gradient.refusals import REMEDY, refused
 
+Inputs = Sequence[tuple[Tensor, int | None]]  # tensors, each with the dimension of its examples; None: they share it
+
 
 @dataclass
 class _Value:
@@ -49,9 +51,7 @@ class SharedValues:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
-        self._values = {
-            id(p): _Value(p, p._version, True, unit, None, sources=frozenset([id(p)])) for unit, p in parameters
-        }
+        self._values = {id(p): _Value(p, p._version, True, u, None, sources=frozenset([id(p)])) for u, p in parameters}
         self._parameters = set(self._values)
 
     def __contains__(self, tensor: object) -> bool:
@@ -246,9 +246,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def for_each(
-    func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
-) -> tuple[list[Tensor], Any]:
+def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
     Args:

@@ -240,9 +240,7 @@ class DiSK(Contribution):
         self._now = {name: value.detach().clone() for name, value in parameters.items()}
         factor = (1 - self.weight) / self.weight
         # theta_{t-1} + (1 + factor) (theta_t - theta_{t-1}) = theta_t + factor (theta_t - theta_{t-1})
-        points = {
-            parameters[name]: torch.lerp(before, self._now[name], 1 + factor) for name, before in self._before.items()
-        }
+        points = {parameters[n]: torch.lerp(before, self._now[n], 1 + factor) for n, before in self._before.items()}
         with replaced(points):
             yield
 

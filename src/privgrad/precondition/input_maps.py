@@ -126,9 +126,7 @@ class Inputs(Preconditioner):
         if not maps:
             assert self._bound is not None
             got = described(self._bound[0])
-            remedy = (
-                "leave the preconditioner out: it is for linear layers, convolutions, attention and recurrent layers"
-            )
+            remedy = "leave it out: it is for linear layers, convolutions, attention and recurrent layers"
             raise expected("precondition.inputs", "the model", "to have a layer with inputs", got, remedy)
         self.layers = dict.fromkeys(parameters, "unchanged")
         for name, own in maps.items():

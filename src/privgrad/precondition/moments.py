@@ -171,9 +171,8 @@ class Moments(Preconditioner):
         unit = self._noise_eps * noise_std
         # Reuse the memory of the last step: to allocate it would take as long as to fill it.
         kept = self._inverse
-        self._inverse = {
-            n: kept[n] if n in kept else torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items()
-        }
+        new = {n: torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items() if n not in kept}
+        self._inverse = {n: new[n] if n in new else kept[n] for n in parameters}
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
                 if self._eps is None:  # A = 1 + sqrt(v) / (noise_eps noise_std)

@@ -231,12 +231,6 @@ class Outer(LinearMapFactor):
         outputs, inputs = self.shape
         return self.positions * (inputs + outputs) < inputs * outputs
 
-    @property
-    def _is_cheap_written_out(self) -> bool:
-        """Whether a device other than the CPU writes a gradient out in less time than it starts further kernels."""
-        # The number of examples must not decide: the norms of all others would be rounded differently.
-        return not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
-
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms by the cheapest exact formula for the shapes.
 
@@ -255,7 +249,10 @@ class Outer(LinearMapFactor):
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and self.has_few_positions and not self._is_cheap_written_out:
+        # Other devices write a small gradient out in less time than they start further kernels. The number of examples
+        # must not decide: the norms of all others would be rounded differently.
+        is_small = not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
+        if inverse_scales is None and self.has_few_positions and not is_small:
             chunks = self._split(self._per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         if self.keeps:

@@ -213,9 +213,7 @@ class StandardizedWeight:
         moved = Combined(by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def curved(
-        self, total: Factor, more: Factor | None, displacements: Mapping[str, Displacement]
-    ) -> dict[Tensor, Factor]:
+    def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself.
 
         BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
@@ -229,9 +227,9 @@ class StandardizedWeight:
         Args:
             total: gradients with respect to the weight, including the change of the output gradient by curvature.
             more: the term that curvature adds to them through the layer's input; None: there is none.
-            displacements: of the parameters along g, by name.
+            moves: displacements of the parameters along g, by name.
         """
-        g, s_B1, m_BO = self.along(displacements)
+        g, s_B1, m_BO = self.along(moves)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
         r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
         of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
@@ -261,9 +259,7 @@ class StandardizedWeight:
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
         """Return the factors by parameter, for the parameters that are trained."""
-        found = {
-            name: original if name == "original" else Dense(gain_BO.view(-1, *p.shape)) for name, p in self.own.items()
-        }
+        found = {n: original if n == "original" else Dense(gain_BO.view(-1, *p.shape)) for n, p in self.own.items()}
         return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
 
     def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
@@ -303,9 +299,8 @@ class MovedStandardizedWeight:
         square_BO = g.square_BO.to(m_BO.dtype) / common.fan_in
         along_BO = of_y_BO + share_BO * g.along_BO
         self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
-        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
-            2 * of_y_BO * common.slope(g) + share_BO * square_BO
-        )
+        of_g_BO = 2 * of_y_BO * common.slope(g) + share_BO * square_BO
+        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * of_g_BO
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
 

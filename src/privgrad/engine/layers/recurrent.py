@@ -166,9 +166,7 @@ def _direction(
     pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, displacements), of_gates)
     if isinstance(module, nn.LSTM | nn.LSTMCell):
         weight_hr = nothing_TBP = None
-        if getattr(
-            module, "proj_size", 0
-        ):  # zeros that are added to each projected state, since their gradient is the state's
+        if getattr(module, "proj_size", 0):  # add zeros to each projected state: their gradient is the state's
             weight_hr = EachWeight.of(parameter("weight_hr"), displacements)
             nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
