@@ -1,6 +1,5 @@
 """A data set from a folder of your own images: one sub-folder per class."""
 
-import importlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -14,6 +13,7 @@ from privgrad.data.read_rows import is_datasets_folder, read_columns
 from privgrad.data.schema import ROW, PathLike, Positive, Where, is_nobody, person_of, require_unit
 from privgrad.data.table import Share, part_of, require_split
 from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.plugins import optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
@@ -241,8 +241,4 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
 
 def require_pillow() -> Any:
     """Return Pillow's module of images; raise PrivacyError if it is missing."""
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        remedy = "pip install 'privgrad[images]'"
-        raise expected("image_folder", "Pillow", "to be installed for images", error, remedy) from error
+    return optional("image_folder", "Pillow", "PIL.Image", "pip install 'privgrad[images]'", " for images")

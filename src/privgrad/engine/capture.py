@@ -64,7 +64,6 @@ class Capture:
     """A context in which a forward pass is recorded, and computed so that gradients per example can be taken.
 
     Args:
-        model: the module.
         layouts: the learned layout of each call, in order; None while they are being learned.
         size: the number of examples.
         vmapped_units: paths of units that are computed by vmap.

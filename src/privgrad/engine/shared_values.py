@@ -181,10 +181,8 @@ class Call(NamedTuple):
 class FunctionCalls(TorchFunctionMode):
     """A mode that passes calls with a shared value among their arguments to `take`, and uses its result.
 
-    Args:
-        shared: the shared values of the pass.
-        take: function, args, kwargs -> the result of the call.
-        record: a list for all calls, which are not passed to `take` then; None: no record.
+    With a list `record`, it adds all calls to the list, and passes none to `take`.
+
     Attributes:
         count: the number of calls so far, of any function but those of `_METADATA`.
     """
@@ -249,13 +247,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
-    Args:
-        func: the function.
-        args: its arguments; `inputs` replaces the tensors among them, in order.
-        kwargs: the same.
-        inputs: pairs of a tensor and the dimension of its examples, 0; None: the same for each example.
-    Returns:
-        The tensors in the result, with the examples in dimension 0; and a function that puts others in their place.
+    `inputs`, with their examples in dimension 0, replace the tensors in args and kwargs, in order. Return the tensors
+    in the result, with the examples in dimension 0; and a function that puts others in their place.
     """
     leaves, structure = tree_flatten((args, kwargs))
     found: Any = None

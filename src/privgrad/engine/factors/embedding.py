@@ -114,13 +114,8 @@ class Bags(LinearMapFactor):
 class ManyBags(LinearMapFactor):
     """The gradients of a table for several bags per example: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Under user-level privacy, a user's documents are the bags.
-
-    Args:
-        ids_BJT: words, integer, shape (B, J, T).
-        weight_BJT: the weight of each word, shape (B, J, T); 0 for padding.
-        r_BJD: gradients of the bags' outputs, shape (B, J, D).
-        rows: V.
+    Under user-level privacy, a user's documents are the bags. The arguments are as in Bags, for J bags of each example:
+    shapes (B, J, T), (B, J, T) and (B, J, D).
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:

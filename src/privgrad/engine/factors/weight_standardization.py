@@ -139,8 +139,7 @@ class StandardizedWeight:
     with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
     and ones, and so is everything that is computed from g below (see `Combined`).
 
-    Args:
-        parametrization: torch's parametrization of the weight by v ("original") and the gain, common to all examples.
+    Torch's parametrization of the weight by v ("original") and the gain is common to all examples.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:
@@ -283,10 +282,7 @@ class MovedStandardizedWeight:
 
     Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
     of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
-
-    Args:
-        common: the weight at the parameters that all examples share.
-        displacements: of the parameters along g, by name.
+    `common` is the weight at the parameters that all examples share.
     """
 
     def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
