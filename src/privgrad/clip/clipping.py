@@ -29,6 +29,8 @@ _TERMS = 1e4
 _PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be rounded, about as far as a float32 total
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
+Named = Mapping[str, Tensor]  # by parameter name
+Factors = Mapping[str, Factor]
 _OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone
 
 
@@ -222,12 +224,12 @@ class _Sums:
         - Chunks are added to a total in float64.
     """
 
-    def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor], expected_size: int) -> None:
+    def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
         self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
 
-    def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    def add(self, chunk: Factors, factors: Named, terms: Named) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         term_NB = _products(factors, terms)
         for name, term_B, most in zip(factors, term_NB, cast("list[float]", term_NB.amax(1).tolist()), strict=True):
@@ -258,12 +260,7 @@ class _Sums:
 
 
 def _add_clipped(
-    sums: _Sums,
-    chunk: Mapping[str, Factor],
-    clip: Clipping,
-    max_grad_norm: float,
-    inverse_scales: Mapping[str, Tensor],
-    names: Sequence[str],
+    sums: _Sums, chunk: Factors, clip: Clipping, max_grad_norm: float, inverse_scales: Named, names: Sequence[str]
 ) -> RawClipping:
     """Clip one chunk of gradients and add it to `sums`; return its norms and factors.
 
@@ -304,7 +301,7 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
-def _factors(clip: Clipping, found: Mapping[str, Tensor], bound: float, names: Sequence[str]) -> dict[str, Tensor]:
+def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the factors of the norms that were found; refuse a user's rule whose factors depend on other examples.
 
     The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
@@ -328,7 +325,7 @@ def _factors(clip: Clipping, found: Mapping[str, Tensor], bound: float, names: S
     return {name: factors[name] for name in found} if missing else factors
 
 
-def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Tensor]:
     """Return the rule's factors for these norms, one for every parameter and example; negligible ones become 0."""
     factors, remedy = clip.factors(norms, max_grad_norm), "correct the rule: nothing was released"
     if factors.keys() != norms.keys():
@@ -350,11 +347,7 @@ def _without_lost(factor_B: Tensor) -> Tensor:
 
 
 def _terms(
-    chunk: Mapping[str, Factor],
-    norms: Mapping[str, Tensor],
-    factors: Mapping[str, Tensor],
-    max_grad_norm: float,
-    inverse_scales: Mapping[str, Tensor],
+    chunk: Factors, norms: Named, factors: Named, max_grad_norm: float, inverse_scales: Named
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far.
 
@@ -373,7 +366,7 @@ def _terms(
     return terms, canceling_B
 
 
-def _require_bound(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, bound: float) -> Tensor:
+def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -> Tensor:
     """Return the lengths of the contributions, shape (B,); raise PrivacyError unless each is within C.
 
     The check uses the factors that the sum uses, not the promise of the rule.
@@ -405,12 +398,12 @@ class _Norms(dict[str, Tensor]):
         self.joint_B = _joint_norm(self.values())
 
 
-def joint_norm_of(norms: Mapping[str, Tensor]) -> Tensor:
+def joint_norm_of(norms: Named) -> Tensor:
     """Return the joint norm of norms by parameter name, shape (B,)."""
     return norms.joint_B if isinstance(norms, _Norms) else _joint_norm(norms.values())
 
 
-def _products(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> Tensor:
+def _products(factors: Named, norms: Named) -> Tensor:
     """Return each factor times its norm, one row per parameter and one column per example."""
     distinct = _distinct(factors)
     if len(distinct) == 1:
@@ -418,7 +411,7 @@ def _products(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> Ten
     return torch.stack([factor_B * norms[name] for name, factor_B in factors.items()])
 
 
-def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
+def _distinct(factors: Named) -> list[Tensor]:
     """Return the factors, each tensor once, because most rules give all parameters the same tensor."""
     return list({id(factor_B): factor_B for factor_B in factors.values()}.values())
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
 from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
-from privgrad.engine.layers.base import Rule, add_to, displacement_of, find_forward, find_rule, is_built_in
+from privgrad.engine.layers.base import Rule, Weights, add_to, displacement_of, find_forward, find_rule, is_built_in
 from privgrad.engine.shared_values import Additive
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import is_additive, sources
@@ -323,15 +323,7 @@ class LayerCall:
     """
 
     def __init__(
-        self,
-        path: str,
-        rule: Rule,
-        layer: Any,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        norms: JacobianNorms,
-        *,
-        curved: bool,
+        self, path: str, rule: Rule, layer: Any, weights: Weights, x: Tensor, norms: JacobianNorms, *, curved: bool
     ) -> None:
         self._path = path
         self._layer = layer

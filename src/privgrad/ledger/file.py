@@ -28,7 +28,7 @@ from privgrad.errors import PrivacyError, expected, file_problem
 
 VERSION = 3
 _LONGEST_LINE = 1 << 24  # bytes; a file that is not a ledger must not fill the memory
-_PATIENCE = 0.1  # seconds to wait for the lock
+_WAIT = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 Kind = Literal["ledger", "budget"]
@@ -54,14 +54,7 @@ class LedgerFile:
     """
 
     def __init__(
-        self,
-        kind: Kind,
-        path: Path,
-        *,
-        read_only: bool,
-        accept: Accept,
-        patience: float = _PATIENCE,
-        create: bool = True,
+        self, kind: Kind, path: Path, *, read_only: bool, accept: Accept, patience: float = _WAIT, create: bool = True
     ) -> None:
         self._kind, self.path, self._patience, self._create = kind, path, patience, create
         self.head = ""  # the checksum of the last line, which depends on all lines before it; "" for an empty file
@@ -235,7 +228,7 @@ def _lock(descriptor: int, path: Path, patience: float) -> None:
         except OSError as error:
             # Again for a short time: `is_in_use` also holds a lock while it checks.
             if isinstance(error, BlockingIOError) and time.monotonic() < until:
-                time.sleep(_PATIENCE / 100)
+                time.sleep(_WAIT / 100)
                 continue
             remedy = "wait until it ends, or close() its ledger if it is in this process"
             got = f"{path}, which a running training has locked"

@@ -10,6 +10,7 @@ Shape suffixes: B examples, P a parameter's shape.
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, cast
@@ -241,27 +242,14 @@ _STEPS, _GROWTH = 32, 1.25  # the norm of J is measured again after so many step
 _SHARES = random.Random()  # independent of every stream that a user seeds
 
 
+@dataclass(eq=False)
 class Jacobian:
-    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed, for every example.
+    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed, for every example."""
 
-    Args:
-        weight: the weight, with its graph.
-        parameter: a leaf of that graph.
-        norm: an upper bound on the spectral norm of J, or a function that returns one; if there are no `rows`.
-        rows: a function that returns J in closed form, or None if J has no such form.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        parameter: Tensor,
-        norm: "float | Callable[[Jacobian], float]",
-        rows: "Callable[[Jacobian], RowMap | None] | None" = None,
-    ) -> None:
-        self.weight = weight
-        self.parameter = parameter
-        self._norm = norm
-        self._rows = rows
+    weight: Tensor  # with its graph
+    parameter: Tensor  # a leaf of that graph
+    _norm: "float | Callable[[Jacobian], float]"  # an upper bound on the spectral norm of J, if there are no `rows`
+    _rows: "Callable[[Jacobian], RowMap | None] | None" = None  # returns J in closed form, or None if it has none
 
     @cached_property
     def rows(self) -> RowMap | None:

@@ -7,7 +7,7 @@ the docstrings below cite them by number.
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -76,13 +76,7 @@ class Projected(Combined):
     """
 
     def __init__(
-        self,
-        grads: Factor,
-        rows: Tensor,
-        scale_1O: Tensor,
-        numbers: tuple[Tensor, ...],
-        bound_B: Tensor,
-        lost_B: Tensor,
+        self, grads: Factor, rows: Tensor, scale_1O: Tensor, numbers: Sequence[Tensor], bound_B: Tensor, lost_B: Tensor
     ) -> None:
         LinearMapFactor.__init__(self, grads.examples, rows.shape)
         self._grads = grads
