@@ -7,13 +7,12 @@ these numbers from one plan, so that what is charged is what was drawn.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
@@ -35,7 +34,7 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler, Collate, batches
-from privgrad.sampling.loading import refuse_habits
+from privgrad.sampling.loading import Data, refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
@@ -425,7 +424,7 @@ class PrivacyPlan:
 
     def batches(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Data,
         *,
         start: int = 0,
         collate: Collate | None = None,
@@ -455,12 +454,7 @@ class PrivacyPlan:
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
     def sampler(
-        self,
-        dataset: Dataset[Any] | Sequence[Any],
-        *,
-        start: int = 0,
-        collate: Collate | None = None,
-        processes: Processes = ALONE,
+        self, dataset: Data, *, start: int = 0, collate: Collate | None = None, processes: Processes = ALONE
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 

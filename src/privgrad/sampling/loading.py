@@ -27,6 +27,7 @@ from privgrad.rng import numpy_and_python_kept, set_states
 from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
 Collate = Callable[[list[Any]], Any]
+Data = Dataset[Any] | Sequence[Any]  # map-style
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
@@ -217,7 +218,7 @@ class Examples(Dataset[Batch]):
         each generator its whole state, because seeds of 32 bits could be tried.
     """
 
-    def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> None:
+    def __init__(self, dataset: Data, collate: Collate | None) -> None:
         self._data, self._collate = cast("Sequence[Any]", dataset), collate
         # Not for subclasses: their indexing may hide or change columns.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
