@@ -31,20 +31,20 @@ ROOMS: dict[str, dict[str, int]] = {
         "audit": 880,
         "checks": 1596,  # constants for random numbers; what one pass reads of another; leaves outside the model
         "cli": 626,  # calibrate takes epochs and a batch size
-        "clip": 1065,
+        "clip": 1064,
         "data": 1861,
         "diagnostics": 738,
         "engine": 7406,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1947,
-        "gradient": 2878,  # `novelty`, `state`, hooks in copies
+        "gradient": 2879,  # `novelty`, `state`, hooks in copies
         "heads": 984,
         "integrations": 1638,  # the task for which a head has no known loss
         "ledger": 1456,
         "models": 173,
         "noise": 570,
-        "optim": 1956,  # checks of decays and shares
-        "perturb": 697,
-        "precondition": 1037,
+        "optim": 1953,  # checks of decays and shares
+        "perturb": 693,
+        "precondition": 1038,
         "sampling": 1008,  # visible repeats, extremes tried first, names of parts
         "statement": 846,  # what each gradient was released with
         "training": 1608,  # no epsilon for batches of fixed size

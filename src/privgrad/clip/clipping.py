@@ -20,7 +20,7 @@ from torch import Tensor
 
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.errors import expected
-from privgrad.gradient.factor import Dense, Factor, examples_per_block
+from privgrad.gradient.factor import Dense, Factor, Factors, examples_per_block
 from privgrad.types import ClippedSum
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
@@ -30,7 +30,6 @@ _PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be r
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
 Named = Mapping[str, Tensor]  # by parameter name
-Factors = Mapping[str, Factor]
 _OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone
 
 
@@ -135,7 +134,7 @@ class ClippingAccumulator:
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
 
-    def add(self, chunk: Mapping[str, Factor], padded: int | None = None) -> None:
+    def add(self, chunk: Factors, padded: int | None = None) -> None:
         """Clip the gradients of one part of the batch and add them.
 
         Args:

@@ -5,7 +5,7 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import ClassVar, TypeVar, cast
 
@@ -344,6 +344,9 @@ class Factor(ABC):
     def _per_block(self, floats: int) -> int:
         """Return `examples_per_block` on the device of the gradients, which is the CPU unless a subclass knows."""
         return examples_per_block(floats)
+
+
+Factors = Mapping[str, Factor]  # by parameter name
 
 
 class LinearMapFactor(Factor):

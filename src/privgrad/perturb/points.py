@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import described, expected
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
-from privgrad.gradient.factor import Factor
+from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import replaced
 from privgrad.optim.base import require_share
 from privgrad.optim.filters import EMA
@@ -138,15 +138,13 @@ class BAM(Perturbation):
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+    ) -> Iterator[tuple[int, Factors]]:
         """Yield the `gradients` in chunks, in smaller ones where the engine needs more memory at moved points."""
         if self.radius(step) > 0:
             size = engine.moved_size(examples, size, exact=self.mode == "exact")
         return super().chunks(engine, examples, size, step, inverse_scales)
 
-    def gradients(
-        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Mapping[str, Factor]:
+    def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return h_i of each row."""
         radius = self.radius(step)
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
