@@ -347,7 +347,6 @@ class NoisyGradient(Mapping[str, Tensor]):
         unknown = [name for name in self if name not in parameters]
         if unknown:
             got = f"a {type(model).__name__} without {', '.join(unknown)}"
-            condition = "to have every parameter of the gradient"
-            raise expected("NoisyGradient.assign", "model", condition, got, remedy)
+            raise expected("NoisyGradient.assign", "model", "to have every parameter of the gradient", got, remedy)
         for name, value in self.items():
             parameters[name].grad = value.to(parameters[name].dtype)

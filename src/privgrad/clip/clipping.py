@@ -231,8 +231,10 @@ class _Sums:
     def add(self, chunk: Factors, factors: Named, terms: Named) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         term_NB = _products(factors, terms)
+        # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
+        most_light = max(1.001, _TERMS / (2 * self._expected_size))
         for name, term_B, most in zip(factors, term_NB, cast("list[float]", term_NB.amax(1).tolist()), strict=True):
-            limit = self._light(chunk[name]) * self._bound
+            limit = min(chunk[name].usual_terms, most_light) * self._bound
             heavy_B = None if most <= limit else ~(term_B <= limit)  # nan is heavy
             added = self._sum(name, chunk[name], factors[name], heavy_B)
             known = self.values.get(name)
@@ -251,11 +253,6 @@ class _Sums:
             return total
         index = heavy_B.nonzero()[:, 0]
         return total.double().add_(factor[index].exact_sum(factor_B[index]))
-
-    def _light(self, factor: Factor) -> float:
-        """Return how large the term bound of a light example may be, in C: a public number."""
-        least = 1.001  # else rounding would decide about an example that is clipped to C
-        return min(factor.usual_terms, max(least, _TERMS / (2 * self._expected_size)))
 
 
 def _add_clipped(

@@ -160,8 +160,7 @@ class LedgerFile:
             self.close()
             if not isinstance(error, OSError):
                 raise
-            got = f"{path} ({error.strerror})"
-            raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
+            raise expected("Ledger", "path", condition, f"{path} ({error.strerror})", "give a ledger's path") from error
 
     def _read(self, accept: Accept, *, read_only: bool) -> None:
         """Check each line of the file and pass it to `accept`; an unfinished last line is left out."""
@@ -175,8 +174,7 @@ class LedgerFile:
                     got = f"version {str(line['ledger_version'])[:20]}"
                     remedy = "resume with the privgrad that wrote it, or start a new ledger and add up both epsilons "
                     remedy += "and both deltas"
-                    name = f"line 1 of {self.path}"
-                    raise expected("Ledger", name, f"to have ledger version {VERSION}", got, remedy)
+                    raise expected("Ledger", f"line 1 of {self.path}", f"to have ledger version {VERSION}", got, remedy)
                 sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:
                     raise self._damaged(number, raw, "to match its checksum and to follow the line before it")

@@ -84,10 +84,9 @@ class Schedule:
                 value = error
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
         if not number or (self._positive and value == 0):
-            remedy = f"give a Python number, {self._usual}"
             name = f"{self._name} at step {step}" if callable(self._value) else self._name
             condition = f"to be a finite number {'>' if self._positive else '>='} 0"
-            raise expected(self._function, name, condition, repr(value), remedy)
+            raise expected(self._function, name, condition, repr(value), f"give a Python number, {self._usual}")
         self._last = step, float(cast(float, value))
         return self._last[1]
 

@@ -88,8 +88,7 @@ def default_collated(items: list[Any]) -> Any:
     except (TypeError, RuntimeError) as error:
         got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
         remedy = "turn each example into tensors of one shape in the data set, or give collate="
-        condition = "to hold tensors and numbers"
-        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+        raise expected("plan.batches", "dataset", "to hold tensors and numbers", got, remedy, SamplingError) from error
 
 
 def _refuse_lists(path: str, example: Any) -> None:

@@ -135,7 +135,9 @@ class Convolution(LinearMapFactor):
         """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        if self._by_products:
+        few = self._few_positions and self._positions <= _FEWEST
+        small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
+        if self.geometry.is_pointwise or few or small:
             if not is_on_processor(self.b) and self.examples > self._per_block(int(self.shape.numel())):
                 return self.written_out().grads_BP  # in parts: the patches of all take too much memory
             return self.of_patches().dense().view(self.examples, *self.shape)
@@ -223,13 +225,6 @@ class Convolution(LinearMapFactor):
     @property
     def _few_positions(self) -> bool:
         return self.geometry.by_patches(self.b.shape[2:])
-
-    @property
-    def _by_products(self) -> bool:
-        """Whether products of patches and output gradients compute the gradients."""
-        few = self._few_positions and self._positions <= _FEWEST
-        small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
-        return self.geometry.is_pointwise or few or small
 
     @property
     def _patches(self) -> int:

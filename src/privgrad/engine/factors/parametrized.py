@@ -111,7 +111,8 @@ class RowSums(NamedTuple):
     def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
         """Return the sums for gradients with respect to a weight, and for rows u; these may have any length."""
         # By inner products of patches or positions where these take fewer operations, as in docs/mathematics.md (3.6).
-        outer = _is_outer(grads)
+        of_patches = isinstance(grads, Convolution) and grads.by_inner_products
+        outer = grads.has_few_positions if isinstance(grads, Outer) else of_patches
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
         few = examples_per_block(floats, unit_OF)
         parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
@@ -157,13 +158,6 @@ class SharedSums:
         return self._found
 
 
-def _is_outer(grads: Factor) -> bool:
-    """Return whether inner products take fewer operations than the gradients."""
-    if isinstance(grads, Outer):
-        return grads.has_few_positions
-    return isinstance(grads, Convolution) and grads.by_inner_products
-
-
 def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *, verified: bool) -> RowMap | None:
     """Return the map of a weight's Jacobian with respect to a parameter, or None if it has no such form.
 
@@ -189,7 +183,9 @@ def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor
     if not bool((length_O > 0).all() & torch.isfinite(length_O).all()):
         return None
     unit_OF, root = w_OF / length_O[:, None], w_OF.shape[1] ** 0.5
-    random_OF = _random(w_OF)
+    # Windows of one long row take less time to draw. The seed is fixed.
+    row = torch.randn(sum(w_OF.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    random_OF = row.to(w_OF).unfold(0, w_OF.shape[1], 1)[: len(w_OF)]
     probe_OF = torch.add(random_OF, unit_OF, alpha=root).add_(1.0)
     pulled = pull(probe_OF.view_as(weight))
     if like_weight:
@@ -227,14 +223,6 @@ def _agree(row_map: RowMap, h_OF: Tensor, pulled: Tensor) -> bool:
     error_O = native_norms((row_map.pull(h_OF[None])[0] - pulled).view(len(h_OF), -1))
     terms_O = native_norms(h_OF) * torch.stack([numbers.abs() for numbers in row_map.numbers]).sum(0)
     return bool((error_O <= _EXACT * torch.finfo(h_OF.dtype).eps * terms_O).all())
-
-
-def _random(like_OF: Tensor) -> Tensor:
-    """Return rows of normal numbers, drawn with a fixed seed."""
-    rows, length = like_OF.shape
-    # Windows of one long row take less time to draw.
-    drawn = torch.randn(rows + length, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return drawn.to(like_OF).unfold(0, length, 1)[:rows]
 
 
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
