@@ -445,7 +445,11 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             found = budget.released(name) or found
         is_recorded = found is not None
         if found is None:
-            found = _noisy(compute(), planned, f"{function} {name}", seed)
+            exact = ClippedSum({"sum": compute()}, planned.sensitivity)
+            stream = RandomSource(seed).stream(f"{function} {name}")  # of its own: a later call draws other noise
+            sigma = float(planned.noise_multiplier)
+            noisy = add_noise(exact, noise_multiplier=sigma, divisor=1, stream=stream, step=0, on_grid=True)
+            found = [float(value) for value in noisy["sum"].numpy()]
         if budget is not None and name is not None:
             found = budget.record(name, found)
         if len(found) != planned.size:
@@ -473,16 +477,3 @@ def _say_that_it_is_recorded(function: str, where: _Where, own: Ledger | None) -
         f"new release, which is charged again, give another {other}",
         stacklevel=5 if function in ("release_sum", "release_mean") else 4,  # the line of the user's call
     )
-
-
-def _noisy(total: Tensor, planned: _Planned, name: str, seed: int | None) -> list[float]:
-    """Return a sum with Gaussian noise on the grid. Each call draws from a stream of its own."""
-    noisy = add_noise(
-        ClippedSum({"sum": total}, planned.sensitivity),
-        noise_multiplier=float(planned.noise_multiplier),
-        divisor=1,
-        stream=RandomSource(seed).stream(name),
-        step=0,
-        on_grid=True,
-    )
-    return [float(value) for value in noisy["sum"].numpy()]

@@ -95,15 +95,12 @@ class Bags(LinearMapFactor):
         square_BD = cast(Tensor, torch.sparse.mm(square, scales.square_()))
         norm_B = norms_of(square_BD.sqrt() * r_BD) * r_B * c_B * largest.double()
         for index in lost_to_underflow(norm_B, plain_B * largest.double()):
-            norm_B[index] = self._scaled_norm(index, inverse_scales)
+            # In float64, no square under- or overflows.
+            bag = self[index : index + 1]._bags
+            columns, c_T = bag.indices()[1], bag.values().double()
+            scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
+            norm_B[index] = float64_norms(scaled_TD.flatten())
         return norm_B
-
-    def _scaled_norm(self, index: int, inverse_scales: Tensor) -> Tensor:
-        # In float64, no square under- or overflows.
-        bag = self[index : index + 1]._bags
-        columns, c_T = bag.indices()[1], bag.values().double()
-        scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
-        return cast(Tensor, torch.linalg.vector_norm(scaled_TD))
 
     @cached_property
     def _bags(self) -> Tensor:
