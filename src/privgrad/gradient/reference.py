@@ -34,6 +34,7 @@ from privgrad.gradient.refusals import buffers_written
 from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
+Check = Callable[[nn.Module, LossFunction, Any], None]
 Named = dict[str, Tensor]  # by parameter name
 _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 
@@ -52,12 +53,7 @@ class Vmap:
     batches_examples = False  # each example is computed by itself, with random numbers of its own
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        *,
-        memory_mb: float | None = None,
-        check: Callable[[nn.Module, LossFunction, Any], None] | None = None,
+        self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None, check: Check | None = None
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn

@@ -40,18 +40,15 @@ from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.factor import Factor, as_linear_map
 from privgrad.gradient.functional import version_of
 
+Layers = nn.LSTM | nn.GRU | nn.RNN
+Cell = nn.LSTMCell | nn.GRUCell | nn.RNNCell
 State = Tensor | tuple[Tensor, Tensor]
 Grads = tuple[Tensor | None, ...]
 
 
 @register_forward(nn.LSTM, nn.GRU, nn.RNN)
 def recurrent_forward(
-    module: nn.LSTM | nn.GRU | nn.RNN,
-    tap: Tap,
-    inputs: Tensor,
-    hx: State | None = None,
-    *,
-    displacements: Displacements | None = None,
+    module: Layers, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> tuple[Tensor, State]:
     """Compute module(inputs, hx) with taps at the pre-activations.
 
@@ -98,12 +95,7 @@ def recurrent_forward(
 
 @register_forward(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 def cell_forward(
-    module: nn.LSTMCell | nn.GRUCell | nn.RNNCell,
-    tap: Tap,
-    inputs: Tensor,
-    hx: State | None = None,
-    *,
-    displacements: Displacements | None = None,
+    module: Cell, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> State:
     """Compute module(inputs, hx), one time step, as `recurrent_forward` does.
 
