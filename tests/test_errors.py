@@ -20,6 +20,7 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import errors
 from privgrad.accounting import accountant as accounting
 from privgrad.data.dataset import DataSet
+from privgrad.optim.base import require_decays
 from privgrad_lab.load_spec import _SUCH_AS, load_spec
 from privgrad_lab.spec import Spec
 
@@ -29,8 +30,8 @@ POSITIVE: Callable[..., None] = partial(errors.require_positive, "f", "x", remed
 NONNEGATIVE: Callable[..., None] = partial(errors.require_nonnegative, "f", "x", remedy="give one")
 RATE: Callable[..., None] = partial(errors.require_rate, "f")
 DELTA: Callable[..., None] = partial(errors.require_delta, "f")
-DECAY: Callable[..., None] = partial(errors.require_decays, "f", "x", usual=0.9)
-DECAYS: Callable[..., None] = partial(errors.require_decays, "f", "x", usual=(0.9, 0.999))
+DECAY: Callable[..., None] = partial(require_decays, "f", "x", usual=0.9)
+DECAYS: Callable[..., None] = partial(require_decays, "f", "x", usual=(0.9, 0.999))
 
 
 @pytest.mark.parametrize("good", [1, 1.0, 1e308, 10**300, np.float32(1.0), Fraction(1, 3)])

@@ -91,9 +91,8 @@ class _Aliases(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in self.places else None
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(
-            self.places[module.__name__]
-        )  # the import system takes it from there
+        # The import system takes it from there.
+        sys.modules[module.__name__] = import_module(self.places[module.__name__])
 
 
 sys.meta_path.append(_Aliases())

@@ -159,27 +159,10 @@ def require_rate(function: str, value: float) -> None:
         raise expected(function, "sample_rate", "in (0, 1]", described(value), remedy)
 
 
-def require_share(function: str, name: str, value: float, remedy: str, at_most: str) -> None:
-    """Raise PrivacyError unless value is in (0, 1]; `at_most` is the remedy for one above, `remedy` for all others."""
-    require_positive(function, name, value, remedy)
-    if value > 1:
-        raise expected(function, name, "to be at most 1", value, at_most)
-
-
 def require_delta(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1)."""
     if not (isinstance(value, Real) and 0 < value < 1):
         raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
-
-
-def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
-    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
-    shown: object = value
-    is_pair = isinstance(usual, tuple)
-    decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
-    if [isinstance(decay, Real) and 0 <= decay < 1 for decay in decays] != [True] * (1 + is_pair):
-        condition = "to be two numbers in [0, 1)" if is_pair else "to be in [0, 1)"
-        raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
 
 
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:

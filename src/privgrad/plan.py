@@ -7,13 +7,12 @@ these numbers from one plan, so that what is charged is what was drawn.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
@@ -35,7 +34,7 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler, Collate, batches
-from privgrad.sampling.loading import refuse_habits
+from privgrad.sampling.loading import Data, refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
@@ -105,13 +104,68 @@ class PrivacyPlan:
     neighboring_relation: ClassVar[str] = "add or remove one"
 
     def __post_init__(self) -> None:
-        """Check all numbers, alone and together, before any of them is used."""
+        """Check all numbers, alone and together, and warn of a delta that allows to publish a whole record."""
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
-        _require_numbers(self)
+        function = "PrivacyPlan"
+        require_rate(function, self.sample_rate)
+        require_integer(function, "steps", self.steps, 1)
+        require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
+        require_integer(function, "num_examples", self.num_examples, 1)
+        require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
+        if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
+            require_max_grad_norm(function, self.max_grad_norm, self.noise_multiplier)
+        # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
+        if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
+            condition = f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}"
+            got, remedy = self.expected_batch_size, "correct one of the three"
+            raise expected(function, "expected_batch_size", condition, got, remedy)
+        require_integer(function, "group_size", self.group_size, 1)
+        if self.expected_batch_size % self.group_size:
+            condition = f"to divide expected_batch_size = {self.expected_batch_size}"
+            raise expected(function, "group_size", condition, self.group_size, "change one of the two")
+        if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            condition = "to be True or False, and to be False if noise_multiplier is 0"
+            remedy = "set noise_on_grid=False: there is nothing to hide without noise"
+            raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
+        require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
+        if self.privacy_unit == "user" and self.group_size > 1:
+            remedy = "set group_size=1: all examples of a user are clipped as one anyway"
+            raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", self.group_size, remedy)
+        require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
+        if self.sampling == "truncated":
+            _require_truncation(function, self.max_batch_size, self.expected_batch_size, self.num_examples)
+            if self.group_size > 1:
+                remedy = "draw Poisson batches for groups of examples"
+                raise expected(function, "group_size", "to be 1 for truncated batches", self.group_size, remedy)
+        elif self.max_batch_size is not None:
+            remedy = 'give sampling="truncated"'
+            raise expected(function, "max_batch_size", "to be None without truncation", self.max_batch_size, remedy)
         if self.correlation is not None:
+            if not isinstance(self.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
+                remedy = "give privgrad.noise.Banded(bands=8), or None"
+                raise expected(function, "correlation", "to be Banded or None", described(self.correlation), remedy)
+            _require_poisson(function, self.sampling)
+            batches_in_data = math.floor(self.num_examples / self.expected_batch_size)
+            _require_bands(function, self.correlation.bands, self.steps, batches_in_data)
             object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
+        if self.seed is not None:
+            require_integer(function, "seed", self.seed, -math.inf)
+        if self.target_epsilon is not None:
+            remedy = "give the epsilon that the noise was calibrated for, or None"
+            require_positive(function, "target_epsilon", self.target_epsilon, remedy)
+        if self.delta is not None:
+            require_delta(function, self.delta)
+            if self.delta > 1 / self.num_examples and self.simulates is None:
+                count, whole = ("num_users", "user") if self.privacy_unit == "user" else ("num_examples", "record")
+                warnings.warn(
+                    f"delta = {rounded_up(self.delta)} is above 1 / {count} = {1 / self.num_examples:.3g}: such a "
+                    f"delta allows a mechanism that publishes one whole {whole}; lower delta",
+                    stacklevel=3,
+                )
+        if self.simulates is not None:
+            _require_scaled(self, self.simulates)
 
     @classmethod
     def for_budget(
@@ -370,7 +424,7 @@ class PrivacyPlan:
 
     def batches(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Data,
         *,
         start: int = 0,
         collate: Collate | None = None,
@@ -400,12 +454,7 @@ class PrivacyPlan:
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
     def sampler(
-        self,
-        dataset: Dataset[Any] | Sequence[Any],
-        *,
-        start: int = 0,
-        collate: Collate | None = None,
-        processes: Processes = ALONE,
+        self, dataset: Data, *, start: int = 0, collate: Collate | None = None, processes: Processes = ALONE
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
@@ -529,69 +578,6 @@ class PrivacyPlan:
         }
 
 
-def _require_numbers(plan: PrivacyPlan) -> None:
-    """Raise PrivacyError unless every number of a plan is in its range and no two contradict each other.
-
-    Warns of a delta that allows a mechanism to publish a whole record.
-    """
-    function = "PrivacyPlan"
-    require_rate(function, plan.sample_rate)
-    require_integer(function, "steps", plan.steps, 1)
-    require_integer(function, "expected_batch_size", plan.expected_batch_size, 1)
-    require_integer(function, "num_examples", plan.num_examples, 1)
-    require_nonnegative(function, "noise_multiplier", plan.noise_multiplier, "give sigma, or use for_budget")
-    if not (plan.noise_multiplier == 0 and _is_infinite(plan.max_grad_norm)):
-        require_max_grad_norm(function, plan.max_grad_norm, plan.noise_multiplier)
-    # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
-    if abs(plan.sample_rate * plan.num_examples - plan.expected_batch_size) > 1:
-        condition = f"to be sample_rate * num_examples = {plan.sample_rate * plan.num_examples:g}"
-        raise expected(function, "expected_batch_size", condition, plan.expected_batch_size, "correct one of the three")
-    require_integer(function, "group_size", plan.group_size, 1)
-    if plan.expected_batch_size % plan.group_size:
-        condition = f"to divide expected_batch_size = {plan.expected_batch_size}"
-        raise expected(function, "group_size", condition, plan.group_size, "change one of the two")
-    if not isinstance(plan.noise_on_grid, bool) or (plan.noise_on_grid and plan.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-        condition = "to be True or False, and to be False if noise_multiplier is 0"
-        remedy = "set noise_on_grid=False: there is nothing to hide without noise"
-        raise expected(function, "noise_on_grid", condition, plan.noise_on_grid, remedy)
-    require_choice(function, "privacy_unit", plan.privacy_unit, get_args(PrivacyUnit))
-    if plan.privacy_unit == "user" and plan.group_size > 1:
-        remedy = "set group_size=1: all examples of a user are clipped as one anyway"
-        raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", plan.group_size, remedy)
-    require_choice(function, "sampling", plan.sampling, get_args(SamplingScheme))
-    if plan.sampling == "truncated":
-        _require_truncation(function, plan.max_batch_size, plan.expected_batch_size, plan.num_examples)
-        if plan.group_size > 1:
-            remedy = "draw Poisson batches for groups of examples"
-            raise expected(function, "group_size", "to be 1 for truncated batches", plan.group_size, remedy)
-    elif plan.max_batch_size is not None:
-        remedy = 'give sampling="truncated"'
-        raise expected(function, "max_batch_size", "to be None without truncation", plan.max_batch_size, remedy)
-    if plan.correlation is not None:
-        if not isinstance(plan.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give privgrad.noise.Banded(bands=8), or None"
-            raise expected(function, "correlation", "to be Banded or None", described(plan.correlation), remedy)
-        _require_poisson(function, plan.sampling)
-        batches_in_data = math.floor(plan.num_examples / plan.expected_batch_size)
-        _require_bands(function, plan.correlation.bands, plan.steps, batches_in_data)
-    if plan.seed is not None:
-        require_integer(function, "seed", plan.seed, -math.inf)
-    if plan.target_epsilon is not None:
-        remedy = "give the epsilon that the noise was calibrated for, or None"
-        require_positive(function, "target_epsilon", plan.target_epsilon, remedy)
-    if plan.delta is not None:
-        require_delta(function, plan.delta)
-        if plan.delta > 1 / plan.num_examples and plan.simulates is None:
-            count, whole = ("num_users", "user") if plan.privacy_unit == "user" else ("num_examples", "record")
-            warnings.warn(
-                f"delta = {rounded_up(plan.delta)} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta "
-                f"allows a mechanism that publishes one whole {whole}; lower delta",
-                stacklevel=4,
-            )
-    if plan.simulates is not None:
-        _require_scaled(plan, plan.simulates)
-
-
 def _require_poisson(function: str, sampling: object) -> None:
     """Raise PrivacyError unless batches are drawn as noise with memory needs."""
     if sampling != "poisson":
@@ -680,21 +666,19 @@ def _calibrated(
     correlation: Banded | Literal["auto"] | None, sigma_for: Callable[[int], float], sample_rate: float, steps: int
 ) -> tuple[Banded | None, float]:
     """Return the correlation with its coefficients and its `relative_error`, and sigma; errors as for_budget."""
-    if correlation is not None and correlation != "auto" and not isinstance(correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = 'give privgrad.noise.Banded(bands=8), "auto" or None'
-        raise expected("for_budget", "correlation", "to be a correlation of the noise", described(correlation), remedy)
+    smallest, correlations = math.inf, list[Banded]()
     if isinstance(correlation, Banded):
         _require_bands("for_budget", correlation.bands, steps, math.floor(1 / sample_rate))
-    independent = sigma_for(1)
-    if correlation is None:
-        return None, independent
-    if correlation == "auto":
-        correlations = [Banded(bands) for bands in _CANDIDATES if bands * sample_rate <= 1 and bands <= steps]
-    else:
         correlations = [correlation]
-    usual = independent * math.sqrt((steps + 1) / 2)
+    elif correlation == "auto":
+        smallest = _WORTH
+        correlations = [Banded(bands) for bands in _CANDIDATES if bands * sample_rate <= 1 and bands <= steps]
+    elif correlation is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        remedy = 'give privgrad.noise.Banded(bands=8), "auto" or None'
+        raise expected("for_budget", "correlation", "to be a correlation of the noise", described(correlation), remedy)
+    independent = sigma_for(1)
     best: tuple[Banded | None, float] = None, independent
-    smallest = _WORTH if correlation == "auto" else math.inf
+    usual = independent * math.sqrt((steps + 1) / 2)
     for each in correlations:
         chosen, sigma = each.for_steps(steps), sigma_for(each.bands)
         error = sigma * chosen.prefix_error(steps) / usual

@@ -1,9 +1,18 @@
-"""The additions of the second package, privgrad_lab. Entry points name them, so that nothing here imports it."""
+"""Optional packages, and the additions of the second one, privgrad_lab, which entry points name: nothing imports it."""
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from privgrad.errors import expected
+
+
+def optional(function: str, name: str, module: str, remedy: str, purpose: str = "") -> Any:
+    """Return a module of an optional package; raise PrivacyError, which calls it by `name`, if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise expected(function, name, f"to be installed{purpose}", error, remedy) from error
 
 
 def from_lab(name: str) -> Any:

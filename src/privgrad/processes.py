@@ -111,8 +111,7 @@ def require_all_processes(function: str, processes: Processes) -> None:
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes.count == 1 and is_initialized and (count := torch.distributed.get_world_size()) > 1:
         remedy = "pass processes=privgrad.training.distributed.Distributed()"
-        condition = f"to be all {count} processes of torch.distributed"
-        raise expected(function, "processes", condition, "1 process", remedy)
+        raise expected(function, "processes", f"to be all {count} processes of torch.distributed", "1 process", remedy)
 
 
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:

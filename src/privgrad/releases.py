@@ -154,17 +154,10 @@ def release_histogram(
             return torch.bincount(bins, minlength=num_bins + 1)[:num_bins].double()
 
     else:
-        _require_bound(function, bound)
-        values, shape = _rows(function, rows)
+        shape, count = _summed(function, rows, bound, num_examples)
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
             raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
-        _warn_of_private(function, bound, values)
-
-        def count() -> Tensor:
-            _warn_of_rows(function, values, bound, num_examples)
-            return _sum(values, bound)
-
     sensitivity = 1.0 if bound is None else float(bound)
     planned = _Planned("histogram", sensitivity, noise_multiplier, num_examples, privacy_unit, (num_bins,), num_bins)
     return _release_once(planned, count, _Where(delta, ledger, budget, name, seed))
@@ -201,50 +194,58 @@ def release_second_moment(
         Dwork, Talwar, Thakurta, Zhang 2014 (Analyze Gauss), which adds noise of the full size off the diagonal, too.
     """
     function = "release_second_moment"
-    _require_bound(function, bound)
-    values, shape = _rows(function, rows)
+    shape, moment = _summed(function, rows, bound, num_examples, _moment)
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
-    _warn_of_private(function, bound, values)
     (d,) = shape
-    size = d * (d + 1) // 2
-
-    def moment() -> Tensor:
-        _warn_of_rows(function, values, bound, num_examples)
-        total = _sum(values, bound, lambda part: part.T @ part).reshape(d, d)
-        return total[tuple(torch.triu_indices(d, d))] * _off_diagonal(d)
-
-    planned = _Planned("second moment", float(bound) ** 2, noise_multiplier, num_examples, privacy_unit, (d, d), size)
-    flat = _release_once(planned, moment, _Where(delta, ledger, budget, name, seed))
-    upper, scale = torch.triu_indices(d, d), _off_diagonal(d)
+    upper = torch.triu_indices(d, d)
+    size, square = d * (d + 1) // 2, float(bound) ** 2
+    planned = _Planned("second moment", square, noise_multiplier, num_examples, privacy_unit, (d, d), size)
+    flat = _release_once(planned, moment, _Where(delta, ledger, budget, name, seed)) / _off_diagonal(upper)
     result = torch.empty(d, d, dtype=torch.float64)
-    result[upper[0], upper[1]] = flat / scale
-    result[upper[1], upper[0]] = flat / scale
+    result[upper[0], upper[1]] = flat
+    result[upper[1], upper[0]] = flat
     return result
 
 
 def _of_rows(
-    kind: str,
-    rows: Rows,
-    bound: float,
-    noise_multiplier: float,
-    num_examples: int,
-    privacy_unit: PrivacyUnit,
-    where: "_Where",
+    kind: str, rows: Rows, bound: float, sigma: float, num_examples: int, privacy_unit: PrivacyUnit, where: "_Where"
 ) -> Tensor:
     """Release the sum of one row per unit, as `release_sum` describes it."""
-    function = f"release_{kind}"
-    _require_bound(function, bound)
+    shape, total = _summed(f"release_{kind}", rows, bound, num_examples)
+    planned = _Planned(kind, float(bound), sigma, num_examples, privacy_unit, shape, math.prod(shape))
+    return _release_once(planned, total, where).reshape(shape)
+
+
+def _summed(
+    function: str, rows: Rows, bound: float, num_examples: int, exact: Callable[[Tensor, float], Tensor] | None = None
+) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
+    """Return the shape of one row, and a function that warns of odd rows and returns their `exact` sum: PRIVATE."""
+    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
+    if not 1 / _LARGEST <= bound <= _LARGEST:  # float64 can compute with it
+        condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
+        raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
     values, shape = _rows(function, rows)
     _warn_of_private(function, bound, values)
 
     def total() -> Tensor:
         _warn_of_rows(function, values, bound, num_examples)
-        return _sum(values, bound)
+        return _sum(values, bound) if exact is None else exact(values, bound)
 
-    planned = _Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
-    return _release_once(planned, total, where).reshape(shape)
+    return shape, total
+
+
+def _moment(values: Tensor, bound: float) -> Tensor:
+    """Return the diagonal of the sum of x x^T over clipped rows x, and sqrt(2) times the entries above it: PRIVATE."""
+    upper = torch.triu_indices(values.shape[1], values.shape[1])
+    total = _sum(values, bound, lambda part: part.T @ part).reshape(values.shape[1], values.shape[1])
+    return total[upper[0], upper[1]] * _off_diagonal(upper)
+
+
+def _off_diagonal(upper: Tensor) -> Tensor:
+    """Return sqrt(2) for each entry above the diagonal and 1 for each on it, in the order of torch.triu_indices."""
+    return torch.where(upper[0] == upper[1], 1.0, math.sqrt(2.0)).double()
 
 
 def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
@@ -276,14 +277,6 @@ def _warn_of_count(function: str, rows: int, num_examples: int) -> None:
         )
 
 
-def _require_bound(function: str, bound: float) -> None:
-    """Raise PrivacyError unless the largest norm of a row is a number with which float64 can compute."""
-    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
-    if not 1 / _LARGEST <= bound <= _LARGEST:
-        condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
-        raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
-
-
 def _warn_of_private(function: str, bound: float, values: Tensor) -> None:
     """Warn if a bound of many digits is the largest norm, or the largest number, of the rows."""
     if is_typed(bound):
@@ -292,12 +285,6 @@ def _warn_of_private(function: str, bound: float, values: Tensor) -> None:
     counted, largest = norms.isfinite(), torch.tensor(float(bound))
     warn_of_private_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
     warn_of_private_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
-
-
-def _off_diagonal(d: int) -> Tensor:
-    """Return sqrt(2) for each entry above the diagonal and 1 for each on it, in the order of torch.triu_indices."""
-    upper = torch.triu_indices(d, d)
-    return torch.where(upper[0] == upper[1], 1.0, math.sqrt(2.0)).double()
 
 
 def _rows(function: str, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
@@ -458,7 +445,11 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             found = budget.released(name) or found
         is_recorded = found is not None
         if found is None:
-            found = _noisy(compute(), planned, f"{function} {name}", seed)
+            exact = ClippedSum({"sum": compute()}, planned.sensitivity)
+            stream = RandomSource(seed).stream(f"{function} {name}")  # of its own: a later call draws other noise
+            sigma = float(planned.noise_multiplier)
+            noisy = add_noise(exact, noise_multiplier=sigma, divisor=1, stream=stream, step=0, on_grid=True)
+            found = [float(value) for value in noisy["sum"].numpy()]
         if budget is not None and name is not None:
             found = budget.record(name, found)
         if len(found) != planned.size:
@@ -486,16 +477,3 @@ def _say_that_it_is_recorded(function: str, where: _Where, own: Ledger | None) -
         f"new release, which is charged again, give another {other}",
         stacklevel=5 if function in ("release_sum", "release_mean") else 4,  # the line of the user's call
     )
-
-
-def _noisy(total: Tensor, planned: _Planned, name: str, seed: int | None) -> list[float]:
-    """Return a sum with Gaussian noise on the grid. Each call draws from a stream of its own."""
-    noisy = add_noise(
-        ClippedSum({"sum": total}, planned.sensitivity),
-        noise_multiplier=float(planned.noise_multiplier),
-        divisor=1,
-        stream=RandomSource(seed).stream(name),
-        step=0,
-        on_grid=True,
-    )
-    return [float(value) for value in noisy["sum"].numpy()]

@@ -157,18 +157,6 @@ class Stream:
         """
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
 
-    def normal(self, step: int, count: int, dtype: type[np.floating[Any]] = np.float64) -> Tensor:
-        """Return `count` independent standard normals of one step, shape (count,): its `normal_blocks` in order.
-
-        It is there to examine the normals. No release uses it.
-        """
-        out = np.empty(count, dtype)
-        draw = self.normal_blocks(step, dtype)
-        for start in range(0, count, BLOCK):
-            part = out[start : start + BLOCK]
-            part[:] = draw(start // BLOCK, part.size)
-        return torch.from_numpy(out)
-
     def normal_blocks(
         self, step: int, dtype: Any, *, dense: bool = False, most: int = BLOCK
     ) -> Callable[[int, int], np.ndarray]:

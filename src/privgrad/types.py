@@ -115,14 +115,11 @@ class Batch:
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to its tensors. Other values stay as they are."""
-
-        def mapped(leaf: Any) -> Any:
-            return function(leaf) if isinstance(leaf, Tensor) else leaf
-
-        return replace(self, examples=map_examples(mapped, self.examples))
+        mapped = map_examples(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, self.examples)
+        return replace(self, examples=mapped)
 
 
-def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
+def map_examples(function: Callable[[Any], Any], examples: Any) -> Any:
     """Apply a function to every tensor of a batch's examples and keep their structure, and the types of it."""
 
     def mapped(leaf: Any) -> Any:
@@ -133,27 +130,28 @@ def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
 
 def _registered(leaf: object) -> bool:
     """Let torch's trees look into a mapping or a dataclass of a new type; return False for anything else."""
+    if isinstance(leaf, Tensor):  # nearly every leaf
+        return False
     kind, is_mapping = cast("type[Any]", type(leaf)), isinstance(leaf, Mapping)
-    if isinstance(leaf, Tensor) or not (is_mapping or is_dataclass(leaf)):
+    if not (is_mapping or is_dataclass(kind)):
         return False
 
-    def parts(whole: Any) -> dict[Any, Any]:
-        return dict(whole) if is_mapping else {one.name: getattr(whole, one.name) for one in fields(whole)}
+    def flat(whole: Any) -> tuple[list[Any], Any]:
+        names = list(whole) if is_mapping else [field.name for field in fields(whole)]
+        return [whole[name] if is_mapping else getattr(whole, name) for name in names], names
+
+    def named(whole: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        values, names = flat(whole)
+        return [(MappingKey(name), value) for name, value in zip(names, values, strict=True)], names
 
     def made(values: Iterable[Any], names: Any) -> Any:
-        held = dict(zip(cast("list[str]", names), values, strict=True))
+        held = dict(zip(names, values, strict=True))
         if is_mapping:
             return kind(held)
         whole = object.__new__(kind)
         for name, value in held.items():
             object.__setattr__(whole, name, value)  # as __init__ does, also if the class is frozen
         return whole
-
-    def named(whole: Any) -> Any:
-        return [(MappingKey(name), value) for name, value in parts(whole).items()], list(parts(whole))
-
-    def flat(whole: Any) -> tuple[list[Any], Any]:
-        return list(parts(whole).values()), list(parts(whole))
 
     register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
     return True
@@ -179,14 +177,12 @@ def count_examples(examples: Any) -> int:
     Raises:
         PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
     """
-    sizes = set[int]()
-    for leaf in tree_leaves(examples):
-        if _registered(leaf):
-            return count_examples(examples)
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
-            raise _unusable(examples)
-        sizes.add(leaf.shape[0])
-    if len(sizes) != 1:
+    leaves = tree_leaves(examples)
+    if any(map(_registered, leaves)):
+        return count_examples(examples)
+    usable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.layout is torch.strided]
+    sizes = {leaf.shape[0] for leaf in usable}
+    if len(usable) < len(leaves) or len(sizes) != 1:
         raise _unusable(examples)
     return sizes.pop()
 
@@ -351,7 +347,6 @@ class NoisyGradient(Mapping[str, Tensor]):
         unknown = [name for name in self if name not in parameters]
         if unknown:
             got = f"a {type(model).__name__} without {', '.join(unknown)}"
-            condition = "to have every parameter of the gradient"
-            raise expected("NoisyGradient.assign", "model", condition, got, remedy)
+            raise expected("NoisyGradient.assign", "model", "to have every parameter of the gradient", got, remedy)
         for name, value in self.items():
             parameters[name].grad = value.to(parameters[name].dtype)

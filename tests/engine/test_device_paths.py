@@ -16,10 +16,10 @@ from conftest import make_model
 from privgrad import processes
 from privgrad.engine.factors import conv
 from privgrad.engine.factors.conv import Convolution, Geometry
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, position_norms
 from privgrad.engine.passes import MemoryPlan
 from privgrad.gradient import factor as norms
-from privgrad.gradient.factor import norms_of, position_norms
+from privgrad.gradient.factor import norms_of
 from privgrad.optim import debiased
 from privgrad.types import NoisyGradient
 

@@ -34,7 +34,6 @@ from privgrad.engine.factors.embedding import Rows
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.layers import embedding as embedding_rules
 from privgrad.gradient import factor as factors
-from privgrad.gradient import factor as norms
 from privgrad.gradient import functional as batching
 from privgrad.gradient import functional as module_state
 from privgrad.gradient import novelty, probes, secret_draws
@@ -255,7 +254,7 @@ def chunks_added_in_float32(patch: Patch) -> None:
 
 
 def positions_in_the_order_of_memory(patch: Patch) -> None:
-    everywhere(patch, norms.sum_over, lambda x, dim: x.sum(dim))
+    everywhere(patch, outer.sum_over, lambda x, dim: x.sum(dim))
 
 
 def checked_at_powers_of_two_only(patch: Patch) -> None:

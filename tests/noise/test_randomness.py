@@ -21,6 +21,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from scipy.special import ndtr
+from test_noise import normals
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan, seed_of
@@ -280,7 +281,7 @@ def test_names_steps_blocks_and_dtypes_are_uncorrelated():
         block("noise", 0, np.float64, 2),
         block("noise", 0, np.float64, 3, True),
     ]
-    draws += [RandomSource().stream("noise").normal(0, count).numpy()]
+    draws += [normals(RandomSource().stream("noise"), 0, count).numpy()]
     assert largest_correlation(draws) < limit_of(len(draws), count)
     # Two dtypes of one block share its words, and are seen to: no release draws them.
     assert largest_correlation([draws[0], block("noise", 0, np.float64, 0)]) > limit_of(2, count)
@@ -379,9 +380,9 @@ def test_keys_are_in_no_repr_state_batch_or_exception(secrets: list[bytes]):
         lambda: pickle.dumps(source),
         lambda: pickle.dumps(noise),
         lambda: private_grad(batch),
-        lambda: noise.normal(-1, 2),
-        lambda: noise.normal(0, 2, np.int32),  # pyright: ignore[reportArgumentType]
-        lambda: setattr(noise, "_process", -1) or noise.normal(0, 2),
+        lambda: normals(noise, -1, 2),
+        lambda: normals(noise, 0, 2, np.int32),  # pyright: ignore[reportArgumentType]
+        lambda: setattr(noise, "_process", -1) or normals(noise, 0, 2),
     )
     for act in failing:
         with pytest.raises((pg.PrivacyError, OverflowError, TypeError)) as caught:
@@ -426,11 +427,11 @@ def test_a_fork_is_known_though_its_number_is_the_parents(monkeypatch: pytest.Mo
     """As in a new namespace of processes."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     stream = RandomSource().stream("noise")
-    stream.normal(0, 2)
+    normals(stream, 0, 2)
     child = os.fork()
     if child == 0:
         try:
-            stream.normal(0, 2)
+            normals(stream, 0, 2)
         except pg.PrivacyError:
             os._exit(0)
         os._exit(1)

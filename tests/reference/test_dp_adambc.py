@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from dp_adambc import DPAdamBC
+from test_noise import normals
 from torch.func import functional_call
 
 import privgrad as pg
@@ -43,7 +44,7 @@ def test_fifty_steps_agree_with_the_plain_version():
     inputs = data.tensors[0]
     for step, batch in enumerate(plan.batches(data)):
         members = [int((inputs == row).all(1).nonzero()[0, 0]) for row in batch.examples[0]]
-        plain.step(members, noise.normal(step, plain.theta.size).numpy())
+        plain.step(members, normals(noise, step, plain.theta.size).numpy())
         optimizer.step(grad=private_grad(batch))
         states = [optimizer.state[parameter] for parameter in model.parameters()]
         for ours, theirs in (

@@ -26,17 +26,12 @@ from privgrad.errors import (
 )
 
 Accountant = Literal["pld", "rdp"]
+Releases = Iterable[Release | Selection | Split]
 _MAIN_SHARE = 0.8  # of delta, for the order that suits the first releases
 _OTHER_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
-def epsilon(
-    releases: Iterable[Release | Selection | Split],
-    *,
-    delta: float,
-    accountant: Accountant = "pld",
-    assume_poisson: bool = False,
-) -> float:
+def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
     """Compute the epsilon of all releases together, at the given delta.
 
     Args:
@@ -69,9 +64,7 @@ def epsilon(
     return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
 
 
-def attack_success(
-    releases: Iterable[Release | Selection | Split], *, false_positive_rate: float, assume_poisson: bool = False
-) -> float:
+def attack_success(releases: Releases, *, false_positive_rate: float, assume_poisson: bool = False) -> float:
     """Bound the success of every attack that tells from the releases whether one unit was in the data.
 
     Computes: the minimum over epsilon of e**epsilon * alpha + delta(epsilon) and 1 - e**-epsilon (1 - delta(epsilon) -
@@ -148,10 +141,7 @@ def calibrate_noise_multiplier(
         together = sorted((own, *others), key=lambda one: (isinstance(one, Selection), numbers_of(one)))
         return epsilon_of(tuple(together), float(delta), accountant)
 
-    found = noise_within(cost, target_epsilon)
-    if found is None:
-        remedy = "raise it, lower sample_rate or steps, or allow a larger delta"
-        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
+    found = _reached(function, cost, target_epsilon, "raise it, lower sample_rate or steps, or allow a larger delta")
     calibration_cache.keep(key, found)
     return found
 
@@ -186,10 +176,14 @@ def calibrate(
     def cost(noise_multiplier: float, accountant: str) -> float:
         return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
 
+    return _reached("calibrate", cost, target_epsilon, "raise it, plan fewer releases, or allow a larger delta")
+
+
+def _reached(function: str, cost: Callable[[float, str], float], target_epsilon: float, remedy: str) -> float:
+    """Return `noise_within`; raise PrivacyError if no sigma meets the target."""
     found = noise_within(cost, target_epsilon)
     if found is None:
-        remedy = "raise it, plan fewer releases, or allow a larger delta"
-        raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon, remedy)
+        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
     return found
 
 
@@ -224,13 +218,7 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
     return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
 
 
-def filter_epsilon(
-    releases: Iterable[Release | Selection | Split],
-    *,
-    first: Iterable[Release | Selection | Split],
-    delta: float,
-    total_epsilon: float,
-) -> float:
+def filter_epsilon(releases: Releases, *, first: Releases, delta: float, total_epsilon: float) -> float:
     """Compute the epsilon of releases whose noise and number were chosen one after the other, under a cap.
 
     Computes: the minimum over a few orders a of the epsilon that the RDP of order a gives at delta_a. The delta_a add
@@ -273,7 +261,7 @@ def filter_epsilon(
     return min(epsilon_at(order, costs[order], share) for order, share in shares)
 
 
-def _costs(releases: Iterable[Release | Selection | Split]) -> dict[float, float]:
+def _costs(releases: Releases) -> dict[float, float]:
     """Return order -> RDP of the releases, each Split as its dearest group of this order."""
     from privgrad.accounting.composition import renyi_costs
 

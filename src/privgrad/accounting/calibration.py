@@ -44,13 +44,10 @@ def found(key: Mapping[str, Any]) -> float | None:
         held: Any = json.loads(_path(key).read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(held, dict):
-        return None
-    kept = cast("dict[str, Any]", held)
+    kept = cast("dict[str, Any]", held) if isinstance(held, dict) else {}
     sigma = kept.get("noise_multiplier") if kept.get("key") == dict(key) else None
-    if kept.get("checksum") != _checksum(key, sigma):
-        return None
-    return sigma if isinstance(sigma, float) and 0 < sigma < math.inf else None
+    is_whole = kept.get("checksum") == _digest([dict(key), sigma])
+    return sigma if is_whole and isinstance(sigma, float) and 0 < sigma < math.inf else None
 
 
 def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
@@ -61,22 +58,20 @@ def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
         # Renamed when it is complete: several processes may calibrate at once.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             held = {"key": dict(key), "noise_multiplier": noise_multiplier}
-            file.write(json.dumps({**held, "checksum": _checksum(key, noise_multiplier)}))
+            file.write(json.dumps({**held, "checksum": _digest([dict(key), noise_multiplier])}))
         os.replace(file.name, path)
     except OSError:
         return
 
 
-def _checksum(key: Mapping[str, Any], noise_multiplier: object) -> str:
-    """Return a hash of an entry, by which `found` knows a damaged one."""
-    text = json.dumps([dict(key), noise_multiplier], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def _path(key: Mapping[str, Any]) -> Path:
     """Return the file of a key."""
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return folder() / f"{digest}.json"
+    return folder() / f"{_digest(key)}.json"
+
+
+def _digest(value: object) -> str:
+    """Return a hash of plain data, by which `found` knows a damaged entry."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def noise_within(cost: Callable[[float, str], float], target: float) -> float | None:

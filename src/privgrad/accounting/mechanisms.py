@@ -1,7 +1,7 @@
 """Releases as the accountant knows them, and how often one person may take part in those of a training."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -201,8 +201,7 @@ class Participations:
 
     def __init__(self, bands: int) -> None:
         self._bands = bands
-        self._by_group: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._most: dict[str, int] = defaultdict(int)
+        self._by_group, self._most = Counter[tuple[str, int]](), Counter[str]()  # by stream and group, and by stream
         self._last = -1
         self.count = 0
 
@@ -210,17 +209,16 @@ class Participations:
         """Count a release, given the name of its draw, "stream:step"."""
         self.count = self.after(draw)
         stream, step = self._parts(draw)
-        groups = self._by_group[stream]
-        groups[step % self._bands] += 1
-        self._most[stream] = max(self._most[stream], groups[step % self._bands])
+        group = stream, step % self._bands
+        self._by_group[group] += 1
+        self._most[stream] = max(self._most[stream], self._by_group[group])
         self._last = max(self._last, step)
 
     def after(self, draw: str) -> int:
         """Return the count with one more release."""
         stream, step = self._parts(draw)
-        groups = self._by_group.get(stream, {})
         # The count is the sum over streams of the fullest group. It grows where this release makes a new fullest one.
-        return self.count + (groups.get(step % self._bands, 0) + 1 > self._most.get(stream, 0))
+        return self.count + (self._by_group[stream, step % self._bands] + 1 > self._most[stream])
 
     @property
     def next_step(self) -> int:

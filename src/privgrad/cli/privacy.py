@@ -1,6 +1,6 @@
 """Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -58,7 +58,7 @@ def epsilon(
             remedy = "give --delta, at most 1 / num_examples"
             raise expected("privgrad epsilon", "--delta", "to be given without a ledger", None, remedy)
         answer |= {"delta": delta, "noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
-        answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
+        answer |= _epsilons_of([Release(noise_multiplier, sample_rate, count=steps)], delta)
     else:
         options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
         given = ["LEDGER"] * bool(ledger) + [name for name, value in options.items() if value is not None]
@@ -122,17 +122,14 @@ def calibrate(
     else:
         steps = accounting.steps_for_budget(**budget, noise_multiplier=noise_multiplier)
     answer = budget | {"noise_multiplier": noise_multiplier, "steps": steps}
-    answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
+    answer |= _epsilons_of([Release(noise_multiplier, sample_rate, count=steps)], delta)
     print_answer(answer, as_json=as_json)
 
 
-def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
+def _epsilons_of(releases: list[Release], delta: float, *, assume_poisson: bool = False) -> dict[str, float]:
     """Return the epsilon by each accountant, for an answer."""
-    return {f"epsilon_{kind}": cost(kind) for kind in get_args(Accountant)}
-
-
-def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
-    return _epsilons(lambda kind: accounting.epsilon([release], delta=delta, accountant=kind))
+    options: dict[str, Any] = {"delta": delta, "assume_poisson": assume_poisson}
+    return {f"epsilon_{one}": accounting.epsilon(releases, accountant=one, **options) for one in get_args(Accountant)}
 
 
 def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
@@ -144,7 +141,7 @@ def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
     if delta > 1 / facts["num_examples"]:
         whole = "user" if facts.get("privacy_unit") == "user" else "record"
         note(f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed")
-    costs = _epsilons(lambda kind: ledger.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
+    costs = _epsilons_of(ledger.charged, delta, assume_poisson=not covered)
     return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
 
 
@@ -158,7 +155,7 @@ def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], de
         "ledgers": [{"ledger": str(path), **one} for path, one in found.items()],
         "releases": sum(one["releases"] for one in found.values()),
         "covered_by_accountant": covered,
-        **_epsilons(lambda kind: accounting.epsilon(charged, delta=delta, accountant=kind, assume_poisson=not covered)),
+        **_epsilons_of(charged, delta, assume_poisson=not covered),
     }
 
 

@@ -90,9 +90,7 @@ class AdaptiveClip:
             raise expected(type(self).__name__, "max_grad_norm", condition, described(found), remedy)
         self.max_grad_norm = float(found)
 
-    def _statistic(
-        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
-    ) -> NormStatistic:
+    def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
         raise NotImplementedError
 
     def _multiply(self, factor: float) -> None:
@@ -143,12 +141,9 @@ class TargetFraction(AdaptiveClip):
     def _begin(self, noise_multiplier: float, divisor: int, size: int) -> None:
         self._taken = 0
 
-    def _statistic(
-        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
-    ) -> NormStatistic:
+    def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
         noise_std = noise_multiplier * max_grad_norm / divisor
-        bins = "auto" if norm_bins is None else norm_bins
-        return chosen_slots(bins, max_grad_norm, noise_std, _SHARE_STD)
+        return chosen_slots("auto" if bins is None else bins, max_grad_norm, noise_std, _SHARE_STD)
 
     def update(self, distribution: NormDistribution) -> None:
         if self._steps is not None and self._taken >= self._steps:
@@ -199,10 +194,8 @@ class Quantile(AdaptiveClip):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._quantile:g}, rate={self._rate:g}, count_std={self._count_std})"
 
-    def _statistic(
-        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
-    ) -> NormStatistic:
-        self._refuse_bins(norm_bins)
+    def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
+        self._refuse_bins(bins)
         count_std = max(divisor / 20, noise_multiplier) if self._count_std is None else self._count_std
         left = 1 - (noise_multiplier / (2 * count_std)) ** 2
         if left <= 0:
@@ -244,10 +237,8 @@ class SquaredError(AdaptiveClip):
     def _begin(self, noise_multiplier: float, divisor: int, size: int) -> None:
         self._noise_per_norm = self.statistic.sensitivity(1.0) * noise_multiplier * math.sqrt(size) / divisor
 
-    def _statistic(
-        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
-    ) -> NormStatistic:
-        self._refuse_bins(norm_bins)
+    def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
+        self._refuse_bins(bins)
         return Histogram(_EDGES, self._weight)
 
     def update(self, distribution: NormDistribution) -> None:

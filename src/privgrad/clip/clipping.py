@@ -20,7 +20,7 @@ from torch import Tensor
 
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.errors import expected
-from privgrad.gradient.factor import Dense, Factor, examples_per_block
+from privgrad.gradient.factor import Dense, Factor, Factors, examples_per_block
 from privgrad.types import ClippedSum
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
@@ -29,6 +29,7 @@ _TERMS = 1e4
 _PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be rounded, about as far as a float32 total
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
+Named = Mapping[str, Tensor]  # by parameter name
 _OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone
 
 
@@ -133,7 +134,7 @@ class ClippingAccumulator:
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
 
-    def add(self, chunk: Mapping[str, Factor], padded: int | None = None) -> None:
+    def add(self, chunk: Factors, padded: int | None = None) -> None:
         """Clip the gradients of one part of the batch and add them.
 
         Args:
@@ -208,10 +209,8 @@ def _joined(parts: Sequence[RawClipping]) -> RawClipping:
 class _Sums:
     """Weighted sums by parameter name, in float32 where rounding errors stay small.
 
-    Args:
-        max_grad_norm: C.
-        inverse_scales: 1 / A by parameter name.
-        expected_size: the public expected number of contributions.
+    The arguments are as in ClippingAccumulator.
+
     Privacy:
         One more example moves all later terms to other lanes of the matrix product, so the errors of ALL examples may
         change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
@@ -224,16 +223,18 @@ class _Sums:
         - Chunks are added to a total in float64.
     """
 
-    def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor], expected_size: int) -> None:
+    def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
         self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
 
-    def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    def add(self, chunk: Factors, factors: Named, terms: Named) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         term_NB = _products(factors, terms)
+        # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
+        most_light = max(1.001, _TERMS / (2 * self._expected_size))
         for name, term_B, most in zip(factors, term_NB, cast("list[float]", term_NB.amax(1).tolist()), strict=True):
-            limit = self._light(chunk[name]) * self._bound
+            limit = min(chunk[name].usual_terms, most_light) * self._bound
             heavy_B = None if most <= limit else ~(term_B <= limit)  # nan is heavy
             added = self._sum(name, chunk[name], factors[name], heavy_B)
             known = self.values.get(name)
@@ -253,19 +254,9 @@ class _Sums:
         index = heavy_B.nonzero()[:, 0]
         return total.double().add_(factor[index].exact_sum(factor_B[index]))
 
-    def _light(self, factor: Factor) -> float:
-        """Return how large the term bound of a light example may be, in C: a public number."""
-        least = 1.001  # else rounding would decide about an example that is clipped to C
-        return min(factor.usual_terms, max(least, _TERMS / (2 * self._expected_size)))
-
 
 def _add_clipped(
-    sums: _Sums,
-    chunk: Mapping[str, Factor],
-    clip: Clipping,
-    max_grad_norm: float,
-    inverse_scales: Mapping[str, Tensor],
-    names: Sequence[str],
+    sums: _Sums, chunk: Factors, clip: Clipping, max_grad_norm: float, inverse_scales: Named, names: Sequence[str]
 ) -> RawClipping:
     """Clip one chunk of gradients and add it to `sums`; return its norms and factors.
 
@@ -306,9 +297,7 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
-def _factors(
-    clip: Clipping, found: Mapping[str, Tensor], max_grad_norm: float, names: Sequence[str]
-) -> dict[str, Tensor]:
+def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the factors of the norms that were found; refuse a user's rule whose factors depend on other examples.
 
     The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
@@ -316,11 +305,11 @@ def _factors(
     norms, missing = found, [name for name in names if name not in found]
     if missing:
         norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
-    factors = _answer(clip, norms, max_grad_norm)
+    factors = _answer(clip, norms, bound)
     half = len(next(iter(norms.values()))) // 2
     if type(clip).__module__ not in _OWN_RULES and half > 0:
         for part in (slice(half), slice(half, None)):
-            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, max_grad_norm)
+            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
             # Factors that are not finite are refused later, with the bound.
             if not all(
                 torch.allclose(factor_B[part], alone[name], rtol=1e-6, atol=0.0, equal_nan=True)
@@ -332,7 +321,7 @@ def _factors(
     return {name: factors[name] for name in found} if missing else factors
 
 
-def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Tensor]:
     """Return the rule's factors for these norms, one for every parameter and example; negligible ones become 0."""
     factors, remedy = clip.factors(norms, max_grad_norm), "correct the rule: nothing was released"
     if factors.keys() != norms.keys():
@@ -354,11 +343,7 @@ def _without_lost(factor_B: Tensor) -> Tensor:
 
 
 def _terms(
-    chunk: Mapping[str, Factor],
-    norms: Mapping[str, Tensor],
-    factors: Mapping[str, Tensor],
-    max_grad_norm: float,
-    inverse_scales: Mapping[str, Tensor],
+    chunk: Factors, norms: Named, factors: Named, max_grad_norm: float, inverse_scales: Named
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far.
 
@@ -377,9 +362,7 @@ def _terms(
     return terms, canceling_B
 
 
-def _require_bound(
-    factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
-) -> Tensor:
+def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -> Tensor:
     """Return the lengths of the contributions, shape (B,); raise PrivacyError unless each is within C.
 
     The check uses the factors that the sum uses, not the promise of the rule.
@@ -391,11 +374,11 @@ def _require_bound(
         contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
     # The 1e-6 is float32's rounding of a factor. It is charged nowhere: sigma would be 1e-6 smaller.
     # An infinite factor times a norm of zero is NaN, which is in no bound.
-    if not bool((contribution_B <= max_grad_norm * (1 + 1e-6)).all()):
+    if not bool((contribution_B <= bound * (1 + 1e-6)).all()):
         remedy = "correct the rule: nothing was released"
         finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
         got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
-        raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", got, remedy)
+        raise expected(type(clip).__name__, "factors", f"to bound contributions by {bound}", got, remedy)
     return contribution_B
 
 
@@ -411,12 +394,12 @@ class _Norms(dict[str, Tensor]):
         self.joint_B = _joint_norm(self.values())
 
 
-def joint_norm_of(norms: Mapping[str, Tensor]) -> Tensor:
+def joint_norm_of(norms: Named) -> Tensor:
     """Return the joint norm of norms by parameter name, shape (B,)."""
     return norms.joint_B if isinstance(norms, _Norms) else _joint_norm(norms.values())
 
 
-def _products(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> Tensor:
+def _products(factors: Named, norms: Named) -> Tensor:
     """Return each factor times its norm, one row per parameter and one column per example."""
     distinct = _distinct(factors)
     if len(distinct) == 1:
@@ -424,15 +407,11 @@ def _products(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> Ten
     return torch.stack([factor_B * norms[name] for name, factor_B in factors.items()])
 
 
-def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
+def _distinct(factors: Named) -> list[Tensor]:
     """Return the factors, each tensor once, because most rules give all parameters the same tensor."""
     return list({id(factor_B): factor_B for factor_B in factors.values()}.values())
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
     """Return each example's norm over all parameters, given its norm for each; shape (B,)."""
-    return _vector_norm(torch.stack(list(norms)), 0)
-
-
-def _vector_norm(values: Tensor, dim: int) -> Tensor:
-    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))

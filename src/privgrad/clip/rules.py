@@ -50,46 +50,30 @@ class PerLayer:
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
+        remedy = "give {prefix: share}, or use Flat()"
         if not isinstance(self.shares, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give {prefix: share}, or use Flat()"
-            raise expected(
-                "PerLayer", "shares", "to be a mapping from prefixes to numbers", described(self.shares), remedy
-            )
+            condition = "to be a mapping from prefixes to numbers"
+            raise expected("PerLayer", "shares", condition, described(self.shares), remedy)
         if not self.shares:
-            remedy = "give {prefix: share}, or use Flat()"
             raise expected("PerLayer", "shares", "to name at least one group", "{}", remedy)
         for prefix, share in self.shares.items():
             require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         group_of = {name: self._group(name) for name in norms}
-        unused = set(self.shares) - set(group_of.values())
-        if unused:
-            raise expected(
-                "PerLayer",
-                "every prefix",
-                "to match a trainable parameter",
-                ", ".join(map(repr, sorted(unused))),
-                "correct it: an unused share would waste budget",
-            )
-        whole = sum(share**2 for share in self.shares.values()) ** 0.5
-        factor_by_group = {
-            prefix: Flat().factors(
-                {name: norm for name, norm in norms.items() if group_of[name] == prefix}, max_grad_norm * share / whole
-            )
-            for prefix, share in self.shares.items()
-        }
-        return {name: factor_by_group[prefix][name] for name, prefix in group_of.items()}
+        if unused := ", ".join(map(repr, sorted(set(self.shares) - set(group_of.values())))):
+            remedy = "correct it: an unused share would waste budget"
+            raise expected("PerLayer", "every prefix", "to match a trainable parameter", unused, remedy)
+        whole, found = sum(share**2 for share in self.shares.values()) ** 0.5, dict[str, Tensor]()
+        for prefix, share in self.shares.items():
+            own = {name: norms[name] for name in norms if group_of[name] == prefix}
+            found |= Flat().factors(own, max_grad_norm * share / whole)
+        return {name: found[name] for name in norms}
 
     def _group(self, name: str) -> str:
         """Return the longest prefix that matches a parameter's name."""
         matching = [prefix for prefix in self.shares if prefix == "" or name == prefix or name.startswith(prefix + ".")]
         if not matching:
-            raise expected(
-                "PerLayer",
-                "shares",
-                "to cover every parameter",
-                f"the parameter {name!r} without a share",
-                "add a prefix, or ''",
-            )
+            got = f"the parameter {name!r} without a share"
+            raise expected("PerLayer", "shares", "to cover every parameter", got, "add a prefix, or ''")
         return max(matching, key=len)

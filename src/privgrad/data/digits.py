@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import Positive
-from privgrad.errors import expected, require_integer
+from privgrad.errors import require_integer
+from privgrad.plugins import optional
 
 
 def digits(*, size: Positive = 8, standardize: bool = True, validation: int = 0) -> DataSet:
@@ -21,12 +22,8 @@ def digits(*, size: Positive = 8, standardize: bool = True, validation: int = 0)
     Raises:
         PrivacyError: scikit-learn is not installed, or more examples are held out than there are.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        remedy = "pip install 'privgrad[experiments]'"
-        raise expected("digits", "scikit-learn", "to be installed", error, remedy) from error
-    pixels, targets = cast("tuple[np.ndarray, np.ndarray]", load_digits(return_X_y=True))
+    module = optional("digits", "scikit-learn", "sklearn.datasets", "pip install 'privgrad[experiments]'")
+    pixels, targets = cast("tuple[np.ndarray, np.ndarray]", module.load_digits(return_X_y=True))
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
     if size != 8:
         require_integer("digits", "size", size, 8)

@@ -112,11 +112,9 @@ def text_or_kind(value: object) -> str:
         return f"<{error}>"
 
 
-def _finding(
-    column: str, what: str, rows: Sequence[int | str], remedy: str, *, blocks: bool = False
-) -> list[RawFinding]:
+def _finding(column: str, what: str, rows: Sequence[int | str], cure: str, *, blocks: bool = False) -> list[RawFinding]:
     """Return a finding of these rows, or nothing if there are none."""
-    return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), remedy, blocks)] if rows else []
+    return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), cure, blocks)] if rows else []
 
 
 def _where(wrong: Callable[[Any], bool], values: Iterable[Any]) -> list[int]:

@@ -1,6 +1,5 @@
 """A data set from a folder of your own images: one sub-folder per class."""
 
-import importlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -14,6 +13,7 @@ from privgrad.data.read_rows import is_datasets_folder, read_columns
 from privgrad.data.schema import ROW, PathLike, Positive, Where, is_nobody, person_of, require_unit
 from privgrad.data.table import Share, part_of, require_split
 from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.plugins import optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
@@ -86,9 +86,8 @@ def image_folder(
         remedy = "lower test_share and validation_share, or give a larger folder"
         name = "image" if unit == ROW else "person"
         raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
-    made: dict[str, Any] = {
-        name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()
-    }
+    form = size, channels, max_rows, standardize
+    made: dict[str, Any] = {name: _tensors(units, *form) for name, units in parts.items()}
     if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
         raise _in_both("images", "copies", Path(test), folder)
     return DataSet(
@@ -242,8 +241,4 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
 
 def require_pillow() -> Any:
     """Return Pillow's module of images; raise PrivacyError if it is missing."""
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        remedy = "pip install 'privgrad[images]'"
-        raise expected("image_folder", "Pillow", "to be installed for images", error, remedy) from error
+    return optional("image_folder", "Pillow", "PIL.Image", "pip install 'privgrad[images]'", " for images")

@@ -1,13 +1,13 @@
 """Read named columns: CSV, Parquet, Arrow, Feather, SQLite, a folder of Hugging Face datasets, or a DataFrame."""
 
 import csv
-import importlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+from privgrad.plugins import optional
 
 Columns = dict[str, list[Any]]
 SUFFIXES = (".csv", ".parquet", ".arrow", ".feather", ".sqlite", ".db")
@@ -162,12 +162,8 @@ def _sqlite(function: str, path: Path, names: Sequence[str] | None, table: str) 
 def _module(function: str, name: str, path: Path) -> Any:
     """Import a module of an optional package, which reads `path`."""
     package = name.partition(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        extra = "tables" if package == "pyarrow" else package
-        remedy = f"pip install 'privgrad[{extra}]', or convert the data to CSV"
-        raise expected(function, package, f"to be installed for {path.name}", error, remedy) from error
+    remedy = f"pip install 'privgrad[{'tables' if package == 'pyarrow' else package}]', or convert the data to CSV"
+    return optional(function, package, name, remedy, f" for {path.name}")
 
 
 def _arrow(function: str, path: Path, names: Sequence[str] | None) -> Columns:

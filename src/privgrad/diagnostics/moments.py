@@ -6,7 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_decays
+from privgrad.errors import expected
+from privgrad.optim.base import require_decays
 from privgrad.optim.debiased import DEFAULT_FLOOR, debias, noise_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 

@@ -26,7 +26,15 @@ from privgrad.engine.factors.parametrized import JacobianNorms
 from privgrad.engine.layers.base import Rule, find_forward, find_rule
 from privgrad.engine.layers.functional import Product, faster, find_product
 from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, set_apart, side_by_side, split
-from privgrad.engine.shared_values import FunctionCalls, SharedValues, for_each, for_one_example, name_of, tensors_in
+from privgrad.engine.shared_values import (
+    FunctionCalls,
+    Inputs,
+    SharedValues,
+    for_each,
+    for_one_example,
+    name_of,
+    tensors_in,
+)
 from privgrad.engine.units import (
     LayerCall,
     Tap,
@@ -56,7 +64,6 @@ class Capture:
     """A context in which a forward pass is recorded, and computed so that gradients per example can be taken.
 
     Args:
-        model: the module.
         layouts: the learned layout of each call, in order; None while they are being learned.
         size: the number of examples.
         vmapped_units: paths of units that are computed by vmap.
@@ -357,9 +364,7 @@ class Capture:
         """Compute a function for each example, given its layout: see `for_each`."""
         return self._run_for_each(path, func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
 
-    def _run_for_each(
-        self, path: str, func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
-    ) -> tuple[list[Tensor], Any]:
+    def _run_for_each(self, path: str, func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
         """Return `for_each`, and refuse the function if it fails."""
         try:
             return for_each(func, args, kwargs, inputs)

@@ -230,9 +230,7 @@ def _steps(
 
     def private() -> None:
         few = engine.microbatch_size(examples, size)
-        clipped = ClippingAccumulator(
-            like=own, clip=Flat(), max_grad_norm=1.0, inverse_scales={}, grouped=False, expected_size=size
-        )
+        clipped = ClippingAccumulator(like=own, clip=Flat(), max_grad_norm=1.0, expected_size=size)
         for start in range(0, size, few):
             clipped.add(engine(part_of(examples, slice(start, start + few))))
         clipped.result()

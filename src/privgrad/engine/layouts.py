@@ -134,9 +134,8 @@ class Layouts:
 
     def copied(self) -> "Layouts":
         """Return a copy with sets and dicts of its own."""
-        return replace(
-            self, vmapped_units=set(self.vmapped_units), displaced=dict(self.displaced), reached=set(self.reached)
-        )
+        displaced, reached = dict(self.displaced), set(self.reached)
+        return replace(self, vmapped_units=set(self.vmapped_units), displaced=displaced, reached=reached)
 
 
 class LayoutCache:
@@ -185,10 +184,8 @@ _SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: tho
 class CallRecord:
     """The calls of one forward pass.
 
-    Args:
-        layouts: path and layout of each call, in order; None while they are being learned.
-        size: the number of examples.
-        earlier: the record of the first pass that learns, in the second one; else None.
+    The arguments are as in `capture.Capture`.
+
     Attributes:
         learned: path and layout of each call, after the second pass that learns.
         paths: the paths of the calls so far, if layouts are known.

@@ -177,12 +177,8 @@ class Point:
 
 
 class Passes:
-    """The passes over one model and loss.
+    """The passes over one model and loss. The forwards of the model are replaced during a pass only.
 
-    Args:
-        model: the module. Its forwards are replaced during a pass only.
-        loss_fn: (model, examples) -> losses, shape (B,).
-        memory: says how many written-out gradients to keep.
     Attributes:
         layouts: where the tensors of each call hold the examples.
         closed_forms: by id of a parameter from which a weight is computed, whether its gradient has a closed form. The

@@ -23,6 +23,8 @@ from privgrad.gradient.batching_rules import OF_ALL
 from privgrad.gradient.functional import batched, unseen_by_checkpoints, version_of
 from privgrad.gradient.refusals import REMEDY, refused
 
+Inputs = Sequence[tuple[Tensor, int | None]]  # tensors, each with the dimension of its examples; None: they share it
+
 
 @dataclass
 class _Value:
@@ -49,9 +51,7 @@ class SharedValues:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
-        self._values = {
-            id(p): _Value(p, p._version, True, unit, None, sources=frozenset([id(p)])) for unit, p in parameters
-        }
+        self._values = {id(p): _Value(p, p._version, True, u, None, sources=frozenset([id(p)])) for u, p in parameters}
         self._parameters = set(self._values)
 
     def __contains__(self, tensor: object) -> bool:
@@ -181,10 +181,8 @@ class Call(NamedTuple):
 class FunctionCalls(TorchFunctionMode):
     """A mode that passes calls with a shared value among their arguments to `take`, and uses its result.
 
-    Args:
-        shared: the shared values of the pass.
-        take: function, args, kwargs -> the result of the call.
-        record: a list for all calls, which are not passed to `take` then; None: no record.
+    With a list `record`, it adds all calls to the list, and passes none to `take`.
+
     Attributes:
         count: the number of calls so far, of any function but those of `_METADATA`.
     """
@@ -246,18 +244,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def for_each(
-    func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
-) -> tuple[list[Tensor], Any]:
+def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
-    Args:
-        func: the function.
-        args: its arguments; `inputs` replaces the tensors among them, in order.
-        kwargs: the same.
-        inputs: pairs of a tensor and the dimension of its examples, 0; None: the same for each example.
-    Returns:
-        The tensors in the result, with the examples in dimension 0; and a function that puts others in their place.
+    `inputs`, with their examples in dimension 0, replace the tensors in args and kwargs, in order. Return the tensors
+    in the result, with the examples in dimension 0; and a function that puts others in their place.
     """
     leaves, structure = tree_flatten((args, kwargs))
     found: Any = None

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
 from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
-from privgrad.engine.layers.base import Rule, add_to, displacement_of, find_forward, find_rule, is_built_in
+from privgrad.engine.layers.base import Rule, Weights, add_to, displacement_of, find_forward, find_rule, is_built_in
 from privgrad.engine.shared_values import Additive
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import is_additive, sources
@@ -179,13 +179,8 @@ def _alike(one: Any, other: Any) -> bool:
 class VmappedUnit:
     """One call of a unit by vmap. The gradients at each example's copy of the parameters are its gradients.
 
-    Args:
-        path: the unit's path, for messages.
-        module: the unit.
-        forward: the unit's own forward.
-        arguments: the arguments of the call, as (args, kwargs).
     Attributes:
-        tensors: the tensors among the arguments.
+        tensors: the tensors among the `arguments` of the call, (args, kwargs).
     """
 
     def __init__(self, path: str, module: nn.Module, forward: Any, arguments: Any) -> None:
@@ -208,12 +203,9 @@ class VmappedUnit:
         return output
 
     def output(self, copies: Mapping[str, Tensor], inputs: Sequence[tuple[Tensor, int | None]], size: int) -> Any:
-        """Return the tensors in the output, each with the B examples in dimension 0.
+        """Return the tensors in the output, each with the B = `size` examples in dimension 0.
 
-        Args:
-            copies: each example's own trained parameters by name, of shape (B, *P).
-            inputs: the tensors among the arguments, with the dimension of their examples; None: all examples share it.
-            size: B.
+        `copies` has each example's own trained parameters by name, of shape (B, *P).
         """
         # Dropout draws in the order of memory, and BAM's second pass needs equal draws.
         tensors, dims = [x.contiguous() for x, _ in inputs], [dim for _, dim in inputs]
@@ -323,28 +315,15 @@ class LayerCall:
     A call refers neither to its output nor to the `Capture` that made it. A cycle of references would keep the pass in
     memory until garbage collection.
 
-    Args:
-        path: the layer's path, for messages.
-        rule: the layer's rule.
-        layer: the module, or the options of a functional call.
-        weights: the layer's weights by name; a weight may be computed from parameters, and then has a graph.
-        x: the input, with examples in dimension 0.
-        norms: measured norms of Jacobians.
-        curved: whether the call is part of a Hessian product.
+    The layer is a module, or the options of a functional call. One of its weights may be computed from parameters, and
+    then has a graph. `curved` says that the call is part of a Hessian product.
+
     Attributes:
-        x: the input that the gradients of the weights are computed from.
+        x: the input that the gradients of the weights are computed from, with examples in dimension 0.
     """
 
     def __init__(
-        self,
-        path: str,
-        rule: Rule,
-        layer: Any,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        norms: JacobianNorms,
-        *,
-        curved: bool,
+        self, path: str, rule: Rule, layer: Any, weights: Weights, x: Tensor, norms: JacobianNorms, *, curved: bool
     ) -> None:
         self._path = path
         self._layer = layer

@@ -211,12 +211,7 @@ class Extractor(nn.Module, ABC):
 
     def digest(self) -> str:
         """Return a SHA-256 of class, config, parameters and buffers, in hex. Equal digests mean equal features."""
-        settings = json.dumps([FORMAT, self.config()], sort_keys=True)
-        digest = hashlib.sha256(settings.encode())
-        for name, value in sorted(self.state_dict().items()):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return digest_of(json.dumps([FORMAT, self.config()], sort_keys=True), self.state_dict())
 
     def _block(self, rows: Rows, start: int | None = None) -> Tensor:
         """Return the features of at most `block` rows, float32, on their device; `start` numbers the first of them."""
@@ -282,6 +277,15 @@ class Extractor(nn.Module, ABC):
         if changed:
             condition = "to stay as it is while features are computed"
             raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
+
+
+def digest_of(settings: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a SHA-256 of a text and of tensors by name, in hex."""
+    digest = hashlib.sha256(settings.encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import did_you_mean, expected, require_callable, require_choice, require_integer, require_positive
-from privgrad.features.extractor import Extractor, Rows
+from privgrad.features.extractor import Extractor, Rows, digest_of
 from privgrad.features.pretrained import pretrained
 from privgrad.features.text import texts_of
 from privgrad.gradient.functional import named_modules
@@ -68,14 +68,14 @@ class FrozenText(Extractor):
         super().__init__(f"weights of {encoder}" if source is None else source)
         self.encoder, self.max_length, self.pooling, self.dtype = encoder, max_length, pooling, dtype
         self._load()
-        self.weights = self._digest()
+        self.weights = digest_of("", self._model.state_dict())
 
     @classmethod
     def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
         """Load the model by its name again; raise PrivacyError if it is not available, or has other weights."""
         made = super().rebuilt(config, parts)
         made._load()
-        if (found := made._digest()) != made.weights:
+        if (found := digest_of("", made._model.state_dict())) != made.weights:
             remedy = f"restore the weights that {made.encoder} had"
             raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
         return made
@@ -134,14 +134,6 @@ class FrozenText(Extractor):
         self._tokenizer: Any = tokenizer
         self._padding: int = tokenizer.pad_token_id or 0
         object.__setattr__(self, "_model", model.requires_grad_(False).eval())  # no submodule
-
-    def _digest(self) -> str:
-        """Return a SHA-256 of the weights, in hex."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self._model.state_dict().items()):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
 
 
 class Frozen(Extractor):

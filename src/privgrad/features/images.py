@@ -1,7 +1,6 @@
 """Features of images that need no pretrained model: patches, oriented gradients, scattering."""
 
 import functools
-import importlib
 import math
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import Extractor, Public, eigen, marks_of, public_rows
+from privgrad.plugins import optional
 
 _CHUNK = 1000  # images drawn at a time, to limit memory
 _PATCHES = 100_000  # of public images, for the statistics of patches
@@ -276,12 +276,8 @@ def require_images(where: str, rows: Any) -> Tensor:
 
 
 def _kymatio() -> Any:
-    try:
-        # kymatio.torch also loads three-dimensional scattering, which fails with scipy >= 1.17.
-        return importlib.import_module("kymatio.scattering2d.frontend.torch_frontend").ScatteringTorch2D
-    except ImportError as error:
-        remedy = "pip install 'privgrad[scattering]'"
-        raise expected("Scattering", "kymatio", "to be installed", error, remedy) from error
+    module = "kymatio.scattering2d.frontend.torch_frontend"  # kymatio.torch also loads what fails with scipy >= 1.17
+    return optional("Scattering", "kymatio", module, "pip install 'privgrad[scattering]'").ScatteringTorch2D
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,6 +10,7 @@ from torch import Tensor
 from privgrad.errors import described, expected, require_choice, require_integer
 from privgrad.features.extractor import Extractor, Public, Rows, marks_of, public_rows
 from privgrad.features.whitened import unit_rows
+from privgrad.plugins import optional
 
 Analyzer = Literal["word", "char", "char_wb"]
 
@@ -138,8 +139,5 @@ class TfIdf(Extractor):
 
 def _counter(options: Mapping[str, Any], **more: Any) -> Any:
     """Return scikit-learn's vectorizer of counts with the options of an extractor."""
-    try:
-        from sklearn.feature_extraction.text import CountVectorizer
-    except ImportError as error:
-        raise expected("TfIdf", "scikit-learn", "to be installed", error, "pip install scikit-learn") from error
-    return CountVectorizer(ngram_range=tuple(options["ngrams"]), analyzer=options["analyzer"], **more)
+    module = optional("TfIdf", "scikit-learn", "sklearn.feature_extraction.text", "pip install scikit-learn")
+    return module.CountVectorizer(ngram_range=tuple(options["ngrams"]), analyzer=options["analyzer"], **more)

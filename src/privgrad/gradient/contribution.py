@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import expected, require_choice
-from privgrad.gradient.factor import Factor
+from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import version_of
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples, part_of
 
@@ -51,20 +51,13 @@ class Engine(Protocol):
 
     batches_examples: bool  # whether examples share a forward pass, and the random numbers that it draws
 
-    def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
-
+    def __call__(self, examples: Any) -> Factors: ...
     def begin_step(self) -> None: ...
-
     def check_again(self) -> None: ...
-
     def uses(self) -> Mapping[str, Use]: ...
-
-    def moved(self, examples: Any, radius: float, *, exact: bool) -> Mapping[str, Factor]: ...
-
-    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> Mapping[str, Factor]: ...
-
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> Factors: ...
+    def at(self, examples: Any, moved: Factors, share: float) -> Factors: ...
     def microbatch_size(self, examples: Any, usual_size: int) -> int: ...
-
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int: ...
 
 
@@ -179,7 +172,7 @@ class Contribution:
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+    ) -> Iterator[tuple[int, Factors]]:
         """Yield the `gradients` of the batch in chunks of at most `size` rows, each with its number of rows.
 
         Each row of the batch is in at most one chunk.
@@ -188,9 +181,7 @@ class Contribution:
             part = part_of(examples, slice(start, start + size))
             yield count_examples(part), self.gradients(engine, part, step, inverse_scales)
 
-    def gradients(
-        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Mapping[str, Factor]:
+    def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return the gradients of the rows by parameter name; each row depends on that example alone.
 
         Args:

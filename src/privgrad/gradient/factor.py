@@ -5,7 +5,7 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import ClassVar, TypeVar, cast
 
@@ -19,7 +19,6 @@ _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in fl
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
-_LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 
 TERMS = 256  # in one part
 _FEW_TERMS = 32  # in one part of a narrow product
@@ -52,22 +51,6 @@ def masked(x: Tensor, kept_B: Tensor) -> Tensor:
     return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
-    """Return the indices of norms that may be wrong because squares underflow or overflow in float32.
-
-    Such a norm is a tiny share of its bound, or is not finite although its bound is.
-    """
-    lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
-    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
-
-
-def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with each row divided by its largest absolute entry, and these entries in float64."""
-    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
-    largest = torch.where(largest > 0, largest, 1.0)
-    return x / largest, largest[:, 0].double()
-
-
 def float64_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension, summed in float64.
 
@@ -79,31 +62,6 @@ def float64_norms(x: Tensor) -> Tensor:
 def native_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension, in the precision of x."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
-
-
-def position_norms(x: Tensor) -> Tensor:
-    """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
-
-    On the CPU, only norms that are tiny or not finite are summed in float64; the others are `native_norms`. The number
-    of examples, the first dimension, must not decide: the bounds of all others would be rounded differently.
-    """
-    if not is_on_processor(x):
-        parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
-        return torch.cat([float64_norms(part) for part in parts])
-    norms = native_norms(x).double()
-    lost = (norms < TINY) | ~torch.isfinite(norms)
-    if bool(lost.any()):
-        norms[lost] = float64_norms(x[lost])
-    return norms
-
-
-def sum_over(x: Tensor, dim: int) -> Tensor:
-    """Sum over a dimension, in an order that does not depend on the rest of the batch.
-
-    torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
-    example's positions depends on its column and on the batch size. A contiguous copy prevents this.
-    """
-    return x.contiguous().sum(dim)
 
 
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
@@ -156,16 +114,6 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
     return square_B < CANCELED * terms_B.square()
-
-
-def largest_scale(inverse_scales: Tensor | None) -> float:
-    """Return the largest of the inverse scales, or 1 if there are none."""
-    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
-
-
-def merged(x: Tensor, parts: int) -> Tensor:
-    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
-    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
@@ -396,6 +344,9 @@ class Factor(ABC):
     def _per_block(self, floats: int) -> int:
         """Return `examples_per_block` on the device of the gradients, which is the CPU unless a subclass knows."""
         return examples_per_block(floats)
+
+
+Factors = Mapping[str, Factor]  # by parameter name
 
 
 class LinearMapFactor(Factor):

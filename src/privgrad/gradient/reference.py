@@ -34,6 +34,8 @@ from privgrad.gradient.refusals import buffers_written
 from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
+Check = Callable[[nn.Module, LossFunction, Any], None]
+Named = dict[str, Tensor]  # by parameter name
 _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 
 
@@ -51,12 +53,7 @@ class Vmap:
     batches_examples = False  # each example is computed by itself, with random numbers of its own
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        *,
-        memory_mb: float | None = None,
-        check: Callable[[nn.Module, LossFunction, Any], None] | None = None,
+        self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None, check: Check | None = None
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -179,45 +176,36 @@ def per_sample_gradients(
             raise
         except Exception:
             pass  # vmap has no rule for an operation; the message may contain the batch size, which is private
-        rows = [
-            _alone(
-                bound,
-                parameters,
-                rest,
-                {name: move[index] for name, move in moves.items()},
-                part_of(examples, slice(index, index + 1)),
-                exact=exact,
-            )
-            for index in range(count_examples(examples))
-        ]
+        rows = list[Named]()
+        for index in range(count_examples(examples)):
+            one = part_of(examples, slice(index, index + 1))
+            own = {name: move[index] for name, move in moves.items()}
+            rows.append(_alone(bound, parameters, rest, own, one, exact=exact))
     if model not in _SLOW:
         _SLOW.add(model)
-        warnings.warn(
-            "vmap cannot batch this model; its gradients are computed one by one, which is slow", stacklevel=2
-        )
+        told = "vmap cannot batch this model; its gradients are computed one by one, which is slow"
+        warnings.warn(told, stacklevel=2)
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
 
-def _gradient_of_one(
-    bound: BoundLoss, rest: dict[str, Tensor], exact: bool
-) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any], dict[str, Tensor]]:
+def _gradient_of_one(bound: BoundLoss, rest: Named, exact: bool) -> Callable[[Named, Named, Any], Named]:
     """Return a function (parameters, along, example) -> gradient, for vmap.
 
     The function captures `rest` (frozen parameters and buffers), so that torch.func refuses writes to it.
     """
 
-    def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
+    def loss_of_one(parameters: Named, example: Any) -> Tensor:
         state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
         single = map_examples(lambda leaf: leaf.unsqueeze(0), example)
         return require_losses(functional_call(bound, state, (single,)), 1)[0]
 
-    gradient = cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
+    gradient = cast("Callable[[Named, Any], Named]", grad(loss_of_one))
 
-    def product(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> tuple[Tensor, Any]:
+    def product(parameters: Named, along: Named, example: Any) -> tuple[Tensor, Any]:
         grads = gradient(parameters, example)
         return torch.stack([(grads[name] * move).sum() for name, move in along.items()]).sum(), grads
 
-    def moved(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+    def moved(parameters: Named, along: Named, example: Any) -> Named:
         if not along:
             return gradient(parameters, example)
         if not exact:
@@ -239,25 +227,15 @@ class _Differentiated(nn.Module):
         super().__init__()
         self.bound = bound
 
-    def forward(
-        self, example: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool
-    ) -> tuple[Tensor, ...]:
-        loss = require_losses(self.bound(example), 1).sum()
+    def forward(self, row: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool) -> tuple[Tensor, ...]:
+        loss = require_losses(self.bound(row), 1).sum()
         if not loss.requires_grad:
             return tuple(torch.zeros_like(leaf) for leaf in leaves)
         refuse_reentrant(loss)
         return gradients_and_curvature(loss, leaves, along if exact else [None] * len(leaves))
 
 
-def _alone(
-    bound: BoundLoss,
-    parameters: dict[str, Tensor],
-    rest: dict[str, Tensor],
-    along: dict[str, Tensor],
-    example: Any,
-    *,
-    exact: bool,
-) -> dict[str, Tensor]:
+def _alone(bound: BoundLoss, parameters: Named, rest: Named, along: Named, example: Any, *, exact: bool) -> Named:
     """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
 
     autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function

@@ -106,10 +106,8 @@ class InputMap(Protocol):
 
     @property
     def matrix(self) -> Tensor: ...
-
     @property
     def bias(self) -> str | None: ...
-
     @property
     def transposed(self) -> bool: ...
 
@@ -192,8 +190,7 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
             if tuple(value.shape) != shape:
                 remedy = "name and shape them as model.named_parameters() does"
                 got, argument = tuple(value.shape), f"{kind} of {name!r}"
-                condition = f"to have a trainable parameter's shape, {shape}"
-                raise expected("precondition", argument, condition, got, remedy)
+                raise expected("precondition", argument, f"to have a trainable parameter's shape, {shape}", got, remedy)
             if kind == "inverse_scales":
                 require_scales(name, value)
             elif not all(math.isfinite(end) for end in _ends(value)):

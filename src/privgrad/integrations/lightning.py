@@ -118,7 +118,11 @@ class PrivateStrategy(SingleDeviceStrategy):
             return
         module = cast(LightningModule, self.lightning_module)
         _require_options(trainer, module, self._plan, self.optimizers)
-        _require_declared(cast("Any", trainer).callbacks, self._selection_data)
+        held: Sequence[object] = cast("Any", trainer).callbacks
+        kinds = {"EarlyStopping" for one in held if isinstance(one, EarlyStopping)}
+        kinds |= {"ModelCheckpoint(monitor=...)" for one in held if isinstance(one, ModelCheckpoint) and one.monitor}
+        if wrong := undeclared_selection(self._selection_data, sorted(kinds), "these callbacks"):
+            raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", *wrong)
         _weigh_equally(trainer)
         self.private_grad = PrivateGradient(
             module,
@@ -297,14 +301,6 @@ def _weigh_equally(trainer: Trainer) -> None:
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
     """Raise PrivacyError: what training_step would log is private."""
     raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", _LOG_ELSEWHERE)
-
-
-def _require_declared(callbacks: Sequence[object], selection_data: object) -> None:
-    """Raise PrivacyError if evaluations of undeclared data would choose the model."""
-    kinds = {"EarlyStopping" for one in callbacks if isinstance(one, EarlyStopping)}
-    kinds |= {"ModelCheckpoint(monitor=...)" for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
-    if wrong := undeclared_selection(selection_data, sorted(kinds), "these callbacks"):
-        raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", *wrong)
 
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:

@@ -4,7 +4,7 @@ import getpass
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting.accountant import filter_epsilon, rounded_up
+from privgrad.accounting.accountant import Releases, filter_epsilon, rounded_up
 from privgrad.accounting.calibration import noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
@@ -171,7 +171,7 @@ class Budget:
         """The checksum of the file's last line, which depends on all lines before it."""
         return self._read().head
 
-    def spent(self, *, besides: Iterable[Release | Selection | Split] = ()) -> float:
+    def spent(self, *, besides: Releases = ()) -> float:
         """Return the epsilon of all commitments so far, at most total_epsilon.
 
         Args:
@@ -218,14 +218,7 @@ class Budget:
         release = Release(sigma or 0.0, sample_rate, count=steps)
         return 0.0 if sigma is None else accounting.epsilon([release], delta=self.delta)
 
-    def commit(
-        self,
-        name: str,
-        releases: Iterable[Release | Selection | Split],
-        *,
-        by: str | None = None,
-        place: str | None = None,
-    ) -> None:
+    def commit(self, name: str, releases: Releases, *, by: str | None = None, place: str | None = None) -> None:
         """Write down the most that a training may cost, before it starts.
 
         Args:
@@ -361,9 +354,7 @@ class Budget:
                 name = f"the epsilon of all commitments with {wanted.name}"
                 condition = f"to be at most {rounded_up(self.total_epsilon)}"
                 got = f"{rounded_up(cost)} ({rounded_up(self._cost(before))} without it)"
-                remedy = (
-                    "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) gives the noise"
-                )
+                remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
                 raise expected("Budget.commit", name, condition, got, remedy, BudgetExceededError)
             file.append(_line_of(wanted))
 

@@ -28,7 +28,7 @@ from privgrad.errors import PrivacyError, expected, file_problem
 
 VERSION = 3
 _LONGEST_LINE = 1 << 24  # bytes; a file that is not a ledger must not fill the memory
-_PATIENCE = 0.1  # seconds to wait for the lock
+_WAIT = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 Kind = Literal["ledger", "budget"]
@@ -54,14 +54,7 @@ class LedgerFile:
     """
 
     def __init__(
-        self,
-        kind: Kind,
-        path: Path,
-        *,
-        read_only: bool,
-        accept: Accept,
-        patience: float = _PATIENCE,
-        create: bool = True,
+        self, kind: Kind, path: Path, *, read_only: bool, accept: Accept, patience: float = _WAIT, create: bool = True
     ) -> None:
         self._kind, self.path, self._patience, self._create = kind, path, patience, create
         self.head = ""  # the checksum of the last line, which depends on all lines before it; "" for an empty file
@@ -157,7 +150,9 @@ class LedgerFile:
                 _lock(self._descriptor, path, self._patience)
             self._read(accept, read_only=read_only)
             if self._descriptor is not None:
-                self._end_last_line(self._descriptor)
+                os.ftruncate(self._descriptor, self._size)  # without an unfinished last line
+                if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+                    self._size += os.write(self._descriptor, b"\n")
                 directory = os.open(path.parent, os.O_RDONLY)
                 _to_disk(directory)  # the name of a new file is durable only once its folder is on disk
                 os.close(directory)
@@ -165,14 +160,7 @@ class LedgerFile:
             self.close()
             if not isinstance(error, OSError):
                 raise
-            got = f"{path} ({error.strerror})"
-            raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
-
-    def _end_last_line(self, descriptor: int) -> None:
-        """Remove an unfinished last line, or add the newline that a complete last line lacks."""
-        os.ftruncate(descriptor, self._size)
-        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
-            self._size += os.write(descriptor, b"\n")
+            raise expected("Ledger", "path", condition, f"{path} ({error.strerror})", "give a ledger's path") from error
 
     def _read(self, accept: Accept, *, read_only: bool) -> None:
         """Check each line of the file and pass it to `accept`; an unfinished last line is left out."""
@@ -186,8 +174,7 @@ class LedgerFile:
                     got = f"version {str(line['ledger_version'])[:20]}"
                     remedy = "resume with the privgrad that wrote it, or start a new ledger and add up both epsilons "
                     remedy += "and both deltas"
-                    name = f"line 1 of {self.path}"
-                    raise expected("Ledger", name, f"to have ledger version {VERSION}", got, remedy)
+                    raise expected("Ledger", f"line 1 of {self.path}", f"to have ledger version {VERSION}", got, remedy)
                 sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:
                     raise self._damaged(number, raw, "to match its checksum and to follow the line before it")
@@ -239,7 +226,7 @@ def _lock(descriptor: int, path: Path, patience: float) -> None:
         except OSError as error:
             # Again for a short time: `is_in_use` also holds a lock while it checks.
             if isinstance(error, BlockingIOError) and time.monotonic() < until:
-                time.sleep(_PATIENCE / 100)
+                time.sleep(_WAIT / 100)
                 continue
             remedy = "wait until it ends, or close() its ledger if it is in this process"
             got = f"{path}, which a running training has locked"

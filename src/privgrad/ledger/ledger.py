@@ -71,7 +71,7 @@ class Ledger:
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
         self._committed: tuple[str, Release] | None = None
-        self._budget = ""
+        self.budget = ""  # the name of the budget's file; "" without a budget
         self._planned: dict[str, Any] = {}  # facts of the committed plan
         self._on_begin: Callable[[], None] | None = None
         self._turn = threading.RLock()
@@ -153,11 +153,6 @@ class Ledger:
         """The name under which a budget holds all releases of this ledger; None without a budget."""
         return None if self._committed is None else self._committed[0]
 
-    @property
-    def budget(self) -> str:
-        """The name of the budget's file; "" without a budget."""
-        return self._budget
-
     def limit_to(
         self,
         release: Release,
@@ -180,7 +175,7 @@ class Ledger:
         with self._one_at_a_time():
             if not self.plan_facts:
                 self._committed = self._committed or (commitment, release)
-                self._budget, self._on_begin, self._planned = budget, on_begin, dict(plan_facts or {})
+                self.budget, self._on_begin, self._planned = budget, on_begin, dict(plan_facts or {})
             if self._committed != (commitment, release):
                 held = self._committed or "a ledger without a commitment"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
@@ -199,7 +194,7 @@ class Ledger:
                 facts = dict(plan_facts)
                 if self._committed is not None:
                     name, held = self._committed
-                    facts["commitment"] = {"name": name, "releases": held.count, "budget": self._budget}
+                    facts["commitment"] = {"name": name, "releases": held.count, "budget": self.budget}
                 if self._on_begin is not None:
                     self._on_begin()
                 self._append({"ledger_version": VERSION, "plan": facts})
@@ -355,7 +350,7 @@ class Ledger:
             if (committed := plan.get("commitment")) is not None:
                 require_integer("Ledger", "commitment", committed["releases"], 1)
                 kind = replace(release_of(plan), count=committed["releases"])
-                self._committed, self._budget = (str(committed["name"]), kind), str(committed["budget"])
+                self._committed, self.budget = (str(committed["name"]), kind), str(committed["budget"])
         elif not isinstance(line["draw"], str):
             raise TypeError(f"a draw is a text, got {line['draw']!r}")
         else:
@@ -382,20 +377,6 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
     if release.scheme != "truncated":
         return release
     return replace(release, max_batch_size=facts["max_batch_size"], num_examples=facts["num_examples"])
-
-
-def released_beside(fact: Mapping[str, Any]) -> str | None:
-    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone."""
-    recorded = fact.get("norm_statistic")
-    if not recorded:
-        return None
-    kinds = {
-        "Slots": "noisy shares of gradients by length",
-        "Count": "a noisy count of gradients within C",
-        "Histogram": "a noisy histogram of the gradients' norms",
-    }
-    kind = str(recorded).partition("(")[0]
-    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"
 
 
 def _other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:

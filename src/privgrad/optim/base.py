@@ -2,14 +2,15 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import PrivacyError, expected, require_nonnegative
+from privgrad.errors import PrivacyError, described, expected, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
@@ -350,6 +351,23 @@ def _require_noise(function: str, gradient: NoisyGradient, names: list[str]) -> 
 def _no_noise_step(function: str, why: str) -> PrivacyError:
     """Return the error for a noise step of an optimizer that has none."""
     return expected(function, "noise_step", "to be absent for an optimizer without one", why, "give lr in its place")
+
+
+def require_share(function: str, name: str, value: float, remedy: str, at_most: str) -> None:
+    """Raise PrivacyError unless value is in (0, 1]; `at_most` is the remedy for one above, `remedy` for all others."""
+    require_positive(function, name, value, remedy)
+    if value > 1:
+        raise expected(function, name, "to be at most 1", value, at_most)
+
+
+def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
+    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
+    shown: object = value
+    is_pair = isinstance(usual, tuple)
+    decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
+    if [isinstance(decay, Real) and 0 <= decay < 1 for decay in decays] != [True] * (1 + is_pair):
+        condition = "to be two numbers in [0, 1)" if is_pair else "to be in [0, 1)"
+        raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
 
 
 def widened(parameter: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.checks.data import share_rows
-from privgrad.errors import expected, require_decays, require_integer, require_positive, require_share
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.errors import expected, require_integer, require_positive
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, require_share, widened
 from privgrad.optim.matrix import gathered, sharded_like
 from privgrad.types import NoisyGradient
 

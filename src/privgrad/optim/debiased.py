@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import expected, require_decays, require_nonnegative, require_positive
-from privgrad.optim.base import PrivateOptimizer, widened
+from privgrad.errors import expected, require_nonnegative, require_positive
+from privgrad.optim.base import PrivateOptimizer, require_decays, widened
 from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
 

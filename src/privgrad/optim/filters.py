@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_share
+from privgrad.errors import described, expected
 from privgrad.noise.banded import std_at
+from privgrad.optim.base import require_share
 from privgrad.processes import blocks
 from privgrad.types import NoiseMemory, NoisyGradient
 

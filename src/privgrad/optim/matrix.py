@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_decays, require_integer
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.errors import expected, require_integer
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, widened
+from privgrad.optim.debiased import Group, State
 from privgrad.types import NoisyGradient
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
@@ -65,9 +66,7 @@ class Muon(PrivateOptimizer):
             step = self._step_of(whole, group, state, name, gradient.noise_std_of(name))
             parameter.add_(sharded_like(step.to(parameter.dtype), parameter), alpha=-group["lr"])
 
-    def _step_of(
-        self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
-    ) -> Tensor:
+    def _step_of(self, moment: Tensor, group: Group, state: State, name: str, noise_std: float | Tensor) -> Tensor:
         """Return the step of one parameter, given its momentum and the noise of its last gradient."""
         del state, name, noise_std
         return orthogonalized(moment, group["iterations"], group["bfloat16"])
@@ -113,9 +112,7 @@ class MuonBC(Muon):
             raise expected("MuonBC.step", "grad", "to have independent noise at each step", got, remedy)
         super()._update(gradient)
 
-    def _step_of(
-        self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
-    ) -> Tensor:
+    def _step_of(self, moment: Tensor, group: Group, state: State, name: str, noise_std: float | Tensor) -> Tensor:
         step = state["step"] = state.get("step", 0) + 1
         state["noise_var"] = group["momentum"] ** 2 * state.get("noise_var", 0.0) + noise_std**2
         noise_var = gathered(state["noise_var"])

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privgrad.errors import require_decays, require_positive
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.errors import require_positive
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, widened
 from privgrad.types import NoisyGradient
 
 

@@ -14,7 +14,7 @@ from privgrad.clip.clipping import ClippingAccumulator, Flat
 from privgrad.engine.factored import Factored
 from privgrad.errors import expected, require_integer, require_positive
 from privgrad.gradient.contribution import Contribution, Engine
-from privgrad.gradient.factor import Dense, Factor, as_linear_map
+from privgrad.gradient.factor import Dense, Factor, Factors, as_linear_map
 from privgrad.gradient.functional import advanced, require_losses, trainable
 from privgrad.gradient.transform import Preconditioner, require_scales_only
 from privgrad.perturb.points import Schedule
@@ -84,7 +84,7 @@ class LocalUpdate(Contribution):
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+    ) -> Iterator[tuple[int, Factors]]:
         """Yield the updates of all users, in chunks of at most `size` users, each with its number of users."""
         *tensors, count_U = _require_users(examples)
         counts, most = cast("list[int]", count_U.tolist()), tensors[0].shape[1]
@@ -112,7 +112,7 @@ class LocalUpdate(Contribution):
         width: int,
         lr: float,
         inverse_scales: Mapping[str, Tensor],
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+    ) -> Iterator[tuple[int, Factors]]:
         """Yield the updates of users, who are sorted by their number of mini-batches, largest first."""
         batches_U = -(-count_U // width)
         steps = [self.epochs * batches for batches in cast("list[int]", batches_U.tolist())]
@@ -124,7 +124,7 @@ class LocalUpdate(Contribution):
         column_M = torch.arange(width, device=count_U.device)
         there = len(count_U)  # users that have mini-batches left: they are the first rows
         moved = dict[str, Factor]()  # the sum of their gradients so far, divided by the scales
-        ended: list[tuple[int, Mapping[str, Factor]]] = []
+        ended: list[tuple[int, Factors]] = []
         for step in range(steps[0] + 1):
             before, there = there, sum(own > step for own in steps)
             if there < before:
@@ -149,7 +149,7 @@ class LocalUpdate(Contribution):
                 moved[name] = as_linear_map(moved[name] + update).settled() if name in moved else update
 
 
-def _joined(parts: list[tuple[int, Mapping[str, Factor]]]) -> list[tuple[int, Mapping[str, Factor]]]:
+def _joined(parts: list[tuple[int, Factors]]) -> list[tuple[int, Factors]]:
     """Join chunks into one, the last chunk first, if all have the same parameters; else return them as they are."""
     names = parts[0][1].keys()
     if len(parts) == 1 or any(part.keys() != names for _, part in parts):
@@ -184,9 +184,7 @@ class ReportedUpdate(Contribution):
         """Return the usual number of users: nothing is computed, so all can be in one chunk."""
         return usual_size
 
-    def gradients(
-        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Mapping[str, Factor]:
+    def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return the users' updates as they are, one row per user, without the engine."""
         _require_real(examples)
         return {name: Dense(updates_UP) for name, updates_UP in examples.items()}

@@ -13,10 +13,11 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected, require_share
+from privgrad.errors import described, expected
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
-from privgrad.gradient.factor import Factor
+from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import replaced
+from privgrad.optim.base import require_share
 from privgrad.optim.filters import EMA
 from privgrad.types import NoisyGradient
 
@@ -83,10 +84,9 @@ class Schedule:
                 value = error
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
         if not number or (self._positive and value == 0):
-            remedy = f"give a Python number, {self._usual}"
             name = f"{self._name} at step {step}" if callable(self._value) else self._name
             condition = f"to be a finite number {'>' if self._positive else '>='} 0"
-            raise expected(self._function, name, condition, repr(value), remedy)
+            raise expected(self._function, name, condition, repr(value), f"give a Python number, {self._usual}")
         self._last = step, float(cast(float, value))
         return self._last[1]
 
@@ -137,15 +137,13 @@ class BAM(Perturbation):
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+    ) -> Iterator[tuple[int, Factors]]:
         """Yield the `gradients` in chunks, in smaller ones where the engine needs more memory at moved points."""
         if self.radius(step) > 0:
             size = engine.moved_size(examples, size, exact=self.mode == "exact")
         return super().chunks(engine, examples, size, step, inverse_scales)
 
-    def gradients(
-        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Mapping[str, Factor]:
+    def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return h_i of each row."""
         radius = self.radius(step)
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
@@ -239,9 +237,7 @@ class DiSK(Contribution):
         self._now = {name: value.detach().clone() for name, value in parameters.items()}
         factor = (1 - self.weight) / self.weight
         # theta_{t-1} + (1 + factor) (theta_t - theta_{t-1}) = theta_t + factor (theta_t - theta_{t-1})
-        points = {
-            parameters[name]: torch.lerp(before, self._now[name], 1 + factor) for name, before in self._before.items()
-        }
+        points = {parameters[n]: torch.lerp(before, self._now[n], 1 + factor) for n, before in self._before.items()}
         with replaced(points):
             yield
 

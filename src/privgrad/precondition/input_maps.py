@@ -24,7 +24,8 @@ from privgrad.errors import described, expected, require_callable, require_integ
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import evaluating, trainable
 from privgrad.gradient.transform import Preconditioner, Transform
-from privgrad.types import Batch, count_examples, map_examples
+from privgrad.precondition.public_gradient import require_public
+from privgrad.types import count_examples, map_examples
 
 _WIDE = 4096  # most inputs of a layer for which the whole second moment is used
 _ROWS = 2**13  # most rows of a layer's inputs for one moment: positions of sequences, patches of images
@@ -126,9 +127,7 @@ class Inputs(Preconditioner):
         if not maps:
             assert self._bound is not None
             got = described(self._bound[0])
-            remedy = (
-                "leave the preconditioner out: it is for linear layers, convolutions, attention and recurrent layers"
-            )
+            remedy = "leave it out: it is for linear layers, convolutions, attention and recurrent layers"
             raise expected("precondition.inputs", "the model", "to have a layer with inputs", got, remedy)
         self.layers = dict.fromkeys(parameters, "unchanged")
         for name, own in maps.items():
@@ -207,12 +206,7 @@ def inputs(
         The inputs' half of DP-KFC (arXiv 2605.13418), applied once, before clipping.
     """
     name = "precondition.inputs"
-    if isinstance(examples, Batch):
-        remedy = "give public examples, separate from the private ones"
-        raise expected(name, "examples", "to be public", "a batch of a privacy plan", remedy)
-    if not isinstance(source, str) or not source:  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "write where they come from; it is recorded"
-        raise expected(name, "source", "to be a text that describes the examples", repr(source), remedy)
+    require_public(name, examples, source)
     if forward is not None:
         require_callable(name, "forward", forward, "give (model, examples) -> outputs")
     require_positive(name, "power", power, "0.35 is the default")

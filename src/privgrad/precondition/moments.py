@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_decays, require_integer, require_positive
+from privgrad.errors import expected, require_integer, require_positive
 from privgrad.gradient.factor import at_least_float32
 from privgrad.gradient.transform import MeanGradient, Preconditioner, Transform
+from privgrad.optim.base import require_decays
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.processes import blocks
 
@@ -170,9 +171,8 @@ class Moments(Preconditioner):
         unit = self._noise_eps * noise_std
         # Reuse the memory of the last step: to allocate it would take as long as to fill it.
         kept = self._inverse
-        self._inverse = {
-            n: kept[n] if n in kept else torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items()
-        }
+        new = {n: torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items() if n not in kept}
+        self._inverse = {n: new[n] if n in new else kept[n] for n in parameters}
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
                 if self._eps is None:  # A = 1 + sqrt(v) / (noise_eps noise_std)

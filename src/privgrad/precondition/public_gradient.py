@@ -14,6 +14,16 @@ from privgrad.processes import ALONE, Processes
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 
+def require_public(function: str, examples: object, source: object) -> None:
+    """Raise PrivacyError for a private batch, or for public examples without a source."""
+    if isinstance(examples, Batch):
+        remedy = "give public examples, separate from the private ones"
+        raise expected(function, "examples", "to be public", "a batch of a privacy plan", remedy)
+    if not isinstance(source, str) or not source:
+        remedy = "write where they come from; it is recorded"
+        raise expected(function, "source", "to be a text that describes the examples", repr(source), remedy)
+
+
 class PublicGradient:
     """The mean gradients on batches of public examples, as side information for AdaDPS and other methods.
 
@@ -47,12 +57,7 @@ class PublicGradient:
         seed: int = 0,
         processes: Processes = ALONE,
     ) -> None:
-        if isinstance(examples, Batch):
-            remedy = "give public examples, separate from the private ones"
-            raise expected("PublicGradient", "examples", "to be public", "a batch of a privacy plan", remedy)
-        if not isinstance(source, str) or not source:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "write where they come from; it is recorded"
-            raise expected("PublicGradient", "source", "to be a text that describes the data", repr(source), remedy)
+        require_public("PublicGradient", examples, source)
         require_integer("PublicGradient", "seed", seed, 0)
         self.given = examples
         if isinstance(examples, TensorDataset):

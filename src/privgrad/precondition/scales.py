@@ -64,9 +64,7 @@ def fixed(scales: Scales, *, source: str | None = None) -> Preconditioner:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 2.
     """
     if not isinstance(scales, Scales):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = (
-            'give privgrad.Scales({"layer.weight": scale}, provenance="public data", source="..."), if that is true'
-        )
+        remedy = 'give pg.Scales({"layer.weight": scale}, provenance="public data", source="..."), if that is true'
         raise expected("precondition.fixed", "scales", "to be Scales, with a provenance", type(scales).__name__, remedy)
     # The text becomes a fact of the ledger, and a resumed run must have equal facts: do not change it.
     recorded = "; ".join(part for part in (f"{scales.provenance}: {scales.source}", source) if part)

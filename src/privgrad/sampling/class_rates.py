@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from privgrad.errors import SamplingError, described, expected
+from privgrad.sampling.loading import Data
 
 _DIGITS = 3  # of a rate that a person may have chosen
 _EQUAL = 1e-5  # relative difference of products that count as equal; rates may be float32
@@ -47,9 +48,7 @@ class ClassRates(Dataset[Any]):
         Feldman, Zrnic 2021 (arXiv 2008.11193), on individual privacy costs, which would be lower for frequent classes.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any] | Sequence[Any], labels: Tensor | np.ndarray | Sequence[int], rates: Sequence[float]
-    ) -> None:
+    def __init__(self, dataset: Data, labels: Tensor | np.ndarray | Sequence[int], rates: Sequence[float]) -> None:
         self.dataset = dataset
         self.rates = _require_rates(rates)
         classes = _require_labels(labels, len(cast("Sequence[Any]", dataset)), len(self.rates))

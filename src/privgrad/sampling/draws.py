@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from privgrad.errors import SamplingError, expected, require_callable, require_integer
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data, warn_of_repeats
-from privgrad.sampling.loading import Collate, Draw, Examples, load, require_loading
+from privgrad.sampling.loading import Collate, Data, Draw, Examples, load, require_loading
 from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
 
 
@@ -100,7 +100,7 @@ class BatchSampler(Sampler[Draw]):
 
     def __init__(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Data,
         *,
         scheme: SamplingScheme,
         sample_rate: float,
@@ -183,9 +183,7 @@ class BatchSampler(Sampler[Draw]):
         return Draw(chosen, key, drawn)
 
 
-def _require_samplable(
-    dataset: Dataset[Any] | Sequence[Any], num_examples: int, scheme: SamplingScheme, processes: Processes
-) -> None:
+def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme, processes: Processes) -> None:
     """Raise SamplingError unless the scheme can sample the data set, and it holds num_examples examples."""
 
     def refusal(condition: str, got: str, remedy: str, name: str = "dataset") -> Exception:

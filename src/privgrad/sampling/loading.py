@@ -27,6 +27,7 @@ from privgrad.rng import numpy_and_python_kept, set_states
 from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
 Collate = Callable[[list[Any]], Any]
+Data = Dataset[Any] | Sequence[Any]  # map-style
 
 _COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
@@ -87,8 +88,7 @@ def default_collated(items: list[Any]) -> Any:
     except (TypeError, RuntimeError) as error:
         got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
         remedy = "turn each example into tensors of one shape in the data set, or give collate="
-        condition = "to hold tensors and numbers"
-        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+        raise expected("plan.batches", "dataset", "to hold tensors and numbers", got, remedy, SamplingError) from error
 
 
 def _refuse_lists(path: str, example: Any) -> None:
@@ -168,7 +168,7 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
 
 def _size(example: Any) -> int:
     """Return how many numbers and characters an item holds."""
-    parts = tree_leaves(map_examples(lambda part: part, example))
+    parts = [part for _, part in named_leaves("", example)]
     sized = (len(part) if isinstance(part, str | bytes) else getattr(part, "shape", (1,)) for part in parts)
     return sum(size if isinstance(size, int) else math.prod(size) for size in sized)
 
@@ -217,7 +217,7 @@ class Examples(Dataset[Batch]):
         each generator its whole state, because seeds of 32 bits could be tried.
     """
 
-    def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> None:
+    def __init__(self, dataset: Data, collate: Collate | None) -> None:
         self._data, self._collate = cast("Sequence[Any]", dataset), collate
         # Not for subclasses: their indexing may hide or change columns.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
@@ -228,9 +228,7 @@ class Examples(Dataset[Batch]):
     def __getitem__(self, draw: Draw) -> Batch:
         """Return the batch of a draw; errors are as in `batches`, and SamplingError if the index is not a Draw."""
         if not isinstance(draw, Draw):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = (
-                "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
-            )
+            remedy = "use DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
             raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
         if not self._tried:
             self._tried = True
@@ -317,7 +315,6 @@ def load(
         _Reported(dataset) if num_workers else dataset,
         batch_size=None,
         sampler=cast("Any", draws),
-        collate_fn=_unchanged,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
@@ -325,11 +322,6 @@ def load(
         generator=torch.Generator().manual_seed(seed),
     )
     return _from_workers(loader) if num_workers else (batch for batch in loader)
-
-
-def _unchanged(batch: Any) -> Any:
-    """Return a batch as it is; workers call it by its name."""
-    return batch
 
 
 @contextmanager

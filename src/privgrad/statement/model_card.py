@@ -14,11 +14,11 @@ from torch import nn
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.errors import PrivacyError
-from privgrad.ledger.ledger import Ledger, released_beside
+from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.statement.text import Statement, statement
+from privgrad.statement.text import Statement, released_beside, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"

@@ -5,7 +5,7 @@ A reader may act on these, so each sentence must be true.
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,7 +17,7 @@ from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
 from privgrad.errors import require_delta
 from privgrad.ledger.budget import Budget, Commitment
 from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
-from privgrad.ledger.ledger import Ledger, released_beside
+from privgrad.ledger.ledger import Ledger
 from privgrad.types import COVERED, PRIVATE_MOMENT
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
@@ -375,3 +375,17 @@ def _if_planned(ledgers: Sequence[Ledger]) -> list[str]:
 def public_facts(ledger: Ledger) -> dict[str, Any]:
     """Return the numbers of a ledger's plan, without the name of a commitment, which may be a path of the machine."""
     return {name: fact for name, fact in ledger.plan_facts.items() if name != "commitment"}
+
+
+def released_beside(fact: Mapping[str, Any]) -> str | None:
+    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone."""
+    recorded = fact.get("norm_statistic")
+    if not recorded:
+        return None
+    kinds = {
+        "Slots": "noisy shares of gradients by length",
+        "Count": "a noisy count of gradients within C",
+        "Histogram": "a noisy histogram of the gradients' norms",
+    }
+    kind = str(recorded).partition("(")[0]
+    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"

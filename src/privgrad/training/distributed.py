@@ -188,9 +188,7 @@ def _hooks_of(module: nn.Module) -> dict[int, tuple[Any, Any]]:
     any_module = cast(Any, module)
     state = any_module._get_fsdp_state()
     holders = (any_module._forward_pre_hooks, any_module._forward_hooks)
-    return {
-        key: (held, hook) for held in holders for key, hook in held.items() if getattr(hook, "__self__", None) is state
-    }
+    return {key: (own, hook) for own in holders for key, hook in own.items() if getattr(hook, "__self__", 0) is state}
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:

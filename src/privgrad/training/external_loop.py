@@ -7,14 +7,13 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from privgrad.accounting.mechanisms import first_step_of_new_groups
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_named_source, require_separate
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling.loading import Collate
+from privgrad.sampling.loading import Collate, Data
 from privgrad.training.checkpoint import NEW_FOLDER, OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.training.run import StopData
 from privgrad.types import Batch, NoisyGradient
@@ -80,9 +79,7 @@ class ExternalLoopStep:
         """Return whether every step of the plan was released. The host may have made fewer updates."""
         return self.private_grad.state_dict()["step"] >= self.private_grad.plan.steps
 
-    def batches(
-        self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None, **loading: Any
-    ) -> Iterator[Batch]:
+    def batches(self, dataset: Data, *, updates: int, collate: Collate | None, **loading: Any) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` of the host.
 
         Worker processes live on between epochs, and load the first batches of the next one in advance.

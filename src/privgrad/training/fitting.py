@@ -198,15 +198,18 @@ class _Evaluations:
         if own := sorted({"step", "epsilon"} & numbers.keys()):
             remedy = "choose another name: fit gives these two itself"
             raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own), remedy)
-        row: dict[str, Any] = {"step": step}
-        plan = self.private_grad.plan
-        has_epsilon = plan.delta is not None and plan.is_covered
-        row["epsilon"] = self.private_grad.epsilon(steps=step) if has_epsilon else None
+        row: dict[str, Any] = {"step": step, "epsilon": _spent(self.private_grad, step)}
         for name, value in numbers.items():
             # A checkpoint can hold plain numbers, but no numpy numbers, and JSON no tensors either.
             is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
             row[name] = value.item() if is_number else value
         return row
+
+
+def _spent(private_grad: PrivateGradient, steps: int) -> float | None:
+    """Return the epsilon of a number of steps; None without a delta, or for batches that no accountant covers."""
+    plan = private_grad.plan
+    return private_grad.epsilon(steps=steps) if plan.delta is not None and plan.is_covered else None
 
 
 def _require_arguments(
@@ -309,7 +312,7 @@ def _progress_bar(
     of_users = plan.privacy_unit == "user"
     unit = "round" if of_users else "step"
     task = bar.add_task(f"{unit}s", total=plan.steps, completed=start, note="")
-    live = bar.console.is_terminal and not bar.disable and plan.delta is not None and plan.is_covered
+    live = bar.console.is_terminal and not bar.disable
     spent: float | None = None
     began, step, covered, warned = time.monotonic(), start, start, False
 
@@ -324,7 +327,7 @@ def _progress_bar(
             # Accounting takes time. This computes the epsilon of a later step, which is an upper bound for now.
             pace = (step - start) / (time.monotonic() - began)
             covered = min(plan.steps, step + int(_EPSILON_SECONDS * pace))
-            spent = private_grad.epsilon(steps=covered)
+            spent = _spent(private_grad, covered)
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
         cost = _epsilon_note(private_grad, spent)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer, bounding_product
+from privgrad.engine.factors.outer import Outer, bounding_product, position_norms
 from privgrad.gradient.factor import (
     TERMS,
     Dense,
@@ -27,7 +27,6 @@ from privgrad.gradient.factor import (
     at_least_float32,
     examples_per_block,
     masked,
-    position_norms,
 )
 from privgrad.processes import AT_ONCE, is_on_processor
 
@@ -136,7 +135,9 @@ class Convolution(LinearMapFactor):
         """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        if self._by_products:
+        few = self._few_positions and self._positions <= _FEWEST
+        small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
+        if self.geometry.is_pointwise or few or small:
             if not is_on_processor(self.b) and self.examples > self._per_block(int(self.shape.numel())):
                 return self.written_out().grads_BP  # in parts: the patches of all take too much memory
             return self.of_patches().dense().view(self.examples, *self.shape)
@@ -224,13 +225,6 @@ class Convolution(LinearMapFactor):
     @property
     def _few_positions(self) -> bool:
         return self.geometry.by_patches(self.b.shape[2:])
-
-    @property
-    def _by_products(self) -> bool:
-        """Whether products of patches and output gradients compute the gradients."""
-        few = self._few_positions and self._positions <= _FEWEST
-        small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
-        return self.geometry.is_pointwise or few or small
 
     @property
     def _patches(self) -> int:

@@ -80,10 +80,7 @@ class Displacement:
 class PerSampleWeight:
     """A layer's weight that a parametrization computes from each example's own moved parameters.
 
-    Args:
-        parametrization: computes the weight from its parameters.
-        displacements: of these parameters, by name.
-        weight: the weight that it computes from the parameters without displacement.
+    `weight` is the one that it computes from the parameters without displacement.
     """
 
     def __init__(self, parametrization: nn.Module, displacements: Mapping[str, Displacement], weight: Tensor) -> None:

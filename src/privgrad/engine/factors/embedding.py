@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, lost_to_underflow, merged, position_norms, scale_rows
 from privgrad.gradient.factor import (
     Examples,
     Factor,
@@ -19,12 +19,8 @@ from privgrad.gradient.factor import (
     at_least_float32,
     canceled,
     float64_norms,
-    lost_to_underflow,
     masked,
-    merged,
     norms_of,
-    position_norms,
-    scale_rows,
 )
 
 
@@ -99,15 +95,12 @@ class Bags(LinearMapFactor):
         square_BD = cast(Tensor, torch.sparse.mm(square, scales.square_()))
         norm_B = norms_of(square_BD.sqrt() * r_BD) * r_B * c_B * largest.double()
         for index in lost_to_underflow(norm_B, plain_B * largest.double()):
-            norm_B[index] = self._scaled_norm(index, inverse_scales)
+            # In float64, no square under- or overflows.
+            bag = self[index : index + 1]._bags
+            columns, c_T = bag.indices()[1], bag.values().double()
+            scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
+            norm_B[index] = float64_norms(scaled_TD.flatten())
         return norm_B
-
-    def _scaled_norm(self, index: int, inverse_scales: Tensor) -> Tensor:
-        # In float64, no square under- or overflows.
-        bag = self[index : index + 1]._bags
-        columns, c_T = bag.indices()[1], bag.values().double()
-        scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
-        return cast(Tensor, torch.linalg.vector_norm(scaled_TD))
 
     @cached_property
     def _bags(self) -> Tensor:
@@ -118,13 +111,8 @@ class Bags(LinearMapFactor):
 class ManyBags(LinearMapFactor):
     """The gradients of a table for several bags per example: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Under user-level privacy, a user's documents are the bags.
-
-    Args:
-        ids_BJT: words, integer, shape (B, J, T).
-        weight_BJT: the weight of each word, shape (B, J, T); 0 for padding.
-        r_BJD: gradients of the bags' outputs, shape (B, J, D).
-        rows: V.
+    Under user-level privacy, a user's documents are the bags. The arguments are as in Bags, for J bags of each example:
+    shapes (B, J, T), (B, J, T) and (B, J, D).
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:

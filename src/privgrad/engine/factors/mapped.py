@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from privgrad.engine.factors.conv import Convolution
-from privgrad.engine.factors.outer import Outer, RowRanges
-from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, largest_scale, term_bound_of
+from privgrad.engine.factors.outer import Outer, RowRanges, largest_scale
+from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, term_bound_of
 
 _ROUNDED = 1.001  # room for the rounding of the powers of a matrix
 
@@ -107,11 +107,9 @@ class _Known:
 
 
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
-    """Return the gradients of a chunk after each map has been applied to its layer's inputs.
+    """Return the gradients of a chunk after each map, by the name of a weight, has been applied to its layer's inputs.
 
-    Args:
-        chunk: factors by parameter name. A parameter that no loss reaches is missing.
-        maps: by the name of a weight.
+    A parameter that no loss reaches is missing in the chunk.
     """
     found, known = dict(chunk), _Known()
     for name, own in maps.items():
@@ -172,12 +170,8 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
 class Mapped(Factor):
     """The mapped gradients of a weight that has no closed form: they are written out, a few examples at a time.
 
-    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term.
-
-    Args:
-        weight: the gradients g_i of the weight.
-        bias: those of its bias; None if the map has none.
-        own: the map.
+    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term. The gradients are
+    those of the weight, and of the bias if the map has one.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix

@@ -25,22 +25,69 @@ from privgrad.gradient.factor import (
     canceled,
     examples_per_block,
     float64_norms,
-    largest_scale,
-    lost_to_underflow,
     masked,
-    merged,
     native_norms,
     norms_of,
-    position_norms,
-    scale_rows,
     sum_of_products,
     sum_of_rows,
     term_bound_of,
 )
 from privgrad.processes import blocks, is_on_processor
 
+_LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
 _SMALL = 1 << 18  # entries of a gradient that a device other than the CPU writes out while it would start few kernels
+
+
+def position_norms(x: Tensor) -> Tensor:
+    """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
+
+    On the CPU, only norms that are tiny or not finite are summed in float64; the others are `native_norms`. The number
+    of examples, the first dimension, must not decide: the bounds of all others would be rounded differently.
+    """
+    if not is_on_processor(x):
+        parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
+        return torch.cat([float64_norms(part) for part in parts])
+    norms = native_norms(x).double()
+    lost = (norms < TINY) | ~torch.isfinite(norms)
+    if bool(lost.any()):
+        norms[lost] = float64_norms(x[lost])
+    return norms
+
+
+def sum_over(x: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension, in an order that does not depend on the rest of the batch.
+
+    torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
+    example's positions depends on its column and on the batch size. A contiguous copy prevents this.
+    """
+    return x.contiguous().sum(dim)
+
+
+def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
+    """Return the indices of norms that may be wrong because squares underflow or overflow in float32.
+
+    Such a norm is a tiny share of its bound, or is not finite although its bound is.
+    """
+    lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
+    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
+
+
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x with each row divided by its largest absolute entry, and these entries in float64."""
+    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return x / largest, largest[:, 0].double()
+
+
+def largest_scale(inverse_scales: Tensor | None) -> float:
+    """Return the largest of the inverse scales, or 1 if there are none."""
+    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
+
+
+def merged(x: Tensor, parts: int) -> Tensor:
+    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
+    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
 
 
 class Outer(LinearMapFactor):
@@ -184,12 +231,6 @@ class Outer(LinearMapFactor):
         outputs, inputs = self.shape
         return self.positions * (inputs + outputs) < inputs * outputs
 
-    @property
-    def _is_cheap_written_out(self) -> bool:
-        """Whether a device other than the CPU writes a gradient out in less time than it starts further kernels."""
-        # The number of examples must not decide: the norms of all others would be rounded differently.
-        return not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
-
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms by the cheapest exact formula for the shapes.
 
@@ -208,7 +249,10 @@ class Outer(LinearMapFactor):
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and self.has_few_positions and not self._is_cheap_written_out:
+        # Other devices write a small gradient out in less time than they start further kernels. The number of examples
+        # must not decide: the norms of all others would be rounded differently.
+        is_small = not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
+        if inverse_scales is None and self.has_few_positions and not is_small:
             chunks = self._split(self._per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         if self.keeps:

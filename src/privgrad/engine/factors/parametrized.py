@@ -10,6 +10,7 @@ Shape suffixes: B examples, P a parameter's shape.
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, cast
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from privgrad.engine.factors.conv import Convolution
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, largest_scale
 from privgrad.gradient.factor import (
     TINY,
     Dense,
@@ -30,7 +31,6 @@ from privgrad.gradient.factor import (
     examples_per_block,
     flattened,
     float64_norms,
-    largest_scale,
     native_norms,
     norms_of,
     term_bound_of,
@@ -111,7 +111,8 @@ class RowSums(NamedTuple):
     def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
         """Return the sums for gradients with respect to a weight, and for rows u; these may have any length."""
         # By inner products of patches or positions where these take fewer operations, as in docs/mathematics.md (3.6).
-        outer = _is_outer(grads)
+        of_patches = isinstance(grads, Convolution) and grads.by_inner_products
+        outer = grads.has_few_positions if isinstance(grads, Outer) else of_patches
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
         few = examples_per_block(floats, unit_OF)
         parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
@@ -157,13 +158,6 @@ class SharedSums:
         return self._found
 
 
-def _is_outer(grads: Factor) -> bool:
-    """Return whether inner products take fewer operations than the gradients."""
-    if isinstance(grads, Outer):
-        return grads.has_few_positions
-    return isinstance(grads, Convolution) and grads.by_inner_products
-
-
 def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *, verified: bool) -> RowMap | None:
     """Return the map of a weight's Jacobian with respect to a parameter, or None if it has no such form.
 
@@ -189,7 +183,9 @@ def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor
     if not bool((length_O > 0).all() & torch.isfinite(length_O).all()):
         return None
     unit_OF, root = w_OF / length_O[:, None], w_OF.shape[1] ** 0.5
-    random_OF = _random(w_OF)
+    # Windows of one long row take less time to draw. The seed is fixed.
+    row = torch.randn(sum(w_OF.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    random_OF = row.to(w_OF).unfold(0, w_OF.shape[1], 1)[: len(w_OF)]
     probe_OF = torch.add(random_OF, unit_OF, alpha=root).add_(1.0)
     pulled = pull(probe_OF.view_as(weight))
     if like_weight:
@@ -229,40 +225,19 @@ def _agree(row_map: RowMap, h_OF: Tensor, pulled: Tensor) -> bool:
     return bool((error_O <= _EXACT * torch.finfo(h_OF.dtype).eps * terms_O).all())
 
 
-def _random(like_OF: Tensor) -> Tensor:
-    """Return rows of normal numbers, drawn with a fixed seed."""
-    rows, length = like_OF.shape
-    # Windows of one long row take less time to draw.
-    drawn = torch.randn(rows + length, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return drawn.to(like_OF).unfold(0, length, 1)[:rows]
-
-
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
 _STEPS, _GROWTH = 32, 1.25  # the norm of J is measured again after so many steps, or if J grew by this factor
 _SHARES = random.Random()  # independent of every stream that a user seeds
 
 
+@dataclass(eq=False)
 class Jacobian:
-    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed, for every example.
+    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed, for every example."""
 
-    Args:
-        weight: the weight, with its graph.
-        parameter: a leaf of that graph.
-        norm: an upper bound on the spectral norm of J, or a function that returns one; if there are no `rows`.
-        rows: a function that returns J in closed form, or None if J has no such form.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        parameter: Tensor,
-        norm: "float | Callable[[Jacobian], float]",
-        rows: "Callable[[Jacobian], RowMap | None] | None" = None,
-    ) -> None:
-        self.weight = weight
-        self.parameter = parameter
-        self._norm = norm
-        self._rows = rows
+    weight: Tensor  # with its graph
+    parameter: Tensor  # a leaf of that graph
+    _norm: "float | Callable[[Jacobian], float]"  # an upper bound on the spectral norm of J, if there are no `rows`
+    _rows: "Callable[[Jacobian], RowMap | None] | None" = None  # returns J in closed form, or None if it has none
 
     @cached_property
     def rows(self) -> RowMap | None:

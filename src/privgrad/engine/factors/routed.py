@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factor import Examples, Factor, at_least_float32, norms_of, position_norms, sum_of_products
+from privgrad.engine.factors.outer import position_norms
+from privgrad.gradient.factor import Examples, Factor, at_least_float32, norms_of, sum_of_products
 
 
 @dataclass(frozen=True)

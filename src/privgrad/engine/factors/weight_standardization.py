@@ -7,7 +7,7 @@ the docstrings below cite them by number.
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -76,13 +76,7 @@ class Projected(Combined):
     """
 
     def __init__(
-        self,
-        grads: Factor,
-        rows: Tensor,
-        scale_1O: Tensor,
-        numbers: tuple[Tensor, ...],
-        bound_B: Tensor,
-        lost_B: Tensor,
+        self, grads: Factor, rows: Tensor, scale_1O: Tensor, numbers: Sequence[Tensor], bound_B: Tensor, lost_B: Tensor
     ) -> None:
         LinearMapFactor.__init__(self, grads.examples, rows.shape)
         self._grads = grads
@@ -139,8 +133,7 @@ class StandardizedWeight:
     with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
     and ones, and so is everything that is computed from g below (see `Combined`).
 
-    Args:
-        parametrization: torch's parametrization of the weight by v ("original") and the gain, common to all examples.
+    Torch's parametrization of the weight by v ("original") and the gain is common to all examples.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:
@@ -213,9 +206,7 @@ class StandardizedWeight:
         moved = Combined(by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def curved(
-        self, total: Factor, more: Factor | None, displacements: Mapping[str, Displacement]
-    ) -> dict[Tensor, Factor]:
+    def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself.
 
         BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
@@ -229,9 +220,9 @@ class StandardizedWeight:
         Args:
             total: gradients with respect to the weight, including the change of the output gradient by curvature.
             more: the term that curvature adds to them through the layer's input; None: there is none.
-            displacements: of the parameters along g, by name.
+            moves: displacements of the parameters along g, by name.
         """
-        g, s_B1, m_BO = self.along(displacements)
+        g, s_B1, m_BO = self.along(moves)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
         r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
         of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
@@ -261,9 +252,7 @@ class StandardizedWeight:
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
         """Return the factors by parameter, for the parameters that are trained."""
-        found = {
-            name: original if name == "original" else Dense(gain_BO.view(-1, *p.shape)) for name, p in self.own.items()
-        }
+        found = {n: original if n == "original" else Dense(gain_BO.view(-1, *p.shape)) for n, p in self.own.items()}
         return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
 
     def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
@@ -287,10 +276,7 @@ class MovedStandardizedWeight:
 
     Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
     of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
-
-    Args:
-        common: the weight at the parameters that all examples share.
-        displacements: of the parameters along g, by name.
+    `common` is the weight at the parameters that all examples share.
     """
 
     def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
@@ -303,9 +289,8 @@ class MovedStandardizedWeight:
         square_BO = g.square_BO.to(m_BO.dtype) / common.fan_in
         along_BO = of_y_BO + share_BO * g.along_BO
         self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
-        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
-            2 * of_y_BO * common.slope(g) + share_BO * square_BO
-        )
+        of_g_BO = 2 * of_y_BO * common.slope(g) + share_BO * square_BO
+        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * of_g_BO
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
 

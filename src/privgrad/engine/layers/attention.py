@@ -98,9 +98,7 @@ def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float
     return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
 
 
-def _projected(
-    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, *roles: Tensor
-) -> list[Tensor]:
+def _projected(module: nn.MultiheadAttention, tap: Tap, moves: Displacements | None, *roles: Tensor) -> list[Tensor]:
     """Return queries, keys and values, each of shape (B, length, E); roles of one tensor share a product and a tap."""
     query, key, value = roles
     weight, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
@@ -114,7 +112,7 @@ def _projected(
         rows = None if end - first == 3 else dict.fromkeys(packed, part)
         inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
         own = getattr(module, f"{'qkv'[first]}_proj_weight") if weight is None else weight
-        found += _linear(tap, displacements, inputs, own, bias, rows).chunk(end - first, 2)
+        found += _linear(tap, moves, inputs, own, bias, rows).chunk(end - first, 2)
     return found
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.engine.factors.displacement import Displacement, Displacements
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, sum_over
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.factor import Dense, Factor, at_least_float32, sum_over
+from privgrad.gradient.factor import Dense, Factor, at_least_float32
 from privgrad.gradient.functional import own_parameters
 
 # (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use in its place

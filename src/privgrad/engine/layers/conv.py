@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.engine.factors.conv import Convolution, Geometry, convolve
+from privgrad.engine.factors.outer import sum_over
 from privgrad.engine.layers.base import Moves, Rule, Weights, is_half, of_channels, register_rule
-from privgrad.gradient.factor import Dense, Factor, at_least_float32, sum_over
+from privgrad.gradient.factor import Dense, Factor, at_least_float32
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from privgrad.engine.factors.displacement import Displacement
 from privgrad.engine.factors.embedding import Bags
-from privgrad.engine.factors.outer import Outer
+from privgrad.engine.factors.outer import Outer, sum_over
 from privgrad.engine.layers.base import Moves, Rule, Weights, by_rows, in_positions, is_half, of_bags, register_rule
-from privgrad.gradient.factor import Dense, Factor, at_least_float32, sum_over
+from privgrad.gradient.factor import Dense, Factor, at_least_float32
 
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)

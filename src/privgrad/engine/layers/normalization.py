@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from privgrad.engine.factors.outer import sum_over
 from privgrad.engine.layers.base import Moves, Rule, Weights, register_rule
-from privgrad.gradient.factor import Dense, Factor, at_least_float32, examples_per_block, sum_over
+from privgrad.gradient.factor import Dense, Factor, at_least_float32, examples_per_block
 
 
 def standardized(x: Tensor, eps: float) -> Tensor:

@@ -40,18 +40,15 @@ from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.factor import Factor, as_linear_map
 from privgrad.gradient.functional import version_of
 
+Layers = nn.LSTM | nn.GRU | nn.RNN
+Cell = nn.LSTMCell | nn.GRUCell | nn.RNNCell
 State = Tensor | tuple[Tensor, Tensor]
 Grads = tuple[Tensor | None, ...]
 
 
 @register_forward(nn.LSTM, nn.GRU, nn.RNN)
 def recurrent_forward(
-    module: nn.LSTM | nn.GRU | nn.RNN,
-    tap: Tap,
-    inputs: Tensor,
-    hx: State | None = None,
-    *,
-    displacements: Displacements | None = None,
+    module: Layers, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> tuple[Tensor, State]:
     """Compute module(inputs, hx) with taps at the pre-activations.
 
@@ -98,12 +95,7 @@ def recurrent_forward(
 
 @register_forward(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 def cell_forward(
-    module: nn.LSTMCell | nn.GRUCell | nn.RNNCell,
-    tap: Tap,
-    inputs: Tensor,
-    hx: State | None = None,
-    *,
-    displacements: Displacements | None = None,
+    module: Cell, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> State:
     """Compute module(inputs, hx), one time step, as `recurrent_forward` does.
 
@@ -166,9 +158,7 @@ def _direction(
     pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, displacements), of_gates)
     if isinstance(module, nn.LSTM | nn.LSTMCell):
         weight_hr = nothing_TBP = None
-        if getattr(
-            module, "proj_size", 0
-        ):  # zeros that are added to each projected state, since their gradient is the state's
+        if getattr(module, "proj_size", 0):  # add zeros to each projected state: their gradient is the state's
             weight_hr = EachWeight.of(parameter("weight_hr"), displacements)
             nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
