@@ -8,7 +8,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,12 +34,11 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies, rows_of
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
-_DRAWS = 2  # number of secret seeds of a model with dropout
-_COPIES = 4  # of an example, whose losses are compared with that of the example alone
+_COPIES = 4  # of an example, whose losses are compared with that of the example alone; more than PROBED
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 
 
@@ -131,13 +130,15 @@ def require_supported(model: nn.Module) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: 11 to 30 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
+# Cost: 10 to 26 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
-def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
+def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
     """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
 
     The model is in the mode in which it trains.
 
+    Returns:
+        The random draws of a forward pass.
     Raises:
         PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
             depend on other examples. The message says how to correct it.
@@ -180,6 +181,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     require_unseeded(model, loss_fn, few)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
+    return randomness
 
 
 def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameters: Mapping[str, Tensor]) -> list[str]:
@@ -354,7 +356,7 @@ def _serial(value: object) -> int:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 7 forward passes of a few examples; 10 with dropout, 22 with other draws.
+# Cost: 6 forward passes of a few examples; 10 with dropout, 16 with other draws.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too
@@ -365,38 +367,36 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
         few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
         size = 2
     rows = (0, size - 1)
+    few = rows_of(few, [place % size for place in range(_COPIES)])
+    copies = [rows_of(few, [row] * _COPIES) for row in rows]
 
-    def repeated(row: int, count: int) -> Any:
-        return map_examples(lambda leaf: leaf[row : row + 1].expand(count, *leaf.shape[1:]).clone(), few)
-
-    def require_equal(results: list[Tensor]) -> None:
+    def require_equal(row: int, together: Tensor, alike: Tensor) -> None:
         # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
-        for row, alone in zip(rows, results[1:], strict=True):
-            one, other = results[0][row], alone[row]
-            if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
-                raise _depends("a loss that changes with the other examples")
+        one, other = together[row], alike[row]
+        if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
+            raise _depends("a loss that changes with the other examples")
 
-    batches = [few, *(repeated(row, size) for row in rows)]
-    for salt in range(_DRAWS if randomness.draws and not randomness.numbers else 1):
-        found = [losses_and_draws(model, loss_fn, batch, salt=salt) for batch in batches]
+    for salt, row in enumerate(rows if randomness.draws else ()):
+        together, *draws = losses_and_draws(model, loss_fn, few, salt=salt)
+        alike, *others = losses_and_draws(model, loss_fn, copies[salt], salt=salt)
         # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
-        if all(draws == list(found[0][1:]) for _, *draws in found):
-            require_equal([losses for losses, *_ in found])
-    for number in randomness.tried:
-        try:
-            with without_randomness(model, randomness, number):
-                losses = [losses_on_copies(model, loss_fn, batch).detach() for batch in batches]
-        except Exception:  # the model does not take such numbers
-            continue
-        require_equal(losses)
+        if draws == others:
+            require_equal(row, together, alike)
 
-    def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
-        one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
-        return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
-
-    for row, number in zip(rows, (*randomness.compared, *randomness.compared), strict=False):
+    # Each number takes the place of other draws, so one row for each will do.
+    needed, known = (*randomness.compared, *randomness.compared)[:2], dict[float, Tensor]()
+    for place, number in enumerate((*needed, *(other for other in randomness.tried if other not in needed))):
         with without_randomness(model, randomness, number):
-            if _differ(model, repeated(row, _COPIES), by_count):
+            try:
+                if number not in known:
+                    known[number] = losses_on_copies(model, loss_fn, few)
+                alike = losses_on_copies(model, loss_fn, copies[place % 2])
+            except Exception:
+                if place < 2:
+                    raise
+                continue  # the model does not take such numbers
+            require_equal(rows[place % 2], known[number], alike)
+            if place < 2 and _differ(model, loss_fn, copies[place % 2], 1, alike):
                 raise _depends("a loss that changes with the number of examples or its place among them")
 
 
@@ -414,27 +414,28 @@ def require_same_losses_in_half(
     examples = leading_of(examples, _HALVED, novel)
     half = (count_examples(examples) + 1) // 2
 
-    def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
-        first = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()
-        return first, losses_on_copies(model, loss_fn, examples).detach()[:half]
-
     for number in randomness.compared:
         with without_randomness(model, randomness, number):
-            if _differ(model, examples, in_both):
+            if _differ(model, loss_fn, examples, half, losses_on_copies(model, loss_fn, examples)[:half]):
                 raise _depends("losses that change with the second half of the batch")
 
 
-def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether two tensors of losses differ, in their own precision and in double precision."""
+def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, first: int, losses: Tensor) -> bool:
+    """Return whether the losses of the first examples alone differ from some losses of all examples.
 
-    def found(model: nn.Module, examples: Any) -> bool:
-        one, other = losses(model, examples)
-        return bool(((one - other).abs() > 1e-2 * one.abs() + torch.finfo(one.dtype).eps).any())
+    A single one is compared with all of these. A difference must show in double precision too.
+    """
 
-    if not found(model, examples):
+    def is_far(alone: Tensor, losses: Tensor) -> bool:
+        return bool(((alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps).any())
+
+    few = map_examples(lambda leaf: leaf[:first], examples)
+    if not is_far(losses_on_copies(model, loss_fn, few), losses):
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
-        return found(copy.deepcopy(model).double(), map_examples(doubled, examples))
+        twin = copy.deepcopy(model).double()
+        alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
+        return is_far(alone, together[: len(losses)])
     except Exception:  # for instance a loss that accepts single precision only
         return True
 

@@ -36,19 +36,19 @@ _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers c
 
 
 # Fault: a mask or a layer to drop that one draw decides for the whole batch; the draws must then stay secret.
-# Cost: a forward pass of a few examples; up to 4 if the model draws.
+# Cost: 2 forward passes of a few examples if the model draws, and 2 more if their number says that draws are shared.
 # Refuses nothing: such a model trains with secret draws. Numbers of numpy and Python count as shared in any case.
 def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
     """Return whether the losses of a few examples depend on random numbers that the examples share."""
     _, own, others = losses_and_draws(model, loss_fn, few)
-    if not own and others is None:  # there are no draws, as in most models
-        return False
     # Shared draws are as many for twice as many examples.
     twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
     _, more, same = losses_and_draws(model, loss_fn, twice)
     if others is not None and others == same:
         return True
     shared = {place for place, sizes in enumerate(zip_longest(own, more)) if sizes[0] == sizes[1]}
+    if not shared:
+        return False
     # A draw may decide nothing: BART draws a number for each layer also if its layerdrop is 0.
     low, high = (losses_and_draws(model, loss_fn, few, drawn=Drawn(number, shared))[0] for number in _NUMBERS[:2])
     return not torch.equal(low, high)
@@ -118,30 +118,36 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place
 #     of an example in the batch: one example more gives others another mask of dropout, which anyone can compute.
-# Cost: 2 forward passes of a few examples; 3 with draws of numpy or Python under a fixed seed.
+# Cost: a forward pass of a few examples; 2 if it draws, 3 with draws of numpy or Python under a fixed seed.
 # Refuses wrongly: a fixed random matrix that each forward pass draws again under its own seed.
 def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
-    states, others = _met(model, loss_fn, few, secret_seed())
-    other_states, same = _met(model, loss_fn, few, secret_seed(1))
+    states, others, moved = _met(model, loss_fn, few, secret_seed())
+    if not moved:
+        return
+    other_states, same, _ = _met(model, loss_fn, few, secret_seed(1))
     if states & other_states:  # under two seeds, no function that draws may meet one state
         raise known_draws("the same random state after different ones")
     if any(map(operator.eq, others, same)):
         # Refused if the number of draws depends on that of examples; BigBird's, which all examples share, do not.
-        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
+        _, more, _ = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
         if any(one == other != third for one, other, third in zip(others, same, more, strict=True)):
             raise known_draws("numbers of numpy or Python under a fixed seed")
 
 
-def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any]]:
-    """Return torch's random states that functions with draws meet under a seed, and the last states of the others."""
+def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any], bool]:
+    """Return torch's random states that functions with draws meet under a seed, and the last states of the others.
+
+    Also return whether the pass moved any stream.
+    """
     with _Dropout(off=False) as dropout, seeded(seed):
-        before = torch_states()
+        before, others_before = torch_states(), numpy_and_python_states()
         losses_on_copies(model, loss_fn, examples, seed=None)
         end, others = torch_states(), numpy_and_python_states()
     if dropout.called and torch.equal(before, end):
         raise known_draws("draws that leave the random stream as it was")
-    return {*dropout.states, end.numpy().tobytes()}, others
+    moved = not torch.equal(before, end) or others != others_before
+    return {*dropout.states, end.numpy().tobytes()}, others, moved
 
 
 @contextmanager

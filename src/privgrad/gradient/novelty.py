@@ -106,17 +106,19 @@ class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
     Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `novelty`), in at most _EXTRA steps and 1 % of all.
+    no earlier ones held (see `Novelty`), in at most _EXTRA steps and 1 % of all. Such checks are brief, and so are
+    those of the 2nd, 8th, 32nd ... call.
 
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
+        is_brief: whether losses and a few rows of this check suffice.
         novel: rows of the current call with what no earlier one held; private.
     """
 
     def __init__(self) -> None:
         self.calls = self._steps = self._extra = 0
-        self.is_due = False
+        self.is_due = self.is_brief = False
         self.novel = list[int]()
         self._sizes, self._seen = {0}, Novelty()
 
@@ -124,13 +126,20 @@ class CheckSchedule:
         """Count a step of the training."""
         self._steps += 1
 
+    def ask(self) -> None:
+        """Have the current call, or else the next one, checked in full."""
+        self.is_due, self.is_brief = True, False
+
     def begin(self, examples: Any) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
         self.calls += 1
+        self.is_brief = not self.is_due and self.calls.bit_length() % 2 == 0
         self.is_due |= self.calls & (self.calls - 1) == 0
         self.novel = self._seen.rows(examples)
-        if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
-            self._extra, self.is_due = self._extra + 1, True
+        if not self.is_due:
+            self.is_brief = True
+            self.is_due = bool(self.novel) and self._extra < _EXTRA + self._steps // 100
+            self._extra += self.is_due
 
     def note_size(self, size: int) -> None:
         """Set `is_due` at the first batch of a size that is also the size of another dimension.
