@@ -130,15 +130,11 @@ def require_supported(model: nn.Module) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: 10 to 26 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
+# Cost: 9 to 32 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
-    """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
+    """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
 
-    The model is in the mode in which it trains.
-
-    Returns:
-        The random draws of a forward pass.
     Raises:
         PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
             depend on other examples. The message says how to correct it.
@@ -151,9 +147,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        if (
-            isinstance(loss_fn, OwnExamples) and loss_fn.state is not None
-        ):  # first: other passes would fit state for good
+        # First, because other passes would fit state for good.
+        if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
             require_no_memory(model, loss_fn, examples)
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
@@ -165,10 +160,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
-                what = (
-                    f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
-                )
-                warnings.warn(f"{what}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
+                got = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
+                warnings.warn(f"{got}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
             unused = list[str]()
     if unused:
         remedy = (
@@ -178,7 +171,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         got = f"no gradient for {_listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
-    require_unseeded(model, loss_fn, few)
+    require_unseeded(model, loss_fn, few, randomness)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
     return randomness
@@ -356,21 +349,19 @@ def _serial(value: object) -> int:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 6 forward passes of a few examples; 10 with dropout, 16 with other draws.
+# Cost: 5 forward passes of a few examples; 9 with dropout, 23 with other draws.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too
 def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
+    few = few_of(few, fill=count_examples(few) == 1)
     size = count_examples(few)
-    if size == 1:
-        few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
-        size = 2
     rows = (0, size - 1)
     few = rows_of(few, [place % size for place in range(_COPIES)])
     copies = [rows_of(few, [row] * _COPIES) for row in rows]
 
-    def require_equal(row: int, together: Tensor, alike: Tensor) -> None:
+    def require_equal(together: Tensor, alike: Tensor, row: int) -> None:
         # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
         one, other = together[row], alike[row]
         if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
@@ -381,23 +372,19 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
         alike, *others = losses_and_draws(model, loss_fn, copies[salt], salt=salt)
         # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
         if draws == others:
-            require_equal(row, together, alike)
-
-    # Each number takes the place of other draws, so one row for each will do.
-    needed, known = (*randomness.compared, *randomness.compared)[:2], dict[float, Tensor]()
-    for place, number in enumerate((*needed, *(other for other in randomness.tried if other not in needed))):
+            require_equal(together, alike, row)
+    for number in dict.fromkeys((*randomness.compared, *randomness.tried)):
         with without_randomness(model, randomness, number):
             try:
-                if number not in known:
-                    known[number] = losses_on_copies(model, loss_fn, few)
-                alike = losses_on_copies(model, loss_fn, copies[place % 2])
+                together, *both = [losses_on_copies(model, loss_fn, examples) for examples in (few, *copies)]
             except Exception:
-                if place < 2:
+                if number in randomness.compared:
                     raise
                 continue  # the model does not take such numbers
-            require_equal(rows[place % 2], known[number], alike)
-            if place < 2 and _differ(model, loss_fn, copies[place % 2], 1, alike):
-                raise _depends("a loss that changes with the number of examples or its place among them")
+            for alike, row, examples in zip(both, rows, copies, strict=True):
+                require_equal(together, alike, row)
+                if number in randomness.compared and _differ(model, loss_fn, examples, 1, alike):
+                    raise _depends("a loss that changes with the number of examples or its place among them")
 
 
 # Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
@@ -421,10 +408,7 @@ def require_same_losses_in_half(
 
 
 def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, first: int, losses: Tensor) -> bool:
-    """Return whether the losses of the first examples alone differ from some losses of all examples.
-
-    A single one is compared with all of these. A difference must show in double precision too.
-    """
+    """Return whether losses of the first examples alone differ from some of all examples, in double precision too."""
 
     def is_far(alone: Tensor, losses: Tensor) -> bool:
         return bool(((alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps).any())

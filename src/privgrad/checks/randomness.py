@@ -120,34 +120,30 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 #     of an example in the batch: one example more gives others another mask of dropout, which anyone can compute.
 # Cost: a forward pass of a few examples; 2 if it draws, 3 with draws of numpy or Python under a fixed seed.
 # Refuses wrongly: a fixed random matrix that each forward pass draws again under its own seed.
-def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
+def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
-    states, others, moved = _met(model, loss_fn, few, secret_seed())
-    if not moved:
+    states, others = _met(model, loss_fn, few, secret_seed())  # refuses draws that leave no trace
+    if not randomness.draws:
         return
-    other_states, same, _ = _met(model, loss_fn, few, secret_seed(1))
+    other_states, same = _met(model, loss_fn, few, secret_seed(1))
     if states & other_states:  # under two seeds, no function that draws may meet one state
         raise known_draws("the same random state after different ones")
     if any(map(operator.eq, others, same)):
         # Refused if the number of draws depends on that of examples; BigBird's, which all examples share, do not.
-        _, more, _ = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
+        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
         if any(one == other != third for one, other, third in zip(others, same, more, strict=True)):
             raise known_draws("numbers of numpy or Python under a fixed seed")
 
 
-def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any], bool]:
-    """Return torch's random states that functions with draws meet under a seed, and the last states of the others.
-
-    Also return whether the pass moved any stream.
-    """
+def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any]]:
+    """Return torch's random states that functions with draws meet under a seed, and the last states of the others."""
     with _Dropout(off=False) as dropout, seeded(seed):
-        before, others_before = torch_states(), numpy_and_python_states()
+        before = torch_states()
         losses_on_copies(model, loss_fn, examples, seed=None)
         end, others = torch_states(), numpy_and_python_states()
     if dropout.called and torch.equal(before, end):
         raise known_draws("draws that leave the random stream as it was")
-    moved = not torch.equal(before, end) or others != others_before
-    return {*dropout.states, end.numpy().tobytes()}, others, moved
+    return {*dropout.states, end.numpy().tobytes()}, others
 
 
 @contextmanager

@@ -323,8 +323,8 @@ class Factored:
 
     def check_again(self) -> None:
         """Check the next batch too, because the model's configuration has changed; its losses were compared."""
-        self._schedule.ask()
-        self._compared, self._density = True, None
+        self._schedule.is_due = self._compared = True
+        self._density = None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once.
@@ -365,7 +365,7 @@ class Factored:
 
     def _audit(self, examples: Any) -> None:
         """Do what `audit` does, for the current units."""
-        self._schedule.ask()
+        self._schedule.is_due, self._schedule.depth = True, 2
         if self._fallback.reached_loss:
             self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
             return
@@ -493,11 +493,10 @@ class Factored:
     def _check(self, examples: Any, point: Point, found: Found) -> None:
         """Raise PrivacyError if losses of a batch depend on other examples, or rows differ from single examples."""
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
-        is_brief = self._schedule.is_brief
         try:
             with restored(self._model):
                 self._check_losses(examples)  # first: a gradient that is wrong because of it has no remedy of its own
-                for place, number in enumerate(randomness.compared[:1] if is_brief else randomness.compared):
+                for place, number in enumerate(randomness.compared[: 1 + self._schedule.depth]):
                     with without_randomness(self._model, randomness, number):
                         if randomness.draws:
                             with seeded(seed):
@@ -508,7 +507,7 @@ class Factored:
                             self._require_single(examples, point, found, rows)
                         except UnsupportedModuleError as refusal:
                             self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
-                        if place == 0 and not is_brief:
+                        if place == 0 and self._schedule.depth == 2:
                             require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
@@ -521,7 +520,7 @@ class Factored:
         novel = self._schedule.novel
         require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, novel)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
-        if self._fallback.any and not self._schedule.is_brief:
+        if self._fallback.any and self._schedule.depth > 0:
             few = self._few(examples, fill=False)
             require_apart(self._model, self._loss_fn, few, self._randomness)
 

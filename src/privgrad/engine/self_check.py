@@ -100,15 +100,13 @@ def _changes(
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
     """Return a row with something new or a rare value, or a random one; and the last.
 
-    If the check is not brief, also return the first row, and the one of the smallest norm of a sample: a gradient with
-    a wrongly small norm would stay unclipped.
+    Unless the check is brief, also return the first row, and the one of the smallest norm of a sample, because a
+    gradient with a wrongly small norm would stay unclipped.
     """
     size, salt = count_examples(examples), schedule.calls
-    if not found:  # no example reaches a trainable parameter
-        return sorted({0, size - 1})
     between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
     rows = {next(iter((*schedule.novel, *rare_rows(examples))), between), size - 1}
-    if schedule.is_brief:
+    if schedule.depth == 0 or not found:  # the latter: no example reaches a trainable parameter
         return sorted(rows)
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])

@@ -112,13 +112,13 @@ class CheckSchedule:
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
-        is_brief: whether losses and a few rows of this check suffice.
+        depth: 0 for a brief check, of losses and two rows; 2 for one on request, also of examples that are not finite.
         novel: rows of the current call with what no earlier one held; private.
     """
 
     def __init__(self) -> None:
         self.calls = self._steps = self._extra = 0
-        self.is_due = self.is_brief = False
+        self.is_due, self.depth = False, 0
         self.novel = list[int]()
         self._sizes, self._seen = {0}, Novelty()
 
@@ -126,20 +126,15 @@ class CheckSchedule:
         """Count a step of the training."""
         self._steps += 1
 
-    def ask(self) -> None:
-        """Have the current call, or else the next one, checked in full."""
-        self.is_due, self.is_brief = True, False
-
     def begin(self, examples: Any) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
         self.calls += 1
-        self.is_brief = not self.is_due and self.calls.bit_length() % 2 == 0
-        self.is_due |= self.calls & (self.calls - 1) == 0
+        is_power = self.calls & (self.calls - 1) == 0
+        self.depth = 2 if self.is_due else int(is_power and self.calls.bit_length() % 2)
+        self.is_due |= is_power
         self.novel = self._seen.rows(examples)
-        if not self.is_due:
-            self.is_brief = True
-            self.is_due = bool(self.novel) and self._extra < _EXTRA + self._steps // 100
-            self._extra += self.is_due
+        if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
+            self._extra, self.is_due = self._extra + 1, True
 
     def note_size(self, size: int) -> None:
         """Set `is_due` at the first batch of a size that is also the size of another dimension.

@@ -82,7 +82,7 @@ class Vmap:
 
     def check_again(self) -> None:
         """Compare the next examples with their gradients alone, after a change of the model."""
-        self._schedule.ask()
+        self._schedule.is_due = True
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return `size`: this engine writes out all gradients in any case."""
