@@ -358,7 +358,7 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
     few = few_of(few, fill=count_examples(few) == 1)
     size = count_examples(few)
     rows = (0, size - 1)
-    few = rows_of(few, [place % size for place in range(_COPIES)])
+    few = rows_of(few, [*range(size), *[size // 2] * (_COPIES - size)])
     copies = [rows_of(few, [row] * _COPIES) for row in rows]
 
     def require_equal(together: Tensor, alike: Tensor, row: int) -> None:
