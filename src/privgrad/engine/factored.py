@@ -517,8 +517,7 @@ class Factored:
         """Raise PrivacyError if losses depend on other examples."""
         if self._compared:
             return
-        novel = self._schedule.novel
-        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, novel)
+        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, self._schedule.novel)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
         if self._fallback.any and self._schedule.depth > 0:
             few = self._few(examples, fill=False)

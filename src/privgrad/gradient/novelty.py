@@ -106,13 +106,12 @@ class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
     Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `Novelty`), in at most _EXTRA steps and 1 % of all. Such checks are brief, and so are
-    those of the 2nd, 8th, 32nd ... call.
+    no earlier ones held (see `Novelty`), in at most _EXTRA steps and 1 % of all. Those are brief.
 
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
-        depth: 0 for a brief check, of losses and two rows; 2 for one on request, also of examples that are not finite.
+        depth: 0 (2nd, 8th ... call): losses, two rows; 1 (4th, 16th ...): more; 2 (on request): all comparisons.
         novel: rows of the current call with what no earlier one held; private.
     """
 
@@ -129,12 +128,11 @@ class CheckSchedule:
     def begin(self, examples: Any) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
         self.calls += 1
-        is_power = self.calls & (self.calls - 1) == 0
-        self.depth = 2 if self.is_due else int(is_power and self.calls.bit_length() % 2)
-        self.is_due |= is_power
+        self.depth = 2 if self.is_due else self.calls.bit_length() % 2
+        self.is_due |= self.calls & (self.calls - 1) == 0
         self.novel = self._seen.rows(examples)
         if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
-            self._extra, self.is_due = self._extra + 1, True
+            self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
         """Set `is_due` at the first batch of a size that is also the size of another dimension.

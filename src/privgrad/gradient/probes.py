@@ -250,16 +250,14 @@ class _Precision(TorchFunctionMode):
         self._device, self.half = widened_on, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs: tuple[Any, Any] = args, kwargs or {}
         if self._device is None:
-            result = func(*inputs[0], **inputs[1])
+            result = func(*args, **(kwargs or {}))
         else:
-            inputs = tree_map_only(torch.dtype, lambda dtype: torch.float32 if dtype in _HALF else dtype, inputs)
+            inputs = tree_map_only(torch.dtype, lambda x: torch.float32 if x in _HALF else x, (args, kwargs or {}))
             func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
             with torch.autocast(self._device, enabled=False):
                 result = func(*inputs[0], **inputs[1])
-        results: Any = result if isinstance(result, tuple | list) else (result,)
-        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in results)
+        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves(result))
         return result
 
 
