@@ -94,7 +94,7 @@ def test_only_the_modules_that_need_it_are_taken_whole_once():
 
 def test_a_dependence_outside_of_what_is_taken_whole_is_refused():
     torch.manual_seed(0)
-    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
         Factored(Net(outside=earlier).double(), losses_of)(texts())
 
 

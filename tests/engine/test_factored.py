@@ -233,7 +233,7 @@ def test_time_first_data_is_right_even_where_time_equals_batch(time: int):
 
 def test_subtracting_the_batch_mean_is_caught():
     examples = labeled(torch.randn(6, 5))
-    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+    with pytest.raises(pg.PrivacyError, match="second half of the batch"):
         Factored(SubtractsTheMean(), loss_fn)(examples)
     private_grad = pg.PrivateGradient(SubtractsTheMean(), loss_fn, make_plan(sample_rate=1.0, expected_batch_size=32))
     with pytest.raises(pg.PrivacyError, match="other examples"):

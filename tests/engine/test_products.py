@@ -216,7 +216,7 @@ def test_a_weight_made_of_the_whole_batch_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight * x.detach().square().mean(0).rsqrt())
 
-    with pytest.raises(pg.UnsupportedModuleError, match="weight"):
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
         Factored(Whitened().double(), losses_of)(floats(5)(7))
 
 

@@ -193,10 +193,10 @@ def test_a_state_in_an_attribute_passes_between_no_examples(looped: bool, listed
     torch.testing.assert_close(one, other)
 
 
-def test_a_state_of_the_whole_batch_that_is_needed_again_is_refused_with_a_remedy_that_works():
+def test_a_state_of_the_whole_batch_that_is_needed_again_is_refused():
     torch.manual_seed(0)
     model, x = Recurs(looped=True, twice=True).double(), texts()
-    with pytest.raises(pg.UnsupportedModuleError, match="use engine='vmap'"):
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
         Factored(model, losses_of)(x)
     assert_right(Vmap, model, x)
     assert model.keeps.state is None

@@ -94,7 +94,7 @@ def test_a_rare_example_that_changes_others_is_refused_when_it_comes(name: str):
     engine = Factored(make(), losses)
     for _ in range(5):
         engine(usual)
-    with pytest.raises(pg.PrivacyError, match="single examples"):
+    with pytest.raises(pg.PrivacyError, match="second half of the batch"):
         engine(rare)
 
 

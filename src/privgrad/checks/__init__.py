@@ -37,5 +37,5 @@ def try_batch(model: nn.Module, loss_fn: LossFunction, examples: Any, *, togethe
     Raises:
         PrivacyError: the loss is wrong, or it mixes examples.
     """
-    check_loss(model, loss_fn, examples)
-    return together and share_draws(model, loss_fn, few_of(examples, fill=False))
+    randomness = check_loss(model, loss_fn, examples)
+    return together and randomness.draws and share_draws(model, loss_fn, few_of(examples, fill=False))

@@ -8,7 +8,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,12 +34,11 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
+from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies, rows_of
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
-_DRAWS = 2  # number of secret seeds of a model with dropout
-_COPIES = 4  # of an example, whose losses are compared with that of the example alone
+_COPIES = 4  # of an example, whose losses are compared with that of the example alone; more than PROBED
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 
 
@@ -131,12 +130,10 @@ def require_supported(model: nn.Module) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: 11 to 30 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
+# Cost: 9 to 32 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
-def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
-    """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
-
-    The model is in the mode in which it trains.
+def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
+    """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
 
     Raises:
         PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
@@ -150,9 +147,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        if (
-            isinstance(loss_fn, OwnExamples) and loss_fn.state is not None
-        ):  # first: other passes would fit state for good
+        # First, because other passes would fit state for good.
+        if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
             require_no_memory(model, loss_fn, examples)
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
@@ -164,10 +160,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
-                what = (
-                    f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
-                )
-                warnings.warn(f"{what}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
+                got = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
+                warnings.warn(f"{got}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
             unused = list[str]()
     if unused:
         remedy = (
@@ -177,9 +171,10 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         got = f"no gradient for {_listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
-    require_unseeded(model, loss_fn, few)
+    require_unseeded(model, loss_fn, few, randomness)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
+    return randomness
 
 
 def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameters: Mapping[str, Tensor]) -> list[str]:
@@ -354,50 +349,42 @@ def _serial(value: object) -> int:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 7 forward passes of a few examples; 10 with dropout, 22 with other draws.
+# Cost: 5 forward passes of a few examples; 9 with dropout, 23 with other draws.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too
 def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
+    few = few_of(few, fill=count_examples(few) == 1)
     size = count_examples(few)
-    if size == 1:
-        few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
-        size = 2
     rows = (0, size - 1)
+    few = rows_of(few, [*range(size), *[size // 2] * (_COPIES - size)])
+    copies = [rows_of(few, [row] * _COPIES) for row in rows]
 
-    def repeated(row: int, count: int) -> Any:
-        return map_examples(lambda leaf: leaf[row : row + 1].expand(count, *leaf.shape[1:]).clone(), few)
-
-    def require_equal(results: list[Tensor]) -> None:
+    def require_equal(together: Tensor, alike: Tensor, row: int) -> None:
         # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
-        for row, alone in zip(rows, results[1:], strict=True):
-            one, other = results[0][row], alone[row]
-            if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
-                raise _depends("a loss that changes with the other examples")
+        one, other = together[row], alike[row]
+        if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
+            raise _depends("a loss that changes with the other examples")
 
-    batches = [few, *(repeated(row, size) for row in rows)]
-    for salt in range(_DRAWS if randomness.draws and not randomness.numbers else 1):
-        found = [losses_and_draws(model, loss_fn, batch, salt=salt) for batch in batches]
+    for salt, row in enumerate(rows if randomness.draws else ()):
+        together, *draws = losses_and_draws(model, loss_fn, few, salt=salt)
+        alike, *others = losses_and_draws(model, loss_fn, copies[salt], salt=salt)
         # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
-        if all(draws == list(found[0][1:]) for _, *draws in found):
-            require_equal([losses for losses, *_ in found])
-    for number in randomness.tried:
-        try:
-            with without_randomness(model, randomness, number):
-                losses = [losses_on_copies(model, loss_fn, batch).detach() for batch in batches]
-        except Exception:  # the model does not take such numbers
-            continue
-        require_equal(losses)
-
-    def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
-        one = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
-        return one.expand(_COPIES), losses_on_copies(model, loss_fn, row).detach()
-
-    for row, number in zip(rows, (*randomness.compared, *randomness.compared), strict=False):
+        if draws == others:
+            require_equal(together, alike, row)
+    for number in dict.fromkeys((*randomness.compared, *randomness.tried)):
         with without_randomness(model, randomness, number):
-            if _differ(model, repeated(row, _COPIES), by_count):
-                raise _depends("a loss that changes with the number of examples or its place among them")
+            try:
+                together, *both = [losses_on_copies(model, loss_fn, examples) for examples in (few, *copies)]
+            except Exception:
+                if number in randomness.compared:
+                    raise
+                continue  # the model does not take such numbers
+            for alike, row, examples in zip(both, rows, copies, strict=True):
+                require_equal(together, alike, row)
+                if number in randomness.compared and _differ(model, loss_fn, examples, 1, alike):
+                    raise _depends("a loss that changes with the number of examples or its place among them")
 
 
 # Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
@@ -414,27 +401,25 @@ def require_same_losses_in_half(
     examples = leading_of(examples, _HALVED, novel)
     half = (count_examples(examples) + 1) // 2
 
-    def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
-        first = losses_on_copies(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()
-        return first, losses_on_copies(model, loss_fn, examples).detach()[:half]
-
     for number in randomness.compared:
         with without_randomness(model, randomness, number):
-            if _differ(model, examples, in_both):
+            if _differ(model, loss_fn, examples, half, losses_on_copies(model, loss_fn, examples)[:half]):
                 raise _depends("losses that change with the second half of the batch")
 
 
-def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether two tensors of losses differ, in their own precision and in double precision."""
+def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, first: int, losses: Tensor) -> bool:
+    """Return whether losses of the first examples alone differ from some of all examples, in double precision too."""
 
-    def found(model: nn.Module, examples: Any) -> bool:
-        one, other = losses(model, examples)
-        return bool(((one - other).abs() > 1e-2 * one.abs() + torch.finfo(one.dtype).eps).any())
+    def is_far(alone: Tensor, losses: Tensor) -> bool:
+        return bool(((alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps).any())
 
-    if not found(model, examples):
+    few = map_examples(lambda leaf: leaf[:first], examples)
+    if not is_far(losses_on_copies(model, loss_fn, few), losses):
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
-        return found(copy.deepcopy(model).double(), map_examples(doubled, examples))
+        twin = copy.deepcopy(model).double()
+        alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
+        return is_far(alone, together[: len(losses)])
     except Exception:  # for instance a loss that accepts single precision only
         return True
 

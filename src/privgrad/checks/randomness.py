@@ -36,19 +36,19 @@ _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers c
 
 
 # Fault: a mask or a layer to drop that one draw decides for the whole batch; the draws must then stay secret.
-# Cost: a forward pass of a few examples; up to 4 if the model draws.
+# Cost: 2 forward passes of a few examples if the model draws, and 2 more if their number says that draws are shared.
 # Refuses nothing: such a model trains with secret draws. Numbers of numpy and Python count as shared in any case.
 def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
     """Return whether the losses of a few examples depend on random numbers that the examples share."""
     _, own, others = losses_and_draws(model, loss_fn, few)
-    if not own and others is None:  # there are no draws, as in most models
-        return False
     # Shared draws are as many for twice as many examples.
     twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
     _, more, same = losses_and_draws(model, loss_fn, twice)
     if others is not None and others == same:
         return True
     shared = {place for place, sizes in enumerate(zip_longest(own, more)) if sizes[0] == sizes[1]}
+    if not shared:
+        return False
     # A draw may decide nothing: BART draws a number for each layer also if its layerdrop is 0.
     low, high = (losses_and_draws(model, loss_fn, few, drawn=Drawn(number, shared))[0] for number in _NUMBERS[:2])
     return not torch.equal(low, high)
@@ -118,11 +118,13 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place
 #     of an example in the batch: one example more gives others another mask of dropout, which anyone can compute.
-# Cost: 2 forward passes of a few examples; 3 with draws of numpy or Python under a fixed seed.
+# Cost: a forward pass of a few examples; 2 if it draws, 3 with draws of numpy or Python under a fixed seed.
 # Refuses wrongly: a fixed matrix that each pass draws again. It misses np.random.rand(999)[:len(x)] under a seed.
-def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
+def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
-    states, others = _met(model, loss_fn, few, secret_seed())
+    states, others = _met(model, loss_fn, few, secret_seed())  # refuses draws that leave no trace
+    if not randomness.draws:
+        return
     other_states, same = _met(model, loss_fn, few, secret_seed(1))
     if states & other_states:  # under two seeds, no function that draws may meet one state
         raise known_draws("the same random state after different ones")

@@ -182,6 +182,7 @@ class Factored:
         self._layouts = self._passes.layouts
         self._fallback = Fallback(model, loss_fn, self._layouts)
         self._schedule = CheckSchedule()
+        self._compared = False  # whether the losses that the next check would compare were compared already
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
         self._set_back: Callable[[], None] = _stay  # puts the random streams back to the start of a pass
         self._density: float | None = None  # floats of output gradients per value of an example
@@ -254,7 +255,7 @@ class Factored:
             with restored(self._model):
                 self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))
                 self._check_losses(examples)
-            self._schedule.is_due = False
+            self._schedule.is_due = self._compared = False
         return self._fallback.of_losses(examples, point)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
@@ -321,8 +322,8 @@ class Factored:
         self._fallback.begin_step()
 
     def check_again(self) -> None:
-        """Check the next batch too, because the model's configuration has changed."""
-        self._schedule.is_due = True
+        """Check the next batch too, because the model's configuration has changed; its losses were compared."""
+        self._schedule.is_due = self._compared = True
         self._density = None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
@@ -364,7 +365,7 @@ class Factored:
 
     def _audit(self, examples: Any) -> None:
         """Do what `audit` does, for the current units."""
-        self._schedule.is_due = True
+        self._schedule.is_due, self._schedule.depth = True, 2
         if self._fallback.reached_loss:
             self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
             return
@@ -490,34 +491,35 @@ class Factored:
         return self._passes.compute(examples, point)
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:
-        """Raise UnsupportedModuleError if rows of a batch differ from single examples, in double precision too."""
+        """Raise PrivacyError if losses of a batch depend on other examples, or rows differ from single examples."""
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
-            for place, number in enumerate(randomness.compared):
-                with restored(self._model), without_randomness(self._model, randomness, number):
-                    if randomness.draws:
-                        with seeded(seed):
-                            self._set_back = streams()
-                            found = self._compute(examples, point)
-                    rows = rows_to_check(found[0], examples, self._schedule.calls, self._schedule.novel)
-                    try:
-                        self._require_single(examples, point, found, rows)
-                    except UnsupportedModuleError as refusal:
-                        self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
-                    if place == 0:
-                        require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
+            with restored(self._model):
+                self._check_losses(examples)  # first: a gradient that is wrong because of it has no remedy of its own
+                for place, number in enumerate(randomness.compared[: 1 + self._schedule.depth]):
+                    with without_randomness(self._model, randomness, number):
+                        if randomness.draws:
+                            with seeded(seed):
+                                self._set_back = streams()
+                                found = self._compute(examples, point)
+                        rows = rows_to_check(found[0], examples, self._schedule)
+                        try:
+                            self._require_single(examples, point, found, rows)
+                        except UnsupportedModuleError as refusal:
+                            self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
+                        if place == 0 and self._schedule.depth == 2:
+                            require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
-        with restored(self._model):
-            self._check_losses(examples)
-        self._schedule.is_due = False
+        self._schedule.is_due = self._compared = False
 
     def _check_losses(self, examples: Any) -> None:
         """Raise PrivacyError if losses depend on other examples."""
-        novel = self._schedule.novel
-        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, novel)
+        if self._compared:
+            return
+        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, self._schedule.novel)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
-        if self._fallback.any:
+        if self._fallback.any and self._schedule.depth > 0:
             few = self._few(examples, fill=False)
             require_apart(self._model, self._loss_fn, few, self._randomness)
 

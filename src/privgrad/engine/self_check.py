@@ -19,6 +19,7 @@ from privgrad.engine.passes import Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import seeded, trainable
+from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import gradients, norms_of, places_of, rare_rows
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
@@ -96,21 +97,21 @@ def _changes(
             changes, size = {}, 0
 
 
-def rows_to_check(found: Mapping[str, Factor], examples: Any, salt: int, novel: Sequence[int] = ()) -> list[int]:
-    """Return the first row, the last, a random one, one with a rare value, and that of the smallest norm of a sample.
+def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
+    """Return a row with something new or a rare value, or a random one; and the last.
 
-    The first of the `novel` rows is among them.
-
-    The smallest norm is included because a gradient with a wrongly small norm would stay unclipped.
+    Unless the check is brief, also return the first row, and the one of the smallest norm of a sample, because a
+    gradient with a wrongly small norm would stay unclipped.
     """
-    size = count_examples(examples)
-    if not found:  # no example reaches a trainable parameter
-        return sorted({0, size - 1})
+    size, salt = count_examples(examples), schedule.calls
+    between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
+    rows = {next(iter((*schedule.novel, *rare_rows(examples))), between), size - 1}
+    if schedule.depth == 0 or not found:  # the latter: no example reaches a trainable parameter
+        return sorted(rows)
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
-    between = 1 + places_of(size - 2, 1, salt) if size > 2 else drawn[:1]
-    return sorted({0, size - 1, int(least), int(between), *rare_rows(examples)[:1], *novel[:1]})
+    return sorted({0, *rows, int(least)})
 
 
 def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed: int) -> None:

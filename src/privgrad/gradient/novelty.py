@@ -106,17 +106,18 @@ class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
     Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `novelty`), in at most _EXTRA steps and 1 % of all.
+    no earlier ones held (see `Novelty`), in at most _EXTRA steps and 1 % of all. Those are brief.
 
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
+        depth: 0 (2nd, 8th ... call): losses, two rows; 1 (4th, 16th ...): more; 2 (on request): all comparisons.
         novel: rows of the current call with what no earlier one held; private.
     """
 
     def __init__(self) -> None:
         self.calls = self._steps = self._extra = 0
-        self.is_due = False
+        self.is_due, self.depth = False, 0
         self.novel = list[int]()
         self._sizes, self._seen = {0}, Novelty()
 
@@ -127,10 +128,11 @@ class CheckSchedule:
     def begin(self, examples: Any) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
         self.calls += 1
+        self.depth = 2 if self.is_due else self.calls.bit_length() % 2
         self.is_due |= self.calls & (self.calls - 1) == 0
         self.novel = self._seen.rows(examples)
         if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
-            self._extra, self.is_due = self._extra + 1, True
+            self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
         """Set `is_due` at the first batch of a size that is also the size of another dimension.

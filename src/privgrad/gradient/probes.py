@@ -52,7 +52,7 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
         last = next((row for row in rare_rows(examples) if row > 0), size - 1)
         between = cast("list[int]", (1 + places_of(size - 2, PROBED - 2, salt)).tolist())
         between[:1] = [row for row in novel if row not in (0, last)][:1] or between[:1]
-        return _rows_of(examples, [0, *(size - 1 if row == last else row for row in between), last])
+        return rows_of(examples, [0, *(size - 1 if row == last else row for row in between), last])
     missing = PROBED - size if fill else 0
     return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
 
@@ -73,7 +73,7 @@ def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
         return map_examples(lambda leaf: leaf[:size], examples)
     last = list(novel)[: size // 2]
     rows = [row for row in (*rare, *(row for row in range(size) if row not in rare)) if row not in last]
-    return _rows_of(examples, [*rows[: size - len(last)], *last])
+    return rows_of(examples, [*rows[: size - len(last)], *last])
 
 
 def rare_rows(examples: Any) -> list[int]:
@@ -110,7 +110,7 @@ def rare_rows(examples: Any) -> list[int]:
     return list(dict.fromkeys(row for _, row in sorted(found)))
 
 
-def _rows_of(examples: Any, rows: list[int]) -> Any:
+def rows_of(examples: Any, rows: list[int]) -> Any:
     """Return copies of some rows of the examples, in the given order."""
     index = torch.tensor(rows)
     return map_examples(lambda leaf: leaf[index.to(leaf.device)], examples)
@@ -242,7 +242,7 @@ class _Precision(TorchFunctionMode):
         widened_on: the type of the device on which autocast is off, and float32 replaces the half-precision dtypes that
             functions are given; None: nothing changes.
     Attributes:
-        half: whether some function took or returned a tensor in half precision.
+        half: whether some function returned a tensor in half precision, and so rounded to it.
     """
 
     def __init__(self, *, widened_on: str | None = None) -> None:
@@ -250,15 +250,14 @@ class _Precision(TorchFunctionMode):
         self._device, self.half = widened_on, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs: tuple[Any, Any] = args, kwargs or {}
         if self._device is None:
-            result = func(*inputs[0], **inputs[1])
+            result = func(*args, **(kwargs or {}))
         else:
-            inputs = tree_map_only(torch.dtype, lambda dtype: torch.float32 if dtype in _HALF else dtype, inputs)
+            inputs = tree_map_only(torch.dtype, lambda x: torch.float32 if x in _HALF else x, (args, kwargs or {}))
             func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
             with torch.autocast(self._device, enabled=False):
                 result = func(*inputs[0], **inputs[1])
-        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves((inputs, result)))
+        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves(result))
         return result
 
 
