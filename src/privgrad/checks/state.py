@@ -38,18 +38,18 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
 
     def tried(*batches: Any) -> tuple[Tensor, Snapshot, Snapshot]:
         """Return the losses of the last batch, and the state before and after its pass. All changes are undone."""
-        found, start = list[Snapshot](), Snapshot(scope, everything, copied=True)
+        found, start = list[Snapshot](), Snapshot(scope, everything, copied=None)
 
         def passes(model: nn.Module, last: Any) -> Tensor:
             losses = torch.empty(0)
             for batch in (*batches[:-1], last):
-                before = Snapshot(scope, everything, copied=True)
+                before = Snapshot(scope, everything, copied=None)
                 with seeded(0):
                     losses = loss_fn.plain(model, map_examples(torch.clone, batch))
-                found[:] = before, Snapshot(scope, everything, copied=True)
+                found[:] = before, Snapshot(scope, everything, copied=None)
                 if batch is not last:  # the passes of one step see the same value of a counter
                     for path in counters:
-                        before.places[path].set(before.number(path))
+                        before.places[path].set(before.values[path])
             return losses
 
         try:
@@ -57,7 +57,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
                 warnings.simplefilter("ignore")  # of attributes; later passes warn
                 losses = losses_on_copies(model, passes, batches[-1]).detach()
         finally:
-            start.undo(Snapshot(scope, everything, copied=True))
+            start.undo_since(Snapshot(scope, everything, copied=None))
         return losses, found[0], found[1]
 
     _, before, after = tried(few)
@@ -73,7 +73,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
     with suppress(Exception):  # the model does not take zeros
         pairs.append(tried(map_examples(torch.zeros_like, few))[1:])
     for path in changed:
-        first, *others = (amount(one.number(path), other.number(path)) for one, other in pairs)
+        first, *others = (amount(one.values.get(path), other.values.get(path)) for one, other in pairs)
         if first and all(other == first for other in others):
             counters[path] = first
     # `functional.preserved` undoes changes of containers in attributes, but not of objects in them.
