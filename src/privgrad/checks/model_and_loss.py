@@ -34,7 +34,15 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies
+from privgrad.gradient.probes import (
+    doubled,
+    few_of,
+    from_losses,
+    in_float32_too,
+    leading_of,
+    losses_on_copies,
+    unreached,
+)
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
@@ -147,10 +155,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        if (
-            isinstance(loss_fn, OwnExamples) and loss_fn.state is not None
-        ):  # first: other passes would fit state for good
-            require_no_memory(model, loss_fn, examples)
+        if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
+            require_no_memory(model, loss_fn, examples)  # first: other passes would fit state for good
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
@@ -161,10 +167,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
-                what = (
-                    f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
-                )
-                warnings.warn(f"{what}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
+                what = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves"
+                warnings.warn(f"{what} them; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
             unused = list[str]()
     if unused:
         remedy = (
@@ -191,8 +195,7 @@ def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameter
         refuse_reentrant(losses)
         _warn_of_foreign(model, loss_fn, losses, parameters.values())
         with refusing_in_place():
-            grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-        return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+            return unreached(losses, parameters)
 
     return from_losses(model, loss_fn, examples, found, parameters)
 
@@ -252,8 +255,8 @@ def configuration(model: nn.Module) -> int:
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `checks.variables` sees
-    numbers that loss_fn reads.
+    It does not see lists and other objects, large tensors or those on a GPU. `checks.variables` sees numbers that
+    loss_fn reads.
     """
     found: list[object] = []
     for path, module in named_modules(model):

@@ -62,11 +62,10 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
 
     _, before, after = tried(few)
     changed = before.changed(after)
+    if not changed and state.unknown:  # rows of this batch changed what the few do not
+        raise set_from_examples(state.unknown)
     if not changed:
-        if state.unknown:  # rows of this batch changed what the few do not
-            raise set_from_examples(state.unknown)
-        state.learn(scope, {}, set(), set())
-        return
+        return state.learn(scope, {}, set(), set())
     alone = [tried(row) for row in rows]
     # A second pass tells a counter from a maximum, and zeros tell it from a sum.
     pairs = [(before, after), tried(twice, few)[1:], *(found[1:] for found in alone)]
@@ -87,8 +86,6 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
             raise set_from_examples((rest & left.changed(then)) or rest)
     if kept - state.undone:
         names = ", ".join(sorted(kept)[:5])
-        warnings.warn(
-            f"the loss changed {names}; values from private examples are private, so the change was undone",
-            stacklevel=2,
-        )
-    state.learn(scope, counters, rest - kept, kept)
+        why = "values from private examples are private, so the change was undone"
+        warnings.warn(f"the loss changed {names}; {why}", stacklevel=2)
+    return state.learn(scope, counters, rest - kept, kept)

@@ -241,14 +241,14 @@ class Snapshot(Contents):
 
     def _note(self, path: str, value: Any) -> None:
         """Note a tensor or an array."""
-        if isinstance(value, Tensor):
-            self.tensors.setdefault(id(value), path)
-            if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
-                return  # `functional.parameters_kept` watches it
-            size, self.values[path] = value.numel(), (id(value), version_of(value))
-        else:
-            size, self.values[path] = value.size, (id(value), value.tobytes() if value.nbytes <= _BYTES else b"")
-        if size <= _COPIED and (self._copied is None or shown(path) in self._copied):
+        is_tensor = isinstance(value, Tensor)
+        self.tensors[id(value)] = path
+        if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
+            return  # `functional.parameters_kept` watches it
+        trace = version_of(value) if is_tensor else value.tobytes() if value.nbytes <= _BYTES else b""
+        self.values[path] = id(value), trace
+        wanted = self._copied is None or shown(path) in self._copied
+        if wanted and (value.numel() if is_tensor else value.size) <= _COPIED:
             self.values[path] = copy = copy_of(value)
             self.copies.append((shown(path), value, copy))
 
@@ -345,11 +345,9 @@ class State:
             values = {path: now.places[path].get() for path in tensors if path in now.places}
             public = {path for path, x in values.items() if id(x) in vectors or getattr(x, "ndim", 1) == 0}
             if names := sorted(tensors - self._warned - public)[:5]:
-                warnings.warn(
-                    f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside of "
-                    "private_grad, it is private, and enters all later gradients without clipping and noise",
-                    stacklevel=2,
-                )
+                what = f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside"
+                effect = "it is private, and enters all later gradients without clipping and noise"
+                warnings.warn(f"{what} of private_grad, {effect}", stacklevel=2)
             self._warned |= tensors
         return due
 

@@ -324,11 +324,9 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         model: the module; its submodules are included.
         path: the module's path, for the warning.
         but: names of attributes whose contents are not examined.
-
     Privacy:
-        State that private examples leave on a module is private. It could change the gradient of another example, or
-        end in a checkpoint. With the changes undone, every example sees the model in its original state. For state
-        elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
+        State that private examples leave on a module could change the gradient of another example, or end in a
+        checkpoint. For state elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
     """
     before = [(path, vars(module), dict(vars(module))) for path, module in named_modules(model, path)]
     inside, copies = Contents(), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
@@ -345,14 +343,10 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
             else:
                 inside.read([((path, name), value)])
     leaves = [value for _, _, value, _ in copies] + [x for _, x, _ in inside.copies if isinstance(x, Tensor)]
-    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
-    for leaf, _ in grads:
-        leaf.grad = None
     try:
-        yield
+        with _without_grads(leaves):
+            yield
     finally:
-        for leaf, held in grads:
-            leaf.grad = held
         for now, name, value, copy in copies:
             if now.get(name) is copy and copy._version == 0:
                 now[name] = value
@@ -373,6 +367,19 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 "are private, so the change was undone",
                 stacklevel=3,
             )
+
+
+@contextmanager
+def _without_grads(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Take the gradients of leaves away, and put them back afterwards."""
+    grads = [(x, x.grad) for x in tensors if x.is_leaf]
+    for x, _ in grads:
+        x.grad = None
+    try:
+        yield
+    finally:
+        for x, held in grads:
+            x.grad = held
 
 
 def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
@@ -438,9 +445,11 @@ def equal(one: Any, other: Any) -> bool:
         now, then = (x.detach().to_dense() for x in (one, other))
         same = now.shape == then.shape and now.dtype == then.dtype
         return same and bool(((now == then) | ((now != now) & (then != then))).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return (one.shape, one.tobytes()) == (other.shape, other.tobytes())
-    return one is other or (type(one) is type(other) and bool(one == other))
+    if type(one) is not type(other) or one is other:
+        return one is other
+    if isinstance(one, TENSORS):
+        one, other = ((x.shape, x.tobytes()) for x in cast("list[Any]", [one, other]))
+    return bool(one == other)
 
 
 def restore(value: Any, copy: Any) -> bool:
@@ -488,11 +497,10 @@ def version_of(x: Tensor) -> int:
 def parameters_kept(model: nn.Module) -> Generator[None]:
     """Undo what a step's passes leave on parameters and buffers: gradients, and writes to what is not trained.
 
-    loss_fn may call backward itself, which leaves raw gradients in `.grad`. A write by `.data` or numpy leaves no trace
-    that autograd counts, so the values of frozen parameters and of buffers are compared. The passes compute with copies
-    of the buffers, but an object of the user may hold a buffer itself. This holds for tensors on the CPU with up to
-    131,072 numbers. Other frozen parameters are compared at checked steps only. Other buffers are refused after an
-    in-place write that autograd counts, but they keep the written values.
+    loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
+    numpy, so the values of frozen parameters and buffers are compared: those on the CPU with up to 131,072 numbers.
+    Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
+    counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
 
     Raises:
         UnsupportedModuleError: such a tensor was written to. A compared one has its former values again.
@@ -502,14 +510,10 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     frozen.read((name, x) for name, x in named if not x.requires_grad and _is_compared(x))
     own.read((name, x) for name, x in buffers if _is_compared(x))
     others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
-    grads = [(x, x.grad) for _, x in (*named, *buffers) if x.is_leaf]
-    for x, _ in grads:
-        x.grad = None
     try:
-        yield
+        with _without_grads(x for _, x in (*named, *buffers)):
+            yield
     finally:
-        for x, grad in grads:
-            x.grad = grad
         written = frozen.undo()
         changed = own.undo() | {name for name, x, version in others if version_of(x) != version}
     if written:

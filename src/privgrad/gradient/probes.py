@@ -42,8 +42,7 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 
     Args:
         examples: with leading dimension >= 1.
-        salt: a different salt gives different indices. The indices depend on torch's seed too, but the random streams
-            do not advance.
+        salt: decides the indices, with torch's seed. The random streams do not advance.
         fill: whether to add examples of zeros if there are fewer than PROBED.
         novel: rows, one of which is among them if possible.
     """
@@ -178,26 +177,19 @@ def from_losses(
     copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
+
+    def result_of(model: nn.Module, examples: Any) -> Any:
+        return result(require_losses(loss_fn(model, examples), count_examples(examples)))
+
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(model), torch.compiler.set_stance("force_eager"):
         try:
-            return cast(T, functional_call(_FromLosses(model, loss_fn, result), state, (examples,)))
+            return cast(T, functional_call(BoundLoss(model, result_of), state, (examples,)))
         except Exception as error:
             if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NOTE)
             raise
-
-
-class _FromLosses(BoundLoss):
-    """A module that computes a function of the losses; torch's functional_call replaces its parameters."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, result: Callable[[Tensor], Any]) -> None:
-        super().__init__(model, loss_fn)
-        self.result = result
-
-    def forward(self, examples: Any) -> Any:
-        return self.result(require_losses(super().forward(examples), count_examples(examples)))
 
 
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
@@ -205,9 +197,6 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
 
     Then autocast is off, copies replace parameters, buffers and examples in half precision, and what asks for half
     precision gets float32. A loss that fails in this way, or still meets half precision, is compared as it is only.
-
-    Args:
-        compare: (model, loss_fn, examples, ...) -> None, with the tolerance of the losses' own dtype.
     """
 
     @wraps(compare)
@@ -296,18 +285,14 @@ def gradients(
         }
 
         def differentiated(losses: Tensor) -> dict[str, Tensor]:
-            return _gradients_of(losses.sum(), parameters, moves if exact else {})
+            if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+                return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+            curved = [moves.get(name) if exact else None for name in parameters]
+            grads = gradients_and_curvature(losses.sum(), list(parameters.values()), curved)
+            # Embeddings with sparse=True have sparse gradients.
+            return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
         return from_losses(model, loss_fn, examples, differentiated, parameters, copied=copied)
-
-
-def _gradients_of(total: Tensor, parameters: Mapping[str, Tensor], curved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient of the sum of the losses by parameter name, plus the Hessian's product with `curved`."""
-    if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
-        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    grads = gradients_and_curvature(total, list(parameters.values()), [curved.get(name) for name in parameters])
-    # Embeddings with sparse=True have sparse gradients.
-    return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
@@ -350,6 +335,11 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without torch.no_grad and detach"
         raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)
+    return unreached(losses, own)
+
+
+def unreached(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters to which the losses give no gradient."""
     # torch types the result as if allow_unused did not exist.
-    grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), list(own.values()), allow_unused=True))
-    return [name for name, grad in zip(own, grads, strict=True) if grad is None]
+    grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
