@@ -84,7 +84,7 @@ def references(path: str, function: Any) -> Iterator[Variable]:
         yield Variable(name, function.keywords, name)
 
 
-class Scope:
+class Scope(Contents):
     """The variables that the code of a model and its loss_fn reads, found by a walk over that code.
 
     Args:
@@ -98,6 +98,7 @@ class Scope:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
         self.variables, self.buffers, self.attributes = list[Variable](), list[Variable](), list[Variable]()
         self.names, self.texts, self.parameters = set[str](), set[str](), dict[int, str]()
         self.watched = {id(x): f"model.{name}" for name, x in model.named_buffers()}
@@ -105,14 +106,10 @@ class Scope:
         self._own = {id(module) for _, module in modules}
         known = -1
         while len(self.names) > known:  # a method that was found may name others
-            known, seen = len(self.names), set[int]()
-            for found in (self.variables, self.buffers, self.attributes):
+            known = len(self.names)
+            for found in (self.seen, self.variables, self.buffers, self.attributes):
                 found.clear()
-            waiting = [self._kept(Variable("loss_fn", {0: loss_fn}, 0)), *modules]
-            for path, value in waiting:  # it grows
-                if id(value) not in seen and not isinstance(value, ModuleType | Tensor | str):
-                    seen.add(id(value))
-                    waiting += self._inside(path, value)
+            self.read([self._kept(Variable("loss_fn", {0: loss_fn}, 0)), *modules])
 
     def _kept(self, variable: Variable, found: list[Variable] | None = None) -> tuple[str, Any]:
         """Keep a place unless it holds code; return what to visit."""
@@ -120,8 +117,11 @@ class Scope:
             (self.variables if found is None else found).append(variable)
         return _visited(variable)
 
-    def _inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def inside(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Keep the variables of code, and yield what to visit in it, or in an object or a container."""
+        if id(value) in self.seen or isinstance(value, ModuleType | Tensor | str):
+            return
+        self.seen.add(id(value))
         if isinstance(value, FunctionType):
             own = _is_own(value.__module__)
             if not own and not (value.__module__ or "").startswith("privgrad"):
@@ -129,17 +129,16 @@ class Scope:
             names, texts, reads = _named_by(value.__code__)
             self.names |= names
             self.texts |= texts
-            for name in reads & value.__globals__.keys() if own else ():
-                yield self._kept(Variable(name, value.__globals__, name))
+            found = reads & value.__globals__.keys() if own else ()
+            yield from (self._kept(Variable(name, value.__globals__, name)) for name in found)
         if isinstance(value, FunctionType | MethodType | partial):
-            for variable in references(path, value):
-                yield self._kept(variable)
+            yield from map(self._kept, references(label, value))
         elif isinstance(value, type):
             yield from self._of_class(value)
         else:
             yield from self._of_class(cast("type[Any]", type(value)))
             is_module = isinstance(value, nn.Module)
-            yield from self._of_module(path, value) if is_module else map(_visited, self.contents(path, value))
+            yield from self._of_module(label, value) if is_module else map(_visited, self.contents(label, value))
 
     def contents(self, path: str, value: Any) -> Iterator[Variable]:
         """Yield what a container or an object of the user's holds: its first items, or attributes that the code names.

@@ -276,16 +276,9 @@ def seeded(seed: int) -> Generator[None]:
 @contextmanager
 def streams_kept() -> Generator[None]:
     """Restore the states of the global random streams of torch, numpy and Python afterwards."""
-    with numpy_and_python_kept():
-        if torch.accelerator.is_available():
-            with torch.random.fork_rng():
-                yield
-            return
-        state = torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(state)
+    devices = None if torch.accelerator.is_available() else list[int]()  # None: all
+    with numpy_and_python_kept(), torch.random.fork_rng(devices):
+        yield
 
 
 @contextmanager
