@@ -141,11 +141,8 @@ def require_supported(model: nn.Module) -> None:
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
 
-    The model is in the mode in which it trains.
+    The model is in the mode in which it trains. The message says how to correct the loss.
 
-    Raises:
-        PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
-            depend on other examples. The message says how to correct it.
     Privacy:
         This reveals only success or an error, like any exception raised on private data. The loss is tried on copies
         of parameters and buffers, and changes that it makes to the modules are undone. Each loss must depend on its
@@ -213,21 +210,16 @@ def _warn_of_foreign(model: nn.Module, loss_fn: LossFunction, losses: Tensor, pa
     leaves = [leaf for leaf in sources([losses]) if id(leaf) not in own]
     if not leaves:
         return
-    owner = getattr(loss_fn, "__self__", loss_fn)
+    owner = getattr(loss_fn, "__self__", None)
     scope = Scope(model, owner.plain if isinstance(owner, OwnExamples) else loss_fn)
     names = scope.parameters | Snapshot(scope, scope.variables).tensors
     # A tensor without a name that is no parameter was made in the pass, such as inputs for a gradient penalty.
-    foreign = {
-        shown(names.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}"))
-        for leaf in leaves
-        if id(leaf) in names or isinstance(leaf, nn.Parameter)
-    }
+    kept = [leaf for leaf in leaves if id(leaf) in names or isinstance(leaf, nn.Parameter)]
+    foreign = {shown(names.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")) for leaf in kept}
     if foreign:
-        warnings.warn(
-            f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does "
-            "not hold them: put all that is to be trained into one module, as the model; or detach them",
-            stacklevel=2,
-        )
+        what = f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does"
+        remedy = "put all that is to be trained into one module, as the model; or detach them"
+        warnings.warn(f"{what} not hold them: {remedy}", stacklevel=2)
 
 
 # The hash of the configuration sees these.
@@ -250,13 +242,11 @@ def configuration(model: nn.Module) -> int:
     PrivateGradient checks the loss again if the hash changes. It is computed from these facts:
 
     - the path and the class of each module, and the code of the class' forward;
-    - the flags and strings of each module, and for a number, whether it is zero. So a layer that is switched on changes
-      the hash, and a counter of steps does not;
+    - the flags and strings of each module, and whether a number is zero. So a counter of steps changes nothing;
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see lists and other objects, large tensors or those on a GPU. `checks.variables` sees numbers that
-    loss_fn reads.
+    It does not see lists, objects, large tensors and those on a GPU. `checks.variables` sees what loss_fn reads.
     """
     found: list[object] = []
     for path, module in named_modules(model):
@@ -299,10 +289,10 @@ def _state_of(value: object, depth: int) -> object:
 
 def _nonzero(value: Tensor) -> object:
     """Return which entries of a small tensor on the CPU are not zero; None for a large one or one that is trained."""
-    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step.
-    if value.requires_grad or value.numel() > _SMALL or not value.is_cpu or value.layout is not torch.strided:
-        return None
-    if type(value) not in (Tensor, nn.Parameter):  # a tensor of several processes, for instance
+    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step. Other types are those of
+    # several processes, for instance.
+    plain = type(value) in (Tensor, nn.Parameter) and value.is_cpu and value.layout is torch.strided
+    if value.requires_grad or value.numel() > _SMALL or not plain:
         return None
     try:
         return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())

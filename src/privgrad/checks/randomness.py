@@ -222,18 +222,13 @@ def _untempered(words: np.ndarray) -> np.ndarray:
 
 
 class Drawn(TorchDispatchMode):
-    """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead.
-
-    Args:
-        number: between 0 and 1; None: operations draw as they do.
-        places: of the operations that draw the number, among all that draw; None: all.
-    Attributes:
-        sizes: the number of elements that each operation drew.
-    """
+    """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead."""
 
     def __init__(self, number: float | None = None, places: Collection[int] | None = None) -> None:
         super().__init__()
-        self._number, self._places, self.sizes = number, places, list[int]()
+        self._number = number  # between 0 and 1
+        self._places = places  # of the operations that draw the number, among all that draw; None: all
+        self.sizes = list[int]()  # the number of elements that each operation drew
 
     # Dispatch, not a mode of functions, because it also sees operations within compiled code and vmap.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

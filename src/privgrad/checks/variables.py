@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -38,6 +38,7 @@ _ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read
 _COPIED, _BYTES = 2**17, 4096  # the largest size of a tensor that is copied; of an array that each step reads
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
+_LOGGED = frozenset({"append", "extend", "add", "update"})  # calls that read nothing of their object
 _KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
 
 
@@ -115,7 +116,7 @@ class Scope(Contents):
         """Keep a place unless it holds code; return what to visit."""
         if not isinstance(variable.get(), _CODE):
             (self.variables if found is None else found).append(variable)
-        return _visited(variable)
+        return variable.path, variable.get()
 
     def inside(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Keep the variables of code, and yield what to visit in it, or in an object or a container."""
@@ -132,13 +133,16 @@ class Scope(Contents):
             found = reads & value.__globals__.keys() if own else ()
             yield from (self._kept(Variable(name, value.__globals__, name)) for name in found)
         if isinstance(value, FunctionType | MethodType | partial):
-            yield from map(self._kept, references(label, value))
+            # A log in a closure is not read.
+            read = (x for x in references(label, value) if x.key != "cell_contents" or x.path in self.names)
+            yield from map(self._kept, read)
         elif isinstance(value, type):
             yield from self._of_class(value)
         else:
             yield from self._of_class(cast("type[Any]", type(value)))
-            is_module = isinstance(value, nn.Module)
-            yield from self._of_module(label, value) if is_module else map(_visited, self.contents(label, value))
+            if isinstance(value, nn.Module):
+                yield from self._of_module(label, value)
+            yield from ((variable.path, variable.get()) for variable in self.contents(label, value))
 
     def contents(self, path: str, value: Any) -> Iterator[Variable]:
         """Yield what a container or an object of the user's holds: its first items, or attributes that the code names.
@@ -187,21 +191,15 @@ class Scope(Contents):
             yield from named_modules(module, path)
 
 
-def _visited(variable: Variable) -> tuple[str, Any]:
-    return variable.path, variable.get()
-
-
 class Snapshot(Contents):
     """The values of variables at one time, inside containers and objects too.
 
     Args:
         scope: what the code reads.
         variables: some of its variables.
-        copied: the paths, as `shown`, of small tensors that are copied, so that writes which autograd does not count
-            are found and undone; None: all.
+        copied: the paths, as `shown`, of small tensors whose entries are compared and restored; None: all.
     Attributes:
-        values: numbers, texts and copies by path; of another tensor its identity and count of writes, of a container
-            its length.
+        values: numbers, texts and copies by path; of a tensor else its identity and count of writes.
         places: the variables by path, inside containers and objects too.
         tensors: the paths of tensors by id.
     """
@@ -334,7 +332,7 @@ class State:
         """
         if self.scope is None or self._last is None or self._place != _place_of(model):
             return False
-        now = self._seen(self.scope)
+        now = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
         changed = self._last.changed(now) - self.overwritten - self.counters.keys()
         tensors = changed & {shown(path) for path, value in now.values.items() if isinstance(value, tuple)}
         due = bool(changed - tensors) and self._credit >= 1
@@ -355,11 +353,9 @@ class State:
         self._steps += 1
         self._credit += 1 / _EVERY
         self._advance(self.counters)
-        self._last, self._place = None if self.scope is None else self._seen(self.scope), _place_of(model)
-
-    def _seen(self, scope: Scope) -> Snapshot:
-        """Return what the loop may change between two steps."""
-        return Snapshot(scope, (*scope.variables, *scope.buffers))
+        self._place = _place_of(model)
+        if self.scope is not None:  # the loop may write to buffers too
+            self._last = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
         """Add amounts to numbers, by path."""
@@ -415,12 +411,20 @@ def _is_own(module: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _named_by(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the names, the texts and the global variables of a function's code, and of functions that it makes."""
-    # co_names holds attributes too: `batch.x` would make a global x of the training loop count as read.
-    reads = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
-    found = frozenset(code.co_names), frozenset(x for x in code.co_consts if isinstance(x, str)), frozenset(reads)
+    """Return the names, the texts and the global variables that a function's code reads, and functions that it makes.
+
+    A list that the code only appends to is a log, which it does not read.
+    """
+    names, reads = set[str](), set[str]()
+    for one, then in pairwise(dis.get_instructions(code)):
+        is_logged = then.opname in ("LOAD_ATTR", "LOAD_METHOD") and then.argval in _LOGGED
+        if one.opname.startswith("LOAD_") and isinstance(one.argval, str) and not is_logged:
+            names.add(one.argval)
+            # An attribute is no global: `batch.x` does not read an x of the training loop.
+            reads |= {one.argval} if one.opname == "LOAD_GLOBAL" else set()
+    texts = {x for x in code.co_consts if isinstance(x, str)}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            one, other, third = _named_by(inner)
-            found = found[0] | one, found[1] | other, found[2] | third
-    return found
+            more = _named_by(inner)
+            names, texts, reads = names | more[0], texts | more[1], reads | more[2]
+    return frozenset(names), frozenset(texts), frozenset(reads)

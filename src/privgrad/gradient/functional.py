@@ -217,9 +217,7 @@ def require_losses(losses: object, size: int) -> Tensor:
         if isinstance(losses, Tensor):  # the number of examples is private
             sizes = ["B" if length == size > 1 else str(length) for length in losses.shape]
             got = f"shape ({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-        remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
-        if isinstance(losses, Tensor) and losses.dim() == 0:
-            remedy = "return one loss per example: set reduction='none', and take no mean or sum over dimension 0"
+        remedy = "return one loss per example: set reduction='none', and average over all dimensions but the first"
         raise expected("loss_fn", "losses", "of shape (B,), one loss for each of B examples", got, remedy)
     return losses
 

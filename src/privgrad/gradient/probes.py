@@ -40,11 +40,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 
     The last of them then often differs in its label from the first, so that their losses show weights of classes.
 
-    Args:
-        examples: with leading dimension >= 1.
-        salt: decides the indices, with torch's seed. The random streams do not advance.
-        fill: whether to add examples of zeros if there are fewer than PROBED.
-        novel: rows, one of which is among them if possible.
+    `salt` and torch's seed decide the indices, and the random streams do not advance. One of the `novel` rows is among
+    them if possible. `fill` adds examples of zeros if there are fewer than PROBED.
     """
     size = count_examples(examples)
     if size > PROBED:
@@ -59,12 +56,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
     """Return the first examples, at most `most`. One example of each rare value comes before them.
 
-    So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
-
-    Args:
-        examples: with leading dimension >= 1.
-        most: >= 1.
-        novel: rows that come last, in the second half.
+    So the first half holds rare values, up to half of its examples, and most of the second half lacks them. The `novel`
+    rows come last.
     """
     size = min(count_examples(examples), most)
     rare = rare_rows(examples)[: (size + 1) // 4]
@@ -82,10 +75,6 @@ def rare_rows(examples: Any) -> list[int]:
     the columns of tensors of shape (n,) or (n, ...) with at most COLUMNS columns, which hold integers of any dtype. A
     column with more than _VALUES values, or with more than n / 2, has no rare ones.
 
-    Args:
-        examples: with leading dimension n >= 1.
-    Returns:
-        Distinct rows; an empty list if no label differs between examples.
     Privacy:
         NOT private: the rows depend on the examples. They may decide only which examples a check compares.
     """
@@ -167,9 +156,8 @@ def from_losses(
 ) -> T:
     """Return a function of the losses, while the copies of parameters and buffers are still in the modules.
 
-    A backward pass may run code of the modules: hooks, an autograd.Function or a part that is computed again. It
-    therefore belongs in `result`, the function of the losses. Other arguments are as in `losses_on_copies`, and
-    `copied` as in `gradients`.
+    A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
+    `result`, the function of the losses. Others are as in `losses_on_copies`, and `copied` as in `gradients`.
     """
     given = parameters or {}
     own = {name: p for name, p in model.named_parameters() if name not in given}
@@ -225,18 +213,12 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Precision(TorchFunctionMode):
-    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function.
-
-    Args:
-        widened_on: the type of the device on which autocast is off, and float32 replaces the half-precision dtypes that
-            functions are given; None: nothing changes.
-    Attributes:
-        half: whether some function took or returned a tensor in half precision.
-    """
+    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function."""
 
     def __init__(self, *, widened_on: str | None = None) -> None:
         super().__init__()
-        self._device, self.half = widened_on, False
+        self._device = widened_on  # a type of device: there autocast is off, and float32 replaces given dtypes
+        self.half = False  # whether some function took or returned a tensor in half precision
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs: tuple[Any, Any] = args, kwargs or {}
@@ -267,13 +249,8 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
 
-    Args:
-        model: as in PrivateGradient.
-        loss_fn: as in PrivateGradient.
-        examples: as in PrivateGradient.
-        along: displacements by parameter name; the gradient is evaluated at the displaced parameters.
-        exact: do not displace the parameters, but add the Hessian's product with `along` to the gradient.
-        copied: whether to copy the parameters, so that a forward pass that writes to them does no harm.
+    `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
+    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
