@@ -380,7 +380,7 @@ def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | Spectr
 
 
 class Contents:
-    """What containers, tensors and arrays hold at one time, at any depth.
+    """The contents of containers, tensors and arrays at one time, at any depth.
 
     Attributes:
         containers: the label of each list, set, deque or dict, itself, and what it held.
@@ -393,7 +393,7 @@ class Contents:
         self.seen = set[int]()
 
     def read(self, found: Iterable[tuple[Any, Any]]) -> None:
-        """Note labelled values, and all that is inside."""
+        """Note values with their labels, and all that is inside."""
         waiting = list(found)
         for label, value in waiting:  # it grows
             waiting += self.inside(label, value)
@@ -411,7 +411,7 @@ class Contents:
         return ()
 
     def undo(self, but: Collection[Any] = ()) -> set[Any]:
-        """Restore what differs by now, except under the labels in `but`; return the labels of what differed."""
+        """Restore what differs, except under the labels in `but`; return the labels of what differed."""
         found = set[Any]()
         for label, container, held in self.containers:
             if (held or container) and label not in but and not _same(held_in(container), held):
