@@ -29,19 +29,19 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3533,  # mappings and dataclasses as batches; a step may start again
         "accounting": 1006,  # steps of a number of epochs
         "audit": 880,
-        "checks": 1596,  # constants for random numbers; what one pass reads of another; leaves outside the model
+        "checks": 1500,  # constants for random numbers; what one pass reads of another; leaves outside the model
         "cli": 626,  # calibrate takes epochs and a batch size
         "clip": 1061,
         "data": 1861,
         "diagnostics": 738,
-        "engine": 7378,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
+        "engine": 7381,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1947,
-        "gradient": 2872,  # `novelty`, `state`, hooks in copies
+        "gradient": 2829,  # `novelty`, `state`, hooks in copies
         "heads": 984,
         "integrations": 1634,  # the task for which a head has no known loss
         "ledger": 1454,
         "models": 173,
-        "noise": 570,
+        "noise": 571,  # two normals of a GPU
         "optim": 1953,  # checks of decays and shares
         "perturb": 692,
         "precondition": 1038,

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ class Arc(nn.Module):
 
 
 ARC, CENTERS, TEMPERATURE = Arc(), nn.Parameter(torch.zeros(3, 3).double()), torch.ones(()).double().requires_grad_()
+BIAS = nn.Parameter(torch.zeros(3).double())
 
 
 def of_module(arc: nn.Module) -> Loss:
@@ -81,6 +83,15 @@ def of_tensor(temperature: Tensor) -> Loss:
 
 def with_argument(model: nn.Module, b: Any, *, scale: Tensor) -> Tensor:
     return losses_of(model, b) * scale.exp()
+
+
+def of_parts(*parts: nn.Module) -> Loss:
+    chosen = {"arcs": [*parts]}
+    return lambda model, b: F.cross_entropy(chosen["arcs"][0](model(b[0])), b[1], reduction="none")
+
+
+def of_reference(reference: Any) -> Loss:
+    return lambda model, b: F.cross_entropy(model(b[0]) + reference(), b[1], reduction="none")
 
 
 class Method:
@@ -106,8 +117,10 @@ FOREIGN: dict[str, tuple[Loss, str]] = {
     "a global parameter": (of_global, "CENTERS"),
     "a tensor in the closure": (of_tensor(TEMPERATURE), "temperature"),
     "an argument of partial": (partial(with_argument, scale=TEMPERATURE), "scale"),
-    "an attribute of the loss": (Method().loss, "bias"),
-    "one without a name": (Hidden(), r"a parameter of shape \(3,\)"),
+    "a module in a list in a dict": (of_parts(ARC), r"chosen\['arcs'\]"),
+    "an attribute of the loss": (Method().loss, r"loss_fn\.bias"),
+    "a slot of the loss": (Hidden(), r"loss_fn\.weight"),
+    "one without a name": (of_reference(ref(BIAS)), r"a parameter of shape \(3,\)"),
 }
 
 

@@ -5,19 +5,19 @@ states the fault that it finds, its cost, and what it refuses wrongly.
 """
 
 import copy
-import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.jit import TopLevelTracedModule  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
@@ -30,11 +30,21 @@ from privgrad.checks.randomness import (
     without_randomness,
 )
 from privgrad.checks.state import require_no_memory
+from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import named_modules, own_parameters, trainable
-from privgrad.gradient.probes import doubled, few_of, from_losses, in_float32_too, leading_of, losses_on_copies, rows_of
+from privgrad.gradient.probes import (
+    doubled,
+    few_of,
+    from_losses,
+    in_float32_too,
+    leading_of,
+    losses_on_copies,
+    rows_of,
+    unreached,
+)
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
@@ -62,53 +72,51 @@ def find_problems(model: nn.Module) -> list[Problem]:
     Privacy:
         This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
-    problems, trained = list[Problem](), False
-    for path, module in named_modules(model):
-        if isinstance(module, torch.jit.TopLevelTracedModule):  # pyright: ignore[reportPrivateImportUsage]
-            what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
-            return [Problem(path, type(module).__name__, what, remedy)]  # its parts have no attributes to read
-        kind = type(module).__name__
-        # torch types running_mean as a Tensor, but it may be None.
-        is_norm = isinstance(module, _BatchNorm | _InstanceNorm)
-        has_statistics = is_norm and getattr(module, "running_mean", None) is not None
-        if isinstance(module, _InstanceNorm):
-            if module.training and has_statistics:
-                what = "keeps running statistics of private examples without clipping and noise"
-                problems.append(Problem(path, kind, what, "set track_running_stats=False, or call .eval() on it"))
-        elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
-            what = "mixes the examples of a batch, so one example's gradient depends on the others"
-            remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
-            problems.append(Problem(path, kind, what, remedy))
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
-            problems.append(Problem(path, kind, what, "set max_norm=None, and shorten its output rows if necessary"))
-        if kind == "ParamWrapper" and not any(getattr(module, off, False) for off in ("merged", "disable_adapters")):
-            what = "adds peft's adapter to a parameter by writing to it in each forward pass"
-            remedy = "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
-            problems.append(Problem(path, kind, what, remedy))
-        hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
-        if any("grad_sample" in str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks):
-            what = "has the hooks of another library that computes a gradient for each example"
-            remedy = "give the model without them: for Opacus, wrapped_model.to_standard_module()"
-            problems.append(Problem(path, kind, what, remedy))
-        own = own_parameters(module)
-        if any(map(is_lazy, own.values())):
-            what = "has lazy parameters that do not have a shape yet"
-            problems.append(Problem(path, kind, what, "run one public example through the model first"))
-        for name, parameter in own.items():
-            trained = trained or parameter.requires_grad
-            after = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
-            if parameter.requires_grad and (parameter._backward_hooks or after):
-                what = f"has a hook on {name}, which gradients of examples do not pass"
-                remedy = "remove it, and multiply the weight by the mask in forward, or mask the released gradient"
-                problems.append(Problem(path, kind, what, remedy))
-            if parameter.requires_grad and not parameter.is_floating_point():
-                what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
-                problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
-    if not trained:
+    traced = (path for path, module in named_modules(model) if isinstance(module, TopLevelTracedModule))
+    if (path := next(traced, None)) is not None:  # its parts have no attributes to read
+        what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
+        return [Problem(path, TopLevelTracedModule.__name__, what, remedy)]
+    found = [(path, module, *problem) for path, module in named_modules(model) for problem in _problems_of(module)]
+    problems = [Problem(path, type(module).__name__, what, remedy) for path, module, what, remedy in found]
+    if not trainable(model):
         remedy = "set requires_grad_(True) on the parameters to train"
         problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
     return problems
+
+
+def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield each problem of a module, without its submodules, and the remedy."""
+    # torch types running_mean as a Tensor, but it may be None.
+    has_statistics = getattr(module, "running_mean", None) is not None
+    if isinstance(module, _InstanceNorm):
+        if module.training and has_statistics:
+            what = "keeps running statistics of private examples without clipping and noise"
+            yield what, "set track_running_stats=False, or call .eval() on it"
+    elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
+        what = "mixes the examples of a batch, so one example's gradient depends on the others"
+        yield what, "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
+        yield what, "set max_norm=None, and shorten its output rows if necessary"
+    is_wrapper = type(module).__name__ == "ParamWrapper"
+    if is_wrapper and not any(getattr(module, off, False) for off in ("merged", "disable_adapters")):
+        what = "adds peft's adapter to a parameter by writing to it in each forward pass"
+        yield what, "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
+    hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
+    if any("grad_sample" in str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks):
+        what = "has the hooks of another library that computes a gradient for each example"
+        yield what, "give the model without them: for Opacus, wrapped_model.to_standard_module()"
+    own = own_parameters(module)
+    if any(map(is_lazy, own.values())):
+        yield "has lazy parameters that do not have a shape yet", "run one public example through the model first"
+    for name, parameter in own.items():
+        after = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
+        if parameter.requires_grad and (parameter._backward_hooks or after):
+            what = f"has a hook on {name}, which gradients of examples do not pass"
+            yield what, "remove it, and multiply the weight by the mask in forward, or mask the released gradient"
+        if parameter.requires_grad and not parameter.is_floating_point():
+            what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
+            yield what, "use real parameters: view_as_real for complex ones"
 
 
 def require_supported(model: nn.Module) -> None:
@@ -135,9 +143,6 @@ def require_supported(model: nn.Module) -> None:
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
     """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
 
-    Raises:
-        PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
-            depend on other examples. The message says how to correct it.
     Privacy:
         This reveals only success or an error, like any exception raised on private data. The loss is tried on copies
         of parameters and buffers, and changes that it makes to the modules are undone. Each loss must depend on its
@@ -147,9 +152,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     try:
-        # First, because other passes would fit state for good.
         if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
-            require_no_memory(model, loss_fn, examples)
+            require_no_memory(model, loss_fn, examples)  # first: other passes would fit state for good
         unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
@@ -160,8 +164,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
-                got = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves them"
-                warnings.warn(f"{got}; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
+                what = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves"
+                warnings.warn(f"{what} them; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
             unused = list[str]()
     if unused:
         remedy = (
@@ -187,10 +191,9 @@ def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameter
                 remedy = "call private_grad outside of torch.inference_mode"
             raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
         refuse_reentrant(losses)
-        _warn_of_foreign([*parameters.values(), *model.parameters()], loss_fn, losses)
+        _warn_of_foreign(model, loss_fn, losses, parameters.values())
         with refusing_in_place():
-            grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-        return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+            return unreached(losses, parameters)
 
     return from_losses(model, loss_fn, examples, found, parameters)
 
@@ -202,46 +205,22 @@ def _listed(names: Sequence[str]) -> str:
 # Fault: a part outside of the model that was meant to be trained, such as the weights of a loss: it gets no gradient.
 # Cost: a walk over the graph of a few examples' losses.
 # Warns wrongly: of a generator that the loss does not detach, if only the discriminator is trained.
-def _warn_of_foreign(own: Sequence[Tensor], loss_fn: LossFunction, losses: Tensor) -> None:
+def _warn_of_foreign(model: nn.Module, loss_fn: LossFunction, losses: Tensor, parameters: Iterable[Tensor]) -> None:
     """Warn of parameters and tensors in the graph of the losses that require a gradient and are not the model's."""
-    known, names = set(map(id, own)), dict[int, str]()
-    leaves = {id(leaf): leaf for leaf in sources([losses]) if id(leaf) not in known}
+    own = set(map(id, (*parameters, *model.parameters())))
+    leaves = [leaf for leaf in sources([losses]) if id(leaf) not in own]
     if not leaves:
         return
-    _name_enclosed(loss_fn, names, _DEPTH)
+    owner = getattr(loss_fn, "__self__", None)
+    scope = Scope(model, owner.plain if isinstance(owner, OwnExamples) else loss_fn)
+    names = scope.parameters | Snapshot(scope, scope.variables).tensors
     # A tensor without a name that is no parameter was made in the pass, such as inputs for a gradient penalty.
-    foreign = [
-        names.get(key, f"a parameter of shape {tuple(leaf.shape)}")
-        for key, leaf in leaves.items()
-        if key in names or isinstance(leaf, nn.Parameter)
-    ]
+    kept = [leaf for leaf in leaves if id(leaf) in names or isinstance(leaf, nn.Parameter)]
+    foreign = {shown(names.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")) for leaf in kept}
     if foreign:
-        warnings.warn(
-            f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does "
-            "not hold them: put all that is to be trained into one module, as the model; or detach them",
-            stacklevel=2,
-        )
-
-
-def _name_enclosed(function: object, names: dict[int, str], depth: int) -> None:
-    """Note by id what the tensors are called that a function refers to, also in modules and in further functions."""
-    scope = dict[str, object]()
-    if isinstance(function, partial):
-        scope = {"func": function.func, **{str(k): v for k, v in enumerate(function.args)}, **function.keywords}
-    elif isinstance(function, FunctionType | MethodType):
-        found = inspect.getclosurevars(function)
-        scope = {**found.globals, **found.nonlocals}
-        scope |= {"self": function.__self__} if isinstance(function, MethodType) else {}
-    elif hasattr(function, "__dict__") and not isinstance(function, type | ModuleType):
-        scope = vars(function)
-    for name, value in scope.items():
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), name)
-        elif isinstance(value, nn.Module):
-            for own, parameter in value.named_parameters():
-                names.setdefault(id(parameter), f"{name}.{own}")
-        elif depth > 0:
-            _name_enclosed(value, names, depth - 1)
+        what = f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does"
+        remedy = "put all that is to be trained into one module, as the model; or detach them"
+        warnings.warn(f"{what} not hold them: {remedy}", stacklevel=2)
 
 
 # The hash of the configuration sees these.
@@ -264,13 +243,11 @@ def configuration(model: nn.Module) -> int:
     PrivateGradient checks the loss again if the hash changes. It is computed from these facts:
 
     - the path and the class of each module, and the code of the class' forward;
-    - the flags and strings of each module, and for a number, whether it is zero. So a layer that is switched on changes
-      the hash, and a counter of steps does not;
+    - the flags and strings of each module, and whether a number is zero. So a counter of steps changes nothing;
     - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
     - the functions among the attributes and the hooks.
 
-    It does not see state elsewhere: in lists and other objects, in large tensors or on a GPU. `checks.variables` sees
-    numbers that loss_fn reads.
+    It does not see lists, objects, large tensors and those on a GPU. `checks.variables` sees what loss_fn reads.
     """
     found: list[object] = []
     for path, module in named_modules(model):
@@ -278,60 +255,45 @@ def configuration(model: nn.Module) -> int:
         found.append((path, _serial(owner), _serial(getattr(getattr(owner, "forward", None), "__code__", owner))))
         for name, value in vars(module).items():
             kind = type(value)  # pyright: ignore[reportUnknownVariableType]
-            if kind in _CONTAINERS:
-                if value and name in _HOOKS:  # by position: the keys of hooks are never used again
-                    found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
-                elif value and name in _TENSORS:
-                    found.append((name, *((k, _nonzero(v)) for k, v in value.items() if isinstance(v, Tensor))))
-            elif kind in _PLAIN:
+            if kind in _PLAIN:
                 found.append((name, value))
             elif kind is int or kind is float:
                 found.append((name, value != 0))
-            elif (state := _state_of(value, _DEPTH)) is not None:
-                found.append((name, state))
+            elif kind not in _CONTAINERS:
+                found.append((name, _state_of(value, _DEPTH)))
+            elif value and name in _HOOKS:  # by position: the keys of hooks are never used again
+                found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
+            elif value and name in _TENSORS:
+                found.append((name, *((k, _nonzero(v)) for k, v in value.items() if isinstance(v, Tensor))))
     return hash(tuple(found))
 
 
 def _state_of(value: object, depth: int) -> object:
     """Return what the hash of the configuration sees of a value. Functions of one code are equal."""
-    own: object
-    parts: Iterable[object] = ()
-    if isinstance(value, FunctionType):
-        own, defaults = _serial(value.__code__), value.__defaults__ or ()
-        if value.__closure__ or defaults or value.__kwdefaults__:
-            parts = (*_enclosed(value), *defaults, *(value.__kwdefaults__ or {}).values())
-    elif isinstance(value, MethodType):
-        return _state_of(value.__func__, depth)
-    elif isinstance(value, partial):
-        own, parts = partial, (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, type):
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType | partial):
+        parts = references("", value) if depth else ()
+        return _serial(getattr(cast(object, value), "__code__", partial)), *(
+            _state_of(part.get(), depth - 1) for part in parts
+        )
+    if isinstance(value, type):
         return _serial(value)
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         return _nonzero(value)
-    elif callable(value):  # a function of C, or an object of a class with __call__
+    if callable(value):  # a function of C, or an object of a class with __call__
         return _serial(type(value)), str(getattr(value, "__qualname__", ""))
-    elif value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str):
         return value
-    else:
-        return value != 0 if isinstance(value, int | float) else None
-    return own, *(_state_of(part, depth - 1) for part in parts if depth > 0)
-
-
-def _enclosed(function: FunctionType) -> Iterator[object]:
-    """Yield the values of a function's closure; None for a variable that has no value yet."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            yield None
+    return value != 0 if isinstance(value, int | float) else None
 
 
 def _nonzero(value: Tensor) -> object:
     """Return which entries of a small tensor on the CPU are not zero; None for a large one or one that is trained."""
-    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step.
-    if value.requires_grad or value.numel() > _SMALL or not value.is_cpu or value.layout is not torch.strided:
-        return None
-    if type(value) not in (Tensor, nn.Parameter):  # a tensor of several processes, for instance
+    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step. Other types are those of
+    # several processes, for instance.
+    plain = type(value) in (Tensor, nn.Parameter) and value.is_cpu and value.layout is torch.strided
+    if value.requires_grad or value.numel() > _SMALL or not plain:
         return None
     try:
         return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())

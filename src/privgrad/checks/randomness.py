@@ -70,15 +70,10 @@ def losses_and_draws(
 
 @dataclass(frozen=True)
 class Randomness:
-    """The random draws of a forward pass in the modules' current modes.
+    """The random draws of a forward pass in the modules' current modes."""
 
-    Attributes:
-        draws: whether there are any, those of dropout included.
-        numbers: the constants that take the place of draws other than dropout, one for each comparison; NaN for a
-            model that takes none. Empty if there are no such draws.
-    """
-
-    draws: bool = False
+    draws: bool = False  # whether there are any, those of dropout included
+    # The constants that take the place of draws other than dropout, if any; NaN for a model that takes none.
     numbers: tuple[float, ...] = ()
 
     @property
@@ -100,7 +95,7 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
     with _Dropout(off=True) as dropout, seeded(secret_seed()):
         before = random_state()
         losses_on_copies(model, loss_fn, few, seed=None)
-        drawn = not torch.equal(random_state(), before)
+        drawn = random_state() != before
     if not drawn:
         return Randomness(dropout.met)
     telling, others = list[float](), list[float]()
@@ -229,18 +224,13 @@ def _untempered(words: np.ndarray) -> np.ndarray:
 
 
 class Drawn(TorchDispatchMode):
-    """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead.
-
-    Args:
-        number: between 0 and 1; None: operations draw as they do.
-        places: of the operations that draw the number, among all that draw; None: all.
-    Attributes:
-        sizes: the number of elements that each operation drew.
-    """
+    """A mode that notes how many numbers each of torch's operations draws, and can draw a constant instead."""
 
     def __init__(self, number: float | None = None, places: Collection[int] | None = None) -> None:
         super().__init__()
-        self._number, self._places, self.sizes = number, places, list[int]()
+        self._number = number  # between 0 and 1
+        self._places = places  # of the operations that draw the number, among all that draw; None: all
+        self.sizes = list[int]()  # the number of elements that each operation drew
 
     # Dispatch, not a mode of functions, because it also sees operations within compiled code and vmap.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -345,24 +335,24 @@ _WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
 }
 
 
-def random_state() -> Tensor:
-    """Return the states of the random streams of torch, numpy and Python, as bytes."""
-    others = bytearray(repr(numpy_and_python_states()).encode())
-    return torch.cat([torch_states(), torch.frombuffer(others, dtype=torch.uint8)])
+def random_state() -> tuple[bytes, Any]:
+    """Return the states of the random streams of torch, numpy and Python, for comparisons."""
+    return torch_states().numpy().tobytes(), numpy_and_python_states()
 
 
 def torch_states() -> Tensor:
     """Return the states of torch's random streams, on the CPU and on CUDA devices."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states += torch.cuda.get_rng_state_all()
-    return torch.cat([state.cpu() for state in states])
+    return torch.cat([torch.get_rng_state(), *(state.cpu() for state in _of_devices())])
+
+
+def _of_devices() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
 
 def streams() -> Callable[[], None]:
     """Return a function that sets the global random streams of torch, numpy and Python back to where they are now."""
     of_numpy, of_python, of_torch = np.random.get_state(), random.getstate(), torch.get_rng_state()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_devices = _of_devices()
 
     def set_back() -> None:
         np.random.set_state(of_numpy)
@@ -376,16 +366,15 @@ def streams() -> Callable[[], None]:
 def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
     """Raise UnsupportedModuleError if a row of the gradients depends on its place among the examples.
 
-    vmap gives each row random numbers of its own, also where the forward pass draws them from a fixed seed. These
-    numbers are public, so one example more would give all later rows other numbers that are known. The rows are
-    compared with the same examples alone, with dropout off. If the forward pass draws other numbers from torch's random
-    streams, which are secret, nothing can be compared.
+    vmap gives each row numbers of its own, also of a fixed seed: these are public, and one example more would move all
+    later rows. The rows are compared with the same examples alone, with dropout off. If the forward pass draws other
+    numbers from torch's random streams, which are secret, nothing can be compared.
     """
     randomness = find_randomness(model, loss_fn, few)
     with without_randomness(model, randomness, randomness.compared[0]), seeded(secret_seed()):
         before = random_state()
         together = per_sample_gradients(model, loss_fn, few)
-        if not torch.equal(random_state(), before):
+        if random_state() != before:
             return  # draws from torch's random streams differ by row, as they should
         for index in range(count_examples(few)):
             alone = per_sample_gradients(model, loss_fn, part_of(few, slice(index, index + 1)))
@@ -394,10 +383,7 @@ def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> No
                 difference = norm_of(together[name][index] - row[0])
                 # The comparison is false if values are not finite: such an example contributes zero anyway.
                 if difference > _TOLERANCE * whole:
-                    remedy = (
-                        "draw what all examples share once, in __init__, and keep it as a buffer; draw what differs by "
-                        "example from torch's global random stream"
-                    )
-                    condition = "not to come from a fixed seed in the forward pass"
+                    once = "draw what all examples share once, in __init__, and keep it as a buffer"
+                    remedy = f"{once}; draw what differs by example from torch's global random stream"
                     got = f"a gradient of {name!r} that depends on its row"
-                    raise refused("random numbers", condition, got, remedy)
+                    raise refused("random numbers", "not to come from a fixed seed in the forward pass", got, remedy)

@@ -38,18 +38,18 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
 
     def tried(*batches: Any) -> tuple[Tensor, Snapshot, Snapshot]:
         """Return the losses of the last batch, and the state before and after its pass. All changes are undone."""
-        found, start = list[Snapshot](), Snapshot(scope, everything, copied=True)
+        found, start = list[Snapshot](), Snapshot(scope, everything, copied=None)
 
         def passes(model: nn.Module, last: Any) -> Tensor:
             losses = torch.empty(0)
             for batch in (*batches[:-1], last):
-                before = Snapshot(scope, everything, copied=True)
+                before = Snapshot(scope, everything, copied=None)
                 with seeded(0):
                     losses = loss_fn.plain(model, map_examples(torch.clone, batch))
-                found[:] = before, Snapshot(scope, everything, copied=True)
+                found[:] = before, Snapshot(scope, everything, copied=None)
                 if batch is not last:  # the passes of one step see the same value of a counter
                     for path in counters:
-                        before.places[path].set(before.number(path))
+                        before.places[path].set(before.values[path])
             return losses
 
         try:
@@ -57,23 +57,22 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
                 warnings.simplefilter("ignore")  # of attributes; later passes warn
                 losses = losses_on_copies(model, passes, batches[-1]).detach()
         finally:
-            start.undo(Snapshot(scope, everything, copied=True))
+            start.undo_since(Snapshot(scope, everything, copied=None))
         return losses, found[0], found[1]
 
     _, before, after = tried(few)
     changed = before.changed(after)
+    if not changed and state.unknown:  # rows of this batch changed what the few do not
+        raise set_from_examples(state.unknown)
     if not changed:
-        if state.unknown:  # rows of this batch changed what the few do not
-            raise set_from_examples(state.unknown)
-        state.learn(scope, {}, set(), set())
-        return
+        return state.learn(scope, {}, set(), set())
     alone = [tried(row) for row in rows]
     # A second pass tells a counter from a maximum, and zeros tell it from a sum.
     pairs = [(before, after), tried(twice, few)[1:], *(found[1:] for found in alone)]
     with suppress(Exception):  # the model does not take zeros
         pairs.append(tried(map_examples(torch.zeros_like, few))[1:])
     for path in changed:
-        first, *others = (amount(one.number(path), other.number(path)) for one, other in pairs)
+        first, *others = (amount(one.values.get(path), other.values.get(path)) for one, other in pairs)
         if first and all(other == first for other in others):
             counters[path] = first
     # `functional.preserved` undoes changes of containers in attributes, but not of objects in them.
@@ -87,8 +86,6 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
             raise set_from_examples((rest & left.changed(then)) or rest)
     if kept - state.undone:
         names = ", ".join(sorted(kept)[:5])
-        warnings.warn(
-            f"the loss changed {names}; values from private examples are private, so the change was undone",
-            stacklevel=2,
-        )
-    state.learn(scope, counters, rest - kept, kept)
+        why = "values from private examples are private, so the change was undone"
+        warnings.warn(f"the loss changed {names}; {why}", stacklevel=2)
+    return state.learn(scope, counters, rest - kept, kept)

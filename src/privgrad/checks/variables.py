@@ -8,29 +8,38 @@ import dis
 import operator
 import sys
 import warnings
-from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from privgrad.errors import PrivacyError, expected
-from privgrad.gradient.functional import held_in, named_modules, refill, restore, spectral_norms, version_of
+from privgrad.gradient.functional import (
+    ABSENT,
+    CONTAINERS,
+    SCALARS,
+    TENSORS,
+    Contents,
+    copy_of,
+    equal,
+    held_in,
+    named_modules,
+    own_parameters,
+    spectral_norms,
+    version_of,
+)
 
-_DEPTH, _ITEMS, _NODES = 6, 200, 2000  # of nested objects; of one container; of all that is read at one time
-_COPIED, _SMALL = 2**17, 4096  # the largest size of a tensor that is copied; bytes of an array that each step reads
+_ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read at one time
+_COPIED, _BYTES = 2**17, 4096  # the largest size of a tensor that is copied; of an array that each step reads
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
-_CONTAINERS = (dict, list, tuple, set, deque)
-_KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
 _LOGGED = frozenset({"append", "extend", "add", "update"})  # calls that read nothing of their object
-_ABSENT = object()
+_KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
 
 
 class Variable(NamedTuple):
@@ -41,26 +50,42 @@ class Variable(NamedTuple):
     key: Any
 
     def get(self) -> Any:
-        """Return the value; `_ABSENT` if there is none."""
+        """Return the value; `ABSENT` if there is none."""
         try:
-            return self._entries[self.key] if self._entries is not None else getattr(self.holder, self.key)
+            is_entry = isinstance(self.holder, dict)
+            return self.holder[self.key] if is_entry else getattr(self.holder, self.key)
         except (KeyError, AttributeError, ValueError):  # the last one: an empty cell
-            return _ABSENT
+            return ABSENT
 
     def set(self, value: Any) -> None:
-        """Replace the value; `_ABSENT` removes it."""
-        entries = self._entries
-        if value is _ABSENT:
-            delattr(self.holder, self.key) if entries is None else operator.delitem(entries, self.key)
+        """Replace the value; `ABSENT` removes it."""
+        is_entry = isinstance(self.holder, dict)
+        if value is ABSENT:
+            (operator.delitem if is_entry else delattr)(self.holder, self.key)
         else:
-            setattr(self.holder, self.key, value) if entries is None else operator.setitem(entries, self.key, value)
-
-    @property
-    def _entries(self) -> "dict[Any, Any] | None":
-        return cast("dict[Any, Any]", self.holder) if isinstance(self.holder, dict) else None
+            (operator.setitem if is_entry else setattr)(self.holder, self.key, value)
 
 
-class Scope:
+def references(path: str, function: Any) -> Iterator[Variable]:
+    """Yield what a function, a method or a partial holds: its closure, defaults and attributes, or its arguments."""
+    if isinstance(function, FunctionType):
+        code, defaults = function.__code__, function.__defaults__ or ()
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            yield Variable(name, cell, "cell_contents")
+        for name, default in zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False):
+            yield Variable(name, {0: default}, 0)
+        for holder, prefix in ((function.__kwdefaults__ or {}, ""), (vars(function), f"{path}.")):
+            for name in holder:
+                yield Variable(f"{prefix}{name}", holder, name)
+        return
+    is_method = isinstance(function, MethodType)
+    for part in (function.__func__, function.__self__) if is_method else (function.func, *function.args):
+        yield Variable(path, {0: part}, 0)
+    for name in () if is_method else function.keywords:
+        yield Variable(name, function.keywords, name)
+
+
+class Scope(Contents):
     """The variables that the code of a model and its loss_fn reads, found by a walk over that code.
 
     Args:
@@ -68,218 +93,178 @@ class Scope:
     Attributes:
         variables: those that nothing else watches.
         buffers, attributes: those of the model's modules, which the engines and `functional.preserved` watch.
+        parameters: the paths of parameters outside of the model, by id.
         names, texts: the names and the texts in that code. Attributes of objects with other names do not count.
         watched: the buffers' paths by id; other objects may hold them too.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
         self.variables, self.buffers, self.attributes = list[Variable](), list[Variable](), list[Variable]()
-        self.names, self.texts = set[str](), set[str]()
+        self.names, self.texts, self.parameters = set[str](), set[str](), dict[int, str]()
         self.watched = {id(x): f"model.{name}" for name, x in model.named_buffers()}
+        modules = list(named_modules(model, "model"))
+        self._own = {id(module) for _, module in modules}
         known = -1
         while len(self.names) > known:  # a method that was found may name others
             known = len(self.names)
-            for found in (self.variables, self.buffers, self.attributes):
+            for found in (self.seen, self.variables, self.buffers, self.attributes):
                 found.clear()
-            modules = list(named_modules(model, "model"))
-            self._seen = {id(module) for _, module in modules}
-            self._visit("loss_fn", loss_fn, 0)
-            for path, module in modules:
-                self._of_module(path, module, 0, own=True)
+            self.read([self._kept(Variable("loss_fn", {0: loss_fn}, 0)), *modules])
 
-    def _place(self, path: str, holder: Any, key: Any, depth: int, found: list[Variable] | None = None) -> None:
-        """Visit the code that a place holds, or keep the place."""
-        variable = Variable(path, holder, key)
-        value = variable.get()
-        if not isinstance(value, _CODE):
+    def _kept(self, variable: Variable, found: list[Variable] | None = None) -> tuple[str, Any]:
+        """Keep a place unless it holds code; return what to visit."""
+        if not isinstance(variable.get(), _CODE):
             (self.variables if found is None else found).append(variable)
-        self._visit(path, value, depth + 1)
+        return variable.path, variable.get()
 
-    def _visit(self, path: str, value: Any, depth: int) -> None:
-        """Visit code, or the code within an object or a container."""
-        if id(value) in self._seen or isinstance(value, ModuleType | Tensor | str) or depth > 2 * _DEPTH:
+    def inside(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Keep the variables of code, and yield what to visit in it, or in an object or a container."""
+        if id(value) in self.seen or isinstance(value, ModuleType | Tensor | str):
             return
-        if isinstance(value, MethodType):
-            self._visit(path, value.__func__, depth)
-            if id(value.__self__) not in self._seen:
-                self._place(path, {0: value.__self__}, 0, depth)
-            return
-        self._seen.add(id(value))
-        if isinstance(value, partial):
-            of_partial = cast("partial[Any]", value)
-            for part in (of_partial.func, *of_partial.args):
-                self._place(path, {0: part}, 0, depth)
-            for name in of_partial.keywords:
-                self._place(name, of_partial.keywords, name, depth)
-        elif isinstance(value, FunctionType):
-            self._of_function(path, value, depth)
+        self.seen.add(id(value))
+        if isinstance(value, FunctionType):
+            own = _is_own(value.__module__)
+            if not own and not (value.__module__ or "").startswith("privgrad"):
+                return
+            names, texts, reads = _named_by(value.__code__)
+            self.names |= names
+            self.texts |= texts
+            found = reads & value.__globals__.keys() if own else ()
+            yield from (self._kept(Variable(name, value.__globals__, name)) for name in found)
+        if isinstance(value, FunctionType | MethodType | partial):
+            # A log in a closure is not read.
+            read = (x for x in references(label, value) if x.key != "cell_contents" or x.path in self.names)
+            yield from map(self._kept, read)
         elif isinstance(value, type):
-            self._of_class(value, depth)
-        elif isinstance(value, nn.Module):
-            for inner, module in named_modules(value, path):
-                self._seen.add(id(module))
-                self._of_module(inner, module, depth)
-        elif isinstance(value, _CONTAINERS):
-            inside = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-            for part in list(islice(inside, _ITEMS)):
-                self._visit(path, part, depth + 1)
-        elif _is_own(type(value).__module__):
-            self._of_class(cast("type[Any]", type(value)), depth)
-            for name in self.names & getattr(value, "__dict__", {}).keys():
-                self._visit(f"{path}.{name}", vars(value)[name], depth + 1)
+            yield from self._of_class(value)
+        else:
+            yield from self._of_class(cast("type[Any]", type(value)))
+            if isinstance(value, nn.Module):
+                yield from self._of_module(label, value)
+            yield from ((variable.path, variable.get()) for variable in self.contents(label, value))
 
-    def _of_function(self, path: str, value: FunctionType, depth: int) -> None:
-        """Visit what a function of the user's reads; of a function of privgrad, its closure only."""
-        own, code = _is_own(value.__module__), value.__code__
-        if not own and not (value.__module__ or "").startswith("privgrad"):
-            return
-        names, texts, reads = _named_by(code)
-        self.names |= names
-        self.texts |= texts
-        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            if name in self.names:
-                self._place(name, cell, "cell_contents", depth)
-        for name in reads & value.__globals__.keys() if own else ():
-            self._place(name, value.__globals__, name, depth)
-        defaults = reversed(value.__defaults__ or ())
-        for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), defaults, strict=False):
-            self._place(name, {0: default}, 0, depth)
-        for holder, prefix in ((value.__kwdefaults__ or {}, ""), (vars(value), f"{path}.")):
-            for name in holder:
-                self._place(f"{prefix}{name}", holder, name, depth)
+    def contents(self, path: str, value: Any) -> Iterator[Variable]:
+        """Yield what a container or an object of the user's holds: its first items, or attributes that the code names.
 
-    def _of_class(self, owner: type, depth: int) -> None:
-        """Visit the methods and attributes of a class that some code names."""
+        Items of lists and such are no places: to set one changes nothing.
+        """
+        if isinstance(value, dict):
+            for number, key in enumerate(list(islice(cast("dict[Any, Any]", value), _ITEMS))):
+                named = isinstance(key, str) and key in self.texts
+                yield Variable(path + (f"[{key!r}]" if named else f"{_KEY}{number}"), value, key)
+        elif isinstance(value, CONTAINERS):
+            for number, part in enumerate(list(islice(cast("Iterable[Any]", value), _ITEMS))):
+                yield Variable(f"{path}{_KEY}{number}", {0: part}, 0)
+        elif _is_readable(value):
+            own = getattr(value, "__dict__", {})
+            for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
+                yield from (Variable(f"{path}.{name}", holder, name) for name in self.names.intersection(names))
+
+    def _of_class(self, owner: type) -> Iterator[tuple[str, Any]]:
+        """Yield the methods of a class that some code names, and keep such attributes."""
         for base in owner.__mro__:
             for name, part in list(vars(base).items()) if _is_own(base.__module__) else ():
                 part = getattr(part, "__func__", getattr(part, "fget", part))
                 path, special = f"{base.__name__}.{name}", name.startswith("__")
                 if isinstance(part, FunctionType) and name != "__init__":
                     if special or name == "forward" or name in self.names:
-                        self._visit(path, part, depth + 1)
+                        yield path, part
                 elif name in self.names and not special:
-                    self._place(path, base, name, depth)
+                    yield self._kept(Variable(path, base, name))
 
-    def _of_module(self, path: str, module: nn.Module, depth: int, *, own: bool = False) -> None:
-        """Visit a module's class, hooks, objects and attributes; `own`: it is one of the model's."""
-        self._of_class(type(module), depth)
+    def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield a module's hooks and objects, and keep its buffers and attributes."""
+        own = id(module) in self._own
         watched = own or module.training or _is_own(type(module).__module__)
         for name, value in list(vars(module).items()):
             if name.endswith("_hooks"):
-                self._visit(path, value, depth)
+                yield path, value
             elif name == "_buffers" and watched and isinstance(value, dict):  # TorchScript has another type
                 for buffer in cast("dict[str, Any]", value):
-                    self._place(f"{path}.{buffer}", value, buffer, depth, self.buffers if own else None)
+                    yield self._kept(Variable(f"{path}.{buffer}", value, buffer), self.buffers if own else None)
             elif not name.startswith("_") and (watched or isinstance(value, _CODE)):
                 found = self.attributes if own and not _is_readable(value) else None
-                self._place(f"{path}.{name}", vars(module), name, depth, found)
+                yield self._kept(Variable(f"{path}.{name}", vars(module), name), found)
+        if not own:
+            self.parameters |= {id(x): f"{path}.{name}" for name, x in own_parameters(module).items()}
+            yield from named_modules(module, path)
 
 
-class Snapshot:
+class Snapshot(Contents):
     """The values of variables at one time, inside containers and objects too.
 
     Args:
         scope: what the code reads.
         variables: some of its variables.
-        copied: whether to copy small tensors, so that writes which autograd does not count are found and undone.
+        copied: the paths, as `shown`, of small tensors whose entries are compared and restored; None: all.
     Attributes:
-        values: numbers and texts by path; of a tensor its identity and count of writes, of a container its length.
+        values: numbers, texts and copies by path; of a tensor else its identity and count of writes.
         places: the variables by path, inside containers and objects too.
+        tensors: the paths of tensors by id.
     """
 
-    def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: bool) -> None:
+    def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: Collection[str] | None = ()) -> None:
+        super().__init__()
         self._scope, self._copied = scope, copied
         self.values: dict[str, Any] = {}  # literals, because each pass makes them twice
         self.places: dict[str, Variable] = {}
+        self.tensors: dict[int, str] = {}
         self._held: list[tuple[Variable, Any]] = []
-        self._lists: list[tuple[str, Any, Any]] = []
-        self._copies: dict[str, tuple[Any, Any]] = {}
-        self._seen: set[int] = set()
-        for variable in variables:
-            self._entry(variable, -1)
+        self.read(map(self._entry, variables))
 
-    def _entry(self, variable: Variable, depth: int) -> None:
-        """Read a variable."""
+    def _entry(self, variable: Variable) -> tuple[str, Any]:
+        """Note a variable; return its path and value."""
         value = variable.get()
         self.places[variable.path] = variable
         self._held.append((variable, value))
-        self._read(variable.path, value, depth + 1)
+        return variable.path, value
 
-    def _read(self, path: str, value: Any, depth: int) -> None:
-        """Read a value, and what is inside."""
-        if value is None or isinstance(value, bool | int | float | str):
-            self.values[path] = value
-        elif isinstance(value, Tensor):
-            if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
-                return  # `functional.parameters_kept` watches it
-            self.values[path] = id(value), version_of(value)
-            if self._copied and value.numel() <= _COPIED:
-                self._copies[path] = value, value.detach().clone()
-        elif isinstance(value, np.ndarray):
-            array = cast("np.ndarray[Any, Any]", value)
-            self.values[path] = id(array), array.tobytes() if array.nbytes <= _SMALL else b""
-            if self._copied and array.size <= _COPIED:
-                self._copies[path] = array, array.copy()
-        elif id(value) in self._seen or depth > _DEPTH or len(self._seen) > _NODES or isinstance(value, _CODE):
-            return
-        elif isinstance(value, _CONTAINERS):
-            container = cast("Collection[Any]", value)
-            self._seen.add(id(container))
-            self.values[path] = range(len(container))  # no number that counts
-            if not isinstance(container, tuple | dict):
-                self._lists.append((path, container, held_in(container)))
-            for place, part in enumerate(list[Any](islice(cast("Iterable[Any]", container), _ITEMS))):
-                if isinstance(container, dict):
-                    named = isinstance(part, str) and part in self._scope.texts
-                    key = f"[{part!r}]" if named else f"{_KEY}{place}"
-                    self._entry(Variable(f"{path}{key}", container, part), depth)
-                else:
-                    self._read(f"{path}{_KEY}{place}", part, depth + 1)
-        elif _is_readable(value):
-            self._seen.add(id(value))
-            own = getattr(value, "__dict__", {})
-            for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
-                for name in self._scope.names.intersection(names):
-                    self._entry(Variable(f"{path}.{name}", holder, name), depth)
+    def inside(self, label: str, value: Any) -> Iterable[tuple[str, Any]]:
+        if type(value) in SCALARS:
+            self.values[label] = value
+        elif isinstance(value, TENSORS):
+            self._note(label, value)
+        elif isinstance(value, (int, float, str)):
+            self.values[label] = value
+        elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _CODE):
+            self.seen.add(id(value))
+            if isinstance(value, CONTAINERS):
+                self.values[label] = range(len(cast("Collection[Any]", value)))  # no number that counts
+                if not isinstance(value, tuple | dict):
+                    self.containers.append((shown(label), value, held_in(value)))
+            return map(self._entry, self._scope.contents(label, value))
+        return ()
 
-    def number(self, path: str) -> Any:
-        """Return a value that a pass may count with; of a tensor, the copy."""
-        return self._copies[path][1] if path in self._copies else self.values.get(path)
+    def _note(self, path: str, value: Any) -> None:
+        """Note a tensor or an array."""
+        is_tensor = isinstance(value, Tensor)
+        self.tensors[id(value)] = path
+        if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
+            return  # `functional.parameters_kept` watches it
+        trace = version_of(value) if is_tensor else value.tobytes() if value.nbytes <= _BYTES else b""
+        self.values[path] = id(value), trace
+        wanted = self._copied is None or shown(path) in self._copied
+        if wanted and (value.numel() if is_tensor else value.size) <= _COPIED:
+            self.values[path] = copy = copy_of(value)
+            self.copies.append((shown(path), value, copy))
 
     def changed(self, after: "Snapshot") -> set[str]:
-        """Return the paths whose values differ in another snapshot, up to a key that the code does not name.
-
-        With copies in both, tensors are compared by value.
-        """
-        if self.values == after.values and not self._copies:
+        """Return the paths whose values differ in another snapshot, up to a key that the code does not name."""
+        if not (self.copies or after.copies) and self.values == after.values:
             return set()
-        found = set[str]()
-        for path in self.values.keys() | after.values.keys():
-            one, other = self._copies.get(path), after._copies.get(path)
-            if one is None or other is None:
-                values = self.values.get(path, _ABSENT), after.values.get(path, _ABSENT)
-                same = values[0] is values[1] or values[0] == values[1]
-            else:
-                same = _equal(one[1], other[1])
-            if not same:
-                found.add(shown(path))
-        return found
+        paths = self.values.keys() | after.values.keys()
+        return {shown(x) for x in paths if not equal(self.values.get(x, ABSENT), after.values.get(x, ABSENT))}
 
-    def undo(self, after: "Snapshot", but: Collection[str] = ()) -> None:
+    def undo_since(self, after: "Snapshot", but: Collection[str] = ()) -> None:
         """Restore all values that differ in a later snapshot, except those of paths in `but`."""
         for path in after.places.keys() - self.places.keys():
             if shown(path) not in but:
-                after.places[path].set(_ABSENT)
+                after.places[path].set(ABSENT)
         for variable, value in self._held:
             if shown(variable.path) not in but and variable.get() is not value:
                 variable.set(value)
-        for path, container, held in self._lists:
-            now = held_in(container)
-            if path not in but and not (len(now) == len(held) and all(map(operator.is_, now, held))):
-                refill(container, held)
-        for path, (value, copy) in self._copies.items():
-            if shown(path) not in but:
-                restore(value, copy)
+        self.undo(but)
 
 
 class State:
@@ -322,23 +307,21 @@ class State:
         if self.scope is None or not self.scope.variables:
             yield
             return
-        before, done = Snapshot(self.scope, self.scope.variables, copied=bool(self.undone)), False
+        before, wrong = Snapshot(self.scope, self.scope.variables, copied=self.undone), list[str]()
         counted = [(path, before.places[path], before.places[path].get()) for path in self.counters]
         for _, place, value in counted:
             if isinstance(value, Tensor):
                 place.set(value.clone())  # the engines refuse writes to buffers
-        wrong = list[str]()
         try:
             yield
-            done = True
         finally:
-            after = Snapshot(self.scope, self.scope.variables, copied=bool(self.undone))
+            after = Snapshot(self.scope, self.scope.variables, copied=self.undone)
             wrong += [path for path, place, value in counted if amount(value, place.get()) != self.counters[path]]
             changed = before.changed(after) - self.counters.keys() - self.overwritten
             if changed or counted:
-                before.undo(after, self.overwritten)
+                before.undo_since(after, self.overwritten)
             self.unknown |= changed - self.undone
-        if done and wrong:
+        if wrong:
             raise set_from_examples(wrong)
 
     def begin_step(self, model: nn.Module) -> bool:
@@ -349,7 +332,7 @@ class State:
         """
         if self.scope is None or self._last is None or self._place != _place_of(model):
             return False
-        now = self._seen(self.scope)
+        now = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
         changed = self._last.changed(now) - self.overwritten - self.counters.keys()
         tensors = changed & {shown(path) for path, value in now.values.items() if isinstance(value, tuple)}
         due = bool(changed - tensors) and self._credit >= 1
@@ -359,11 +342,9 @@ class State:
             values = {path: now.places[path].get() for path in tensors if path in now.places}
             public = {path for path, x in values.items() if id(x) in vectors or getattr(x, "ndim", 1) == 0}
             if names := sorted(tensors - self._warned - public)[:5]:
-                warnings.warn(
-                    f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside of "
-                    "private_grad, it is private, and enters all later gradients without clipping and noise",
-                    stacklevel=2,
-                )
+                what = f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside"
+                effect = "it is private, and enters all later gradients without clipping and noise"
+                warnings.warn(f"{what} of private_grad, {effect}", stacklevel=2)
             self._warned |= tensors
         return due
 
@@ -372,16 +353,14 @@ class State:
         self._steps += 1
         self._credit += 1 / _EVERY
         self._advance(self.counters)
-        self._last, self._place = None if self.scope is None else self._seen(self.scope), _place_of(model)
-
-    def _seen(self, scope: Scope) -> Snapshot:
-        """Return what the loop may change between two steps."""
-        return Snapshot(scope, (*scope.variables, *scope.buffers), copied=False)
+        self._place = _place_of(model)
+        if self.scope is not None:  # the loop may write to buffers too
+            self._last = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
         """Add amounts to numbers, by path."""
         if self.scope is not None and any(amounts.values()):
-            places = Snapshot(self.scope, self.scope.variables, copied=False).places
+            places = Snapshot(self.scope, self.scope.variables).places
             for path, by in amounts.items():
                 value = places[path].get()
                 if isinstance(value, Tensor):
@@ -416,14 +395,6 @@ def shown(path: str) -> str:
     return path.split(_KEY, 1)[0]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two tensors or two arrays are equal."""
-    if type(one) is not type(other) or not isinstance(one, Tensor):
-        return type(one) is type(other) and one.shape == other.shape and one.tobytes() == other.tobytes()
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def _is_readable(value: Any) -> bool:
     """Return whether an object is of a class of the user's, whose attributes are read."""
     return isinstance(value, SimpleNamespace) or (not isinstance(value, _CODE) and _is_own(type(value).__module__))
@@ -445,11 +416,12 @@ def _named_by(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset
     A list that the code only appends to is a log, which it does not read.
     """
     names, reads = set[str](), set[str]()
-    for of, then in pairwise((*dis.get_instructions(code), None)):
-        is_logged = then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD") and then.argval in _LOGGED
-        if of is not None and of.opname.startswith("LOAD_") and isinstance(of.argval, str) and not is_logged:
-            names.add(of.argval)
-            reads |= {of.argval} if of.opname == "LOAD_GLOBAL" else set()
+    for one, then in pairwise(dis.get_instructions(code)):
+        is_logged = then.opname in ("LOAD_ATTR", "LOAD_METHOD") and then.argval in _LOGGED
+        if one.opname.startswith("LOAD_") and isinstance(one.argval, str) and not is_logged:
+            names.add(one.argval)
+            # An attribute is no global: `batch.x` does not read an x of the training loop.
+            reads |= {one.argval} if one.opname == "LOAD_GLOBAL" else set()
     texts = {x for x in code.co_consts if isinstance(x, str)}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

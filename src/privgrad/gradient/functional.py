@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -35,12 +36,9 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
 
     Computes: for each weight W with vectors u and v, what one training forward pass computes: `n_power_iterations`
     times u = W v / |W v| and v = W^T u / |W^T u| (the old spectral_norm: v first). So a layer that is called twice, a
-    second pass and a recomputed part all use the same vectors.
+    second pass and a recomputed part all use the same vectors. W must be a parameter itself.
 
-    Args:
-        model: the module; both torch.nn.utils.parametrizations.spectral_norm and the old torch.nn.utils.spectral_norm
-            are found, if W is a parameter itself. A spectral norm of a computed weight is left as it is.
-        keep: whether the new vectors stay. Otherwise, and after an exception, the old ones are put back.
+    With `keep`, the new vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
     found = list(spectral_norms(model))
     if not found:
@@ -107,13 +105,9 @@ class Mended(TorchFunctionMode):
 def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
     """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules.
 
-    Args:
-        function: takes the inputs of one example.
-        in_dims: the argument of vmap.
-        module: the module that `function` calls, if there is one.
     Raises:
-        RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the module is
-            TorchScript: a mode cannot replace its operations.
+        RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the `module`
+            that the function calls is TorchScript: a mode cannot replace its operations.
     """
     if module is not None and _is_scripted(module):
         raise RuntimeError("TorchScript uses batching rules that cannot be replaced")
@@ -195,13 +189,13 @@ def without_vmap_warnings() -> Generator[None]:
         yield
 
 
-_CONTAINERS = (dict, list, set, deque)
-_EXAMINED = (*_CONTAINERS, tuple)
+CONTAINERS: Any = (dict, list, tuple, set, deque)
 # Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
-_SCALARS = frozenset((int, float, bool, str, type(None)))
-_SIMPLE = _SCALARS | {dict, OrderedDict, tuple, list, set}  # types of attributes that are no tensors, to skip them fast
-_ABSENT = object()
+SCALARS = frozenset((int, float, bool, str, type(None)))
+_USUAL = frozenset((dict, OrderedDict, list, set, tuple))  # types of containers, to pass over empty ones fast
+TENSORS: Any = (Tensor, np.ndarray)
+ABSENT = object()
 
 
 class BoundLoss(nn.Module):
@@ -223,9 +217,7 @@ def require_losses(losses: object, size: int) -> Tensor:
         if isinstance(losses, Tensor):  # the number of examples is private
             sizes = ["B" if length == size > 1 else str(length) for length in losses.shape]
             got = f"shape ({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-        remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
-        if isinstance(losses, Tensor) and losses.dim() == 0:
-            remedy = "return one loss per example: set reduction='none', and take no mean or sum over dimension 0"
+        remedy = "return one loss per example: set reduction='none', and average over all dimensions but the first"
         raise expected("loss_fn", "losses", "of shape (B,), one loss for each of B examples", got, remedy)
     return losses
 
@@ -282,16 +274,9 @@ def seeded(seed: int) -> Generator[None]:
 @contextmanager
 def streams_kept() -> Generator[None]:
     """Restore the states of the global random streams of torch, numpy and Python afterwards."""
-    with numpy_and_python_kept():
-        if torch.accelerator.is_available():
-            with torch.random.fork_rng():
-                yield
-            return
-        state = torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(state)
+    devices = None if torch.accelerator.is_available() else list[int]()  # None: all
+    with numpy_and_python_kept(), torch.random.fork_rng(devices):
+        yield
 
 
 @contextmanager
@@ -330,53 +315,43 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         model: the module; its submodules are included.
         path: the module's path, for the warning.
         but: names of attributes whose contents are not examined.
-
     Privacy:
-        State that private examples leave on a module is private. It could change the gradient of another example, or
-        end in a checkpoint. With the changes undone, every example sees the model in its original state. For state
-        elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
+        State that private examples leave on a module could change the gradient of another example, or end in a
+        checkpoint. For state elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
     """
-    before = [
-        (path, vars(module), dict(vars(module)), *_contents(vars(module), but))
-        for path, module in named_modules(model, path)
-    ]
-    copies: dict[int, Tensor] = {}
-    leaves = list[Tensor]()
-    for _, now, attributes, _, values in before:
+    before = [(path, vars(module), dict(vars(module))) for path, module in named_modules(model, path)]
+    inside, copies = Contents(), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
+    for path, now, attributes in before:
         for name, value in attributes.items():
-            if type(value) not in _SIMPLE and isinstance(value, Tensor):
-                now[name] = copies[id(value)] = value.clone()
-                leaves.append(value)
-        leaves += [value for _, value, _ in values if isinstance(value, Tensor)]
-    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
-    for leaf, _ in grads:
-        leaf.grad = None
+            kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+            if kind in SCALARS or (kind in _USUAL and name in but):
+                continue
+            if kind in _USUAL and (not value or name in _REGISTERED):
+                inside.containers.append(((path, name), value, held_in(value)))
+            elif isinstance(value, Tensor):
+                now[name] = copy = value.clone()
+                copies.append((now, name, value, copy))
+            else:
+                inside.read([((path, name), value)])
+    leaves = [value for _, _, value, _ in copies] + [x for _, x, _ in inside.copies if isinstance(x, Tensor)]
     try:
-        yield
+        with _without_grads(leaves):
+            yield
     finally:
-        for leaf, held in grads:
-            leaf.grad = held
-        changed: list[str] = []
-        for path, now, attributes, contents, values in before:
-            names = list[str]()
+        for now, name, value, copy in copies:
+            if now.get(name) is copy and copy._version == 0:
+                now[name] = value
+        found = inside.undo()
+        for path, now, attributes in before:
             if not (_same(now, attributes) and _same(now.values(), attributes.values())):
-                names += now.keys() - attributes.keys()
-                names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
-            for name, container, held in contents:
-                if (held or container) and not _identical(held_in(container), held):
-                    refill(container, held)
-                    names.append(name)
-            names += [name for name, value, copy in values if restore(value, copy)]
-            for name in dict.fromkeys(names):
-                copy = copies.get(id(attributes.get(name)))
-                untouched = copy is not None and now.get(name) is copy and copy._version == 0
-                if name in attributes:
-                    now[name] = attributes[name]
-                else:
+                both = now.keys() | attributes.keys()
+                names = {name for name in both if now.get(name, ABSENT) is not attributes.get(name, ABSENT)}
+                found |= {(path, name) for name in names - weight_hooks(now).keys()}
+                for name in now.keys() - attributes.keys():
                     del now[name]
-                # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
-                if not untouched and not name.startswith("_") and name not in weight_hooks(now):
-                    changed.append(f"{path}.{name}" if path else name)
+                now.update(attributes)
+        # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
+        changed = [f"{path}.{name}" if path else name for path, name in found if not name.startswith("_")]
         if changed:
             warnings.warn(
                 f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; values from private examples "
@@ -385,71 +360,97 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
             )
 
 
-def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
-    """Return a module's hooks of torch's old weight_norm and spectral_norm, by the name of the weight that each sets.
+@contextmanager
+def _without_grads(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Take the gradients of leaves away, and put them back afterwards."""
+    grads = [(x, x.grad) for x in tensors if x.is_leaf]
+    for x, _ in grads:
+        x.grad = None
+    try:
+        yield
+    finally:
+        for x, held in grads:
+            x.grad = held
 
-    Args:
-        attributes: the module's attributes, from `vars(module)`.
-    """
+
+def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
+    """Return the hooks of torch's old weight_norm and spectral_norm in `vars(module)`, by the weight that each sets."""
     hooks = attributes.get("_forward_pre_hooks", {}).values()
     return {hook.name: hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
 
-def _contents(
-    attributes: dict[str, Any], but: Iterable[str]
-) -> tuple[list[tuple[str, Any, tuple[Any, ...]]], list[tuple[str, Any, Any]]]:
-    """List what a forward pass could change inside the attributes.
+class Contents:
+    """The contents of containers, tensors and arrays at one time, at any depth.
 
-    Returns:
-        (attribute, container, contents) for every list, dict, set or deque, nested ones too; and (attribute, value,
-        copy) for every numpy array, and every tensor in these containers and in tuples.
+    Attributes:
+        containers: the label of each list, set, deque or dict, itself, and what it held.
+        copies: the label of each tensor or array, itself, and a copy.
     """
-    found, values, waiting = list[tuple[str, Any, tuple[Any, ...]]](), list[tuple[str, Any]](), list[tuple[str, Any]]()
-    for name, value in attributes.items():
-        if type(value) in _SCALARS:
-            continue
-        if isinstance(value, np.ndarray):
-            values.append((name, cast(object, value)))
-        elif isinstance(value, _EXAMINED) and name not in but:
-            container = cast("Collection[Any]", value)
-            # A tuple of numbers and texts, such as the size of a kernel, cannot change.
-            is_plain = isinstance(container, tuple) and _SCALARS.issuperset(map(type, container))
-            if not container:
-                found.append((name, container, ()))
-            elif not is_plain:
-                waiting.append((name, container))
-    seen = set[int]()
-    while waiting:
-        name, container = waiting.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        if not isinstance(container, tuple):
-            found.append((name, container, held_in(container)))
-        if name in _REGISTERED:
-            continue
-        inner = list(cast("Iterable[Any]", container.values() if isinstance(container, dict) else container))
-        waiting += [(name, value) for value in inner if isinstance(value, _EXAMINED)]
-        values += [(name, value) for value in inner if isinstance(value, Tensor | np.ndarray)]
-    return found, [(n, x, x.detach().clone() if isinstance(x, Tensor) else x.copy()) for n, x in values]
+
+    def __init__(self) -> None:
+        self.containers = list[tuple[Any, Any, tuple[Any, ...]]]()
+        self.copies = list[tuple[Any, Any, Any]]()
+        self.seen = set[int]()
+
+    def read(self, found: Iterable[tuple[Any, Any]]) -> None:
+        """Note values with their labels, and all that is inside."""
+        waiting = list(found)
+        for label, value in waiting:  # it grows
+            waiting += self.inside(label, value)
+
+    def inside(self, label: Any, value: Any) -> Iterable[tuple[Any, Any]]:
+        """Note a value, and return the labels and the values that it holds."""
+        if isinstance(value, TENSORS):
+            self.copies.append((label, value, copy_of(value)))
+        elif isinstance(value, CONTAINERS) and id(value) not in self.seen:
+            self.seen.add(id(value))
+            if not isinstance(value, tuple):
+                self.containers.append((label, value, held_in(value)))
+            parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+            return [(label, part) for part in parts if type(part) not in SCALARS]
+        return ()
+
+    def undo(self, but: Collection[Any] = ()) -> set[Any]:
+        """Restore what differs, except under the labels in `but`; return the labels of what differed."""
+        found = set[Any]()
+        for label, container, held in self.containers:
+            if (held or container) and label not in but and not _same(held_in(container), held):
+                refill(container, held)
+                found.add(label)
+        return found | {label for label, value, copy in self.copies if label not in but and restore(value, copy)}
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a tensor, without its graph, or of a numpy array."""
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; tensors and arrays by their entries, where NaN equals NaN.
+
+    Writes by `.data` or numpy leave no other trace. A tensor without storage has none.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.is_meta:
+            return True
+        now, then = (x.detach().to_dense() for x in (one, other))
+        same = now.shape == then.shape and now.dtype == then.dtype
+        return same and bool(((now == then) | ((now != now) & (then != then))).all())
+    if type(one) is not type(other) or one is other:
+        return one is other
+    if isinstance(one, TENSORS):
+        one, other = ((x.shape, x.tobytes()) for x in cast("list[Any]", [one, other]))
+    return bool(one == other)
 
 
 def restore(value: Any, copy: Any) -> bool:
-    """Give a tensor or numpy array the values of its copy, and return whether it had others.
-
-    It compares values: writes by `.data` or numpy leave no other trace. A tensor without storage has none.
-    """
+    """Give a tensor or numpy array the values of its copy, and return whether it had others."""
+    if equal(value, copy):
+        return False
     if isinstance(value, np.ndarray):
-        if value.shape == copy.shape and value.tobytes() == copy.tobytes():
-            return False
         value[...] = copy
         return True
-    if value.is_meta:
-        return False
-    now, then = (x.detach().to_dense() for x in (value, copy))
-    if now.shape == then.shape and bool(((now == then) | ((now != now) & (then != then))).all()):
-        return False
-    if now.shape == then.shape and value.layout is torch.strided:
+    if value.layout is torch.strided and (value.shape, value.dtype) == (copy.shape, copy.dtype):
         value.data.copy_(copy)
     else:
         value.data = copy
@@ -459,10 +460,9 @@ def restore(value: Any, copy: Any) -> bool:
 
 
 def held_in(container: Any) -> tuple[Any, ...]:
-    """Return the objects in a container; for a dict, its pairs of key and value."""
-    if not len(container):
-        return ()
-    return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
+    """Return the objects in a container; for a dict, its keys and values in turn."""
+    is_dict = isinstance(container, dict)
+    return tuple(chain.from_iterable(cast("dict[Any, Any]", container).items()) if is_dict else container)
 
 
 def refill(container: Any, held: tuple[Any, ...]) -> None:
@@ -471,20 +471,12 @@ def refill(container: Any, held: tuple[Any, ...]) -> None:
     if isinstance(container, list | deque):
         container.extend(held)
     else:
-        container.update(held)
+        container.update(zip(held[::2], held[1::2], strict=True) if isinstance(container, dict) else held)
 
 
 def _same(one: Collection[object], other: Collection[object]) -> bool:
     """Return whether two collections hold the same objects in the same order."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether two containers hold the same objects; items of dicts are pairs, compared part by part."""
-    return len(one) == len(other) and all(
-        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def version_of(x: Tensor) -> int:
@@ -496,34 +488,31 @@ def version_of(x: Tensor) -> int:
 def parameters_kept(model: nn.Module) -> Generator[None]:
     """Undo what a step's passes leave on parameters and buffers: gradients, and writes to what is not trained.
 
-    loss_fn may call backward itself, which leaves raw gradients in `.grad`. A write by `.data` or numpy leaves no trace
-    that autograd counts, so the values of frozen parameters and of buffers are compared. The passes compute with copies
-    of the buffers, but an object of the user may hold a buffer itself. This holds for tensors on the CPU with up to
-    131,072 numbers. Other frozen parameters are compared at checked steps only. Other buffers are refused after an
-    in-place write that autograd counts, but they keep the written values.
+    loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
+    numpy, so the values of frozen parameters and buffers are compared: those on the CPU with up to 131,072 numbers.
+    Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
+    counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
 
     Raises:
         UnsupportedModuleError: such a tensor was written to. A compared one has its former values again.
     """
     named, buffers = list(named_parameters(model)), list(model.named_buffers())
-    grads = [(x, x.grad) for _, x in (*named, *buffers) if x.is_leaf]
-    held = [(name, x, _compared(x)) for name, x in named if not x.requires_grad]
-    own = [(name, x, _compared(x), version_of(x)) for name, x in buffers]
-    for x, _ in grads:
-        x.grad = None
+    frozen, own = Contents(), Contents()
+    frozen.read((name, x) for name, x in named if not x.requires_grad and _is_compared(x))
+    own.read((name, x) for name, x in buffers if _is_compared(x))
+    others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
     try:
-        yield
+        with _without_grads(x for _, x in (*named, *buffers)):
+            yield
     finally:
-        for x, grad in grads:
-            x.grad = grad
-        written = [name for name, x, copy in held if copy is not None and restore(x, copy)]
-        changed = [name for name, x, copy, then in own if (version_of(x) != then if copy is None else restore(x, copy))]
+        written = frozen.undo()
+        changed = own.undo() | {name for name, x, version in others if version_of(x) != version}
     if written:
-        raise written_to(", ".join(written))
+        raise written_to(", ".join(sorted(written)))
     if changed:
-        raise written_to(", ".join(changed), "buffers")
+        raise written_to(", ".join(sorted(changed)), "buffers")
 
 
-def _compared(x: Tensor) -> Tensor | None:
-    """Return a copy of a tensor that each step compares; None for a large one or one that is not on the CPU."""
-    return x.detach().clone() if x.is_cpu and x.numel() <= _COMPARED else None
+def _is_compared(x: Tensor) -> bool:
+    """Return whether each step compares a tensor with a copy."""
+    return x.is_cpu and x.numel() <= _COMPARED

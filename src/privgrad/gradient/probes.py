@@ -40,12 +40,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 
     The last of them then often differs in its label from the first, so that their losses show weights of classes.
 
-    Args:
-        examples: with leading dimension >= 1.
-        salt: a different salt gives different indices. The indices depend on torch's seed too, but the random streams
-            do not advance.
-        fill: whether to add examples of zeros if there are fewer than PROBED.
-        novel: rows, one of which is among them if possible.
+    `salt` and torch's seed decide the indices, and the random streams do not advance. One of the `novel` rows is among
+    them if possible. `fill` adds examples of zeros if there are fewer than PROBED.
     """
     size = count_examples(examples)
     if size > PROBED:
@@ -60,12 +56,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
     """Return the first examples, at most `most`. One example of each rare value comes before them.
 
-    So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
-
-    Args:
-        examples: with leading dimension >= 1.
-        most: >= 1.
-        novel: rows that come last, in the second half.
+    So the first half holds rare values, up to half of its examples, and most of the second half lacks them. The `novel`
+    rows come last.
     """
     size = min(count_examples(examples), most)
     rare = rare_rows(examples)[: (size + 1) // 4]
@@ -83,10 +75,6 @@ def rare_rows(examples: Any) -> list[int]:
     the columns of tensors of shape (n,) or (n, ...) with at most COLUMNS columns, which hold integers of any dtype. A
     column with more than _VALUES values, or with more than n / 2, has no rare ones.
 
-    Args:
-        examples: with leading dimension n >= 1.
-    Returns:
-        Distinct rows; an empty list if no label differs between examples.
     Privacy:
         NOT private: the rows depend on the examples. They may decide only which examples a check compares.
     """
@@ -168,9 +156,8 @@ def from_losses(
 ) -> T:
     """Return a function of the losses, while the copies of parameters and buffers are still in the modules.
 
-    A backward pass may run code of the modules: hooks, an autograd.Function or a part that is computed again. It
-    therefore belongs in `result`, the function of the losses. Other arguments are as in `losses_on_copies`, and
-    `copied` as in `gradients`.
+    A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
+    `result`, the function of the losses. Others are as in `losses_on_copies`, and `copied` as in `gradients`.
     """
     given = parameters or {}
     own = {name: p for name, p in model.named_parameters() if name not in given}
@@ -178,26 +165,19 @@ def from_losses(
     copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
+
+    def result_of(model: nn.Module, examples: Any) -> Any:
+        return result(require_losses(loss_fn(model, examples), count_examples(examples)))
+
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(model), torch.compiler.set_stance("force_eager"):
         try:
-            return cast(T, functional_call(_FromLosses(model, loss_fn, result), state, (examples,)))
+            return cast(T, functional_call(BoundLoss(model, result_of), state, (examples,)))
         except Exception as error:
             if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NOTE)
             raise
-
-
-class _FromLosses(BoundLoss):
-    """A module that computes a function of the losses; torch's functional_call replaces its parameters."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, result: Callable[[Tensor], Any]) -> None:
-        super().__init__(model, loss_fn)
-        self.result = result
-
-    def forward(self, examples: Any) -> Any:
-        return self.result(require_losses(super().forward(examples), count_examples(examples)))
 
 
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
@@ -205,9 +185,6 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
 
     Then autocast is off, copies replace parameters, buffers and examples in half precision, and what asks for half
     precision gets float32. A loss that fails in this way, or still meets half precision, is compared as it is only.
-
-    Args:
-        compare: (model, loss_fn, examples, ...) -> None, with the tolerance of the losses' own dtype.
     """
 
     @wraps(compare)
@@ -236,18 +213,12 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Precision(TorchFunctionMode):
-    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function.
-
-    Args:
-        widened_on: the type of the device on which autocast is off, and float32 replaces the half-precision dtypes that
-            functions are given; None: nothing changes.
-    Attributes:
-        half: whether some function returned a tensor in half precision, and so rounded to it.
-    """
+    """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function."""
 
     def __init__(self, *, widened_on: str | None = None) -> None:
         super().__init__()
-        self._device, self.half = widened_on, False
+        self._device = widened_on  # a type of device: there autocast is off, and float32 replaces given dtypes
+        self.half = False  # whether some function returned a tensor in half precision
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._device is None:
@@ -277,13 +248,8 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
 
-    Args:
-        model: as in PrivateGradient.
-        loss_fn: as in PrivateGradient.
-        examples: as in PrivateGradient.
-        along: displacements by parameter name; the gradient is evaluated at the displaced parameters.
-        exact: do not displace the parameters, but add the Hessian's product with `along` to the gradient.
-        copied: whether to copy the parameters, so that a forward pass that writes to them does no harm.
+    `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
+    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
@@ -295,18 +261,14 @@ def gradients(
         }
 
         def differentiated(losses: Tensor) -> dict[str, Tensor]:
-            return _gradients_of(losses.sum(), parameters, moves if exact else {})
+            if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+                return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+            curved = [moves.get(name) if exact else None for name in parameters]
+            grads = gradients_and_curvature(losses.sum(), list(parameters.values()), curved)
+            # Embeddings with sparse=True have sparse gradients.
+            return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
         return from_losses(model, loss_fn, examples, differentiated, parameters, copied=copied)
-
-
-def _gradients_of(total: Tensor, parameters: Mapping[str, Tensor], curved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient of the sum of the losses by parameter name, plus the Hessian's product with `curved`."""
-    if not total.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
-        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    grads = gradients_and_curvature(total, list(parameters.values()), [curved.get(name) for name in parameters])
-    # Embeddings with sparse=True have sparse gradients.
-    return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
@@ -349,6 +311,11 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without torch.no_grad and detach"
         raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)
+    return unreached(losses, own)
+
+
+def unreached(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters to which the losses give no gradient."""
     # torch types the result as if allow_unused did not exist.
-    grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), list(own.values()), allow_unused=True))
-    return [name for name, grad in zip(own, grads, strict=True) if grad is None]
+    grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
