@@ -174,6 +174,32 @@ def _in_class(fit: Fit, use: Mix) -> Fitter:
     return fitted
 
 
+def _in_new_class_attribute(fit: Fit, use: Mix) -> Fitter:
+    class Shared:
+        pass
+
+    cls: Any = Shared
+
+    def fitted(x: Tensor) -> Tensor:
+        if not hasattr(cls, "center"):
+            cls.center = fit(x)
+        return use(x, cls.center)
+
+    return fitted
+
+
+def _in_new_global(fit: Fit, use: Mix) -> Fitter:
+    globals().pop("_late", None)
+
+    def fitted(x: Tensor) -> Tensor:
+        global _late  # pyright: ignore[reportUnusedVariable]
+        if "_late" not in globals():
+            _late = fit(x)  # pyright: ignore
+        return use(x, _late)
+
+    return fitted
+
+
 def _in_average(fit: Fit, use: Mix) -> Fitter:
     class Running:
         def __init__(self) -> None:
@@ -234,6 +260,8 @@ HOLDERS: dict[str, Callable[[Fit, Mix], Fitter]] = {
     "object": _in_object,
     "new attribute": _in_new_attribute,
     "class": _in_class,
+    "new class attribute": _in_new_class_attribute,
+    "new global": _in_new_global,
     "average": _in_average,
     "number": _in_number,
     "array": _in_array,

@@ -4,6 +4,7 @@
 arguments of partials, attributes of functions and classes, and objects of the user's own classes.
 """
 
+import builtins
 import dis
 import operator
 import sys
@@ -38,6 +39,8 @@ _ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read
 _COPIED, _BYTES = 2**17, 4096  # the largest size of a tensor that is copied; of an array that each step reads
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
+_HELD = (MethodType, partial, ModuleType, nn.Module)  # what they hold has places of its own
+_PARTS = (FunctionType, staticmethod, classmethod, property)  # of a class; a pass does not set them
 _LOGGED = frozenset({"append", "extend", "add", "update"})  # calls that read nothing of their object
 _KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
 
@@ -120,6 +123,8 @@ class Scope(Contents):
 
     def inside(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Keep the variables of code, and yield what to visit in it, or in an object or a container."""
+        if isinstance(value, type):
+            yield from self._of_class(value)
         if id(value) in self.seen or isinstance(value, ModuleType | Tensor | str):
             return
         self.seen.add(id(value))
@@ -130,15 +135,14 @@ class Scope(Contents):
             names, texts, reads = _named_by(value.__code__)
             self.names |= names
             self.texts |= texts
-            found = reads & value.__globals__.keys() if own else ()
+            self.variables.append(Variable(label, {0: value}, 0))  # a pass may give it attributes
+            found = reads - vars(builtins).keys() if own else ()
             yield from (self._kept(Variable(name, value.__globals__, name)) for name in found)
         if isinstance(value, FunctionType | MethodType | partial):
             # A log in a closure is not read.
             read = (x for x in references(label, value) if x.key != "cell_contents" or x.path in self.names)
             yield from map(self._kept, read)
-        elif isinstance(value, type):
-            yield from self._of_class(value)
-        else:
+        elif not isinstance(value, type):
             yield from self._of_class(cast("type[Any]", type(value)))
             if isinstance(value, nn.Module):
                 yield from self._of_module(label, value)
@@ -156,22 +160,28 @@ class Scope(Contents):
         elif isinstance(value, CONTAINERS):
             for number, part in enumerate(list(islice(cast("Iterable[Any]", value), _ITEMS))):
                 yield Variable(f"{path}{_KEY}{number}", {0: part}, 0)
+        elif isinstance(value, FunctionType | type):
+            for name in self.names.intersection(vars(value)) if _is_own(value.__module__) else ():
+                if not isinstance(vars(value)[name], _PARTS):
+                    yield Variable(f"{path}.{name}", value, name)
         elif _is_readable(value):
             own = getattr(value, "__dict__", {})
             for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
                 yield from (Variable(f"{path}.{name}", holder, name) for name in self.names.intersection(names))
 
     def _of_class(self, owner: type) -> Iterator[tuple[str, Any]]:
-        """Yield the methods of a class that some code names, and keep such attributes."""
+        """Keep a class, and yield those of its methods and attributes that some code names."""
         for base in owner.__mro__:
-            for name, part in list(vars(base).items()) if _is_own(base.__module__) else ():
+            if id(base) in self.seen or not _is_own(base.__module__):
+                continue
+            self.seen.add(id(base))
+            self.variables.append(Variable(base.__name__, {0: base}, 0))
+            for name, part in list(vars(base).items()):
                 part = getattr(part, "__func__", getattr(part, "fget", part))
-                path, special = f"{base.__name__}.{name}", name.startswith("__")
-                if isinstance(part, FunctionType) and name != "__init__":
-                    if special or name == "forward" or name in self.names:
-                        yield path, part
-                elif name in self.names and not special:
-                    yield self._kept(Variable(path, base, name))
+                named = name in self.names or name == "forward" or name.startswith("__")
+                if named and name != "__init__" and isinstance(part, FunctionType):
+                    yield f"{base.__name__}.{name}", part
+            yield from ((variable.path, variable.get()) for variable in self.contents(base.__name__, base))
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield a module's hooks and objects, and keep its buffers and attributes."""
@@ -227,7 +237,7 @@ class Snapshot(Contents):
             self._note(label, value)
         elif isinstance(value, (int, float, str)):
             self.values[label] = value
-        elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _CODE):
+        elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _HELD):
             self.seen.add(id(value))
             if isinstance(value, CONTAINERS):
                 self.values[label] = range(len(cast("Collection[Any]", value)))  # no number that counts
