@@ -106,7 +106,7 @@ class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
     Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `Novelty`), in at most _EXTRA steps and 1 % of all. Those are brief.
+    no earlier ones held (see `Novelty`), at most _EXTRA times and once per 100 steps. Those checks are brief.
 
     Attributes:
         calls: the number of calls so far.
@@ -130,8 +130,9 @@ class CheckSchedule:
         self.calls += 1
         self.depth = 2 if self.is_due else self.calls.bit_length() % 2
         self.is_due |= self.calls & (self.calls - 1) == 0
-        self.novel = self._seen.rows(examples)
-        if self.novel and not self.is_due and self._extra < _EXTRA + self._steps // 100:
+        may_check = self._extra < _EXTRA + self._steps // 100
+        self.novel = self._seen.rows(examples) if self.is_due or may_check else []
+        if self.novel and not self.is_due:
             self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
