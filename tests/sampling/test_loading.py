@@ -179,7 +179,7 @@ def test_a_data_loader_of_the_users_own_yields_the_plans_batches():
     private_grad(first)
     with pytest.raises(pg.SamplingError, match="already charged"):
         private_grad(next(iter(loader)))  # a second pass repeats the draws
-    with pytest.raises(pg.SamplingError, match=r"each index to be a draw, got 0; make DataLoader\(sampler\.dataset"):
+    with pytest.raises(pg.SamplingError, match=r"each index to be a draw, got 0; use DataLoader\(sampler\.dataset"):
         next(iter(DataLoader(sampler.dataset, sampler=range(3), batch_size=None)))
 
 
