@@ -259,8 +259,9 @@ def configuration(model: nn.Module) -> int:
                 found.append((name, value))
             elif kind is int or kind is float:
                 found.append((name, value != 0))
-            elif kind not in _CONTAINERS and (state := _state_of(value, _DEPTH)) is not None:
-                found.append((name, state))
+            elif kind not in _CONTAINERS:
+                if (state := _state_of(value, _DEPTH)) is not None:
+                    found.append((name, state))
             elif value and name in _HOOKS:  # by position: the keys of hooks are never used again
                 found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
             elif value and name in _TENSORS:

@@ -117,7 +117,10 @@ class Scope(Contents):
 
     def _kept(self, variable: Variable, found: list[Variable] | None = None) -> tuple[str, Any]:
         """Keep a place unless it holds code; return what to visit."""
-        if not isinstance(variable.get(), _CODE):
+        value: Any = variable.get()
+        # A pass may give attributes to a function or a class of the user's, which it knows by a name.
+        has_attributes = variable.key != 0 and isinstance(value, FunctionType | type) and _is_own(value.__module__)
+        if has_attributes or not isinstance(value, _CODE):
             (self.variables if found is None else found).append(variable)
         return variable.path, variable.get()
 
@@ -135,7 +138,6 @@ class Scope(Contents):
             names, texts, reads = _named_by(value.__code__)
             self.names |= names
             self.texts |= texts
-            self.variables.append(Variable(label, {0: value}, 0))  # a pass may give it attributes
             found = reads - vars(builtins).keys() if own else ()
             yield from (self._kept(Variable(name, value.__globals__, name)) for name in found)
         if isinstance(value, FunctionType | MethodType | partial):
@@ -295,7 +297,8 @@ class State:
         self.counters, self.overwritten = dict[str, Any](), set[str]()
         self.undone, self.unknown = set[str](), set[str]()
         self._steps, self._credit, self._warned = 0, float(_CHECKS), set[str]()
-        self._last: Snapshot | None = None
+        self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and buffers, after the last step
+        self._now: Snapshot | None = None  # within a step: the variables as the last pass left them
         self._place = 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
@@ -303,7 +306,7 @@ class State:
         roots = {path.split("[")[0] for path in counters} | counters.keys()
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
         late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
-        self.scope, self.counters, self._last = scope, counters, None
+        self.scope, self.counters, self._last, self._now = scope, counters, None, None
         self.overwritten, self.undone, self.unknown = overwritten, undone, set[str]()
         self._advance(late)
 
@@ -317,7 +320,9 @@ class State:
         if self.scope is None or not self.scope.variables:
             yield
             return
-        before, wrong = Snapshot(self.scope, self.scope.variables, copied=self.undone), list[str]()
+        # The engine gives a pass copies of buffers, so counters there are read within the pass.
+        before = self._read(self.scope) if self._now is None or self.counters else self._now
+        wrong = list[str]()
         counted = [(path, before.places[path], before.places[path].get()) for path in self.counters]
         for _, place, value in counted:
             if isinstance(value, Tensor):
@@ -325,11 +330,12 @@ class State:
         try:
             yield
         finally:
-            after = Snapshot(self.scope, self.scope.variables, copied=self.undone)
+            after = self._read(self.scope)
             wrong += [path for path, place, value in counted if amount(value, place.get()) != self.counters[path]]
             changed = before.changed(after) - self.counters.keys() - self.overwritten
             if changed or counted:
                 before.undo_since(after, self.overwritten)
+            self._now = None if changed or counted or self._now is None else after
             self.unknown |= changed - self.undone
         if wrong:
             raise set_from_examples(wrong)
@@ -340,16 +346,19 @@ class State:
         Warn once of each tensor that was written or replaced since; but not if the model was moved. At most
         _CHECKS + steps / _EVERY checks are due, because a loop may set a number at every step.
         """
-        if self.scope is None or self._last is None or self._place != _place_of(model):
+        self._now = None if self.scope is None else self._read(self.scope)
+        if self.scope is None or self._now is None or self._last is None or self._place != _place_of(model):
             return False
-        now = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
-        changed = self._last.changed(now) - self.overwritten - self.counters.keys()
-        tensors = changed & {shown(path) for path, value in now.values.items() if isinstance(value, tuple)}
+        both = self._now, Snapshot(self.scope, self.scope.buffers)  # the loop may write to buffers too
+        changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
+        changed -= self.overwritten | self.counters.keys()
+        now, places = both[0].values | both[1].values, both[0].places | both[1].places
+        tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
         due = bool(changed - tensors) and self._credit >= 1
         self._credit -= due
         if tensors - self._warned:
             vectors = {id(vector) for _, _, both in spectral_norms(model) for vector in both}  # they follow the weights
-            values = {path: now.places[path].get() for path in tensors if path in now.places}
+            values = {path: places[path].get() for path in tensors if path in places}
             public = {path for path, x in values.items() if id(x) in vectors or getattr(x, "ndim", 1) == 0}
             if names := sorted(tensors - self._warned - public)[:5]:
                 what = f"{', '.join(names)} changed between two steps. If it was computed from a private batch outside"
@@ -364,13 +373,18 @@ class State:
         self._credit += 1 / _EVERY
         self._advance(self.counters)
         self._place = _place_of(model)
-        if self.scope is not None:  # the loop may write to buffers too
-            self._last = Snapshot(self.scope, (*self.scope.variables, *self.scope.buffers))
+        if self.scope is not None:
+            read = self._now or self._read(self.scope)
+            self._last, self._now = (read, Snapshot(self.scope, self.scope.buffers)), None
+
+    def _read(self, scope: Scope) -> Snapshot:
+        """Return the values of the variables."""
+        return Snapshot(scope, scope.variables, copied=self.undone)
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
         """Add amounts to numbers, by path."""
         if self.scope is not None and any(amounts.values()):
-            places = Snapshot(self.scope, self.scope.variables).places
+            places, self._now = self._read(self.scope).places, None
             for path, by in amounts.items():
                 value = places[path].get()
                 if isinstance(value, Tensor):
