@@ -154,7 +154,6 @@ class _Folder:
         self._map(int(header["width"]), create=not self.lines)
 
     def _map(self, width: int, *, create: bool) -> None:
-        """Map the features into memory."""
         path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
         try:
             if create:
@@ -218,7 +217,6 @@ def _locked(place: Path) -> Generator[IO[str]]:
 
 
 def _slice(data: Any, start: int, stop: int) -> Rows:
-    """Return some rows of a tensor, a list of texts or a data set."""
     if not isinstance(data, Dataset):
         return data[start:stop]
     given = cast(Any, data)

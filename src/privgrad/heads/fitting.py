@@ -115,7 +115,10 @@ def fit_head(
     if extractor is None:
         require_schema("fit_head", schema, rows.shape[-1])
     _require_rows(rows)
-    unit = _unit(rows, privacy_unit, plan)
+    unit = privacy_unit or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
+    if rows.ndim == 3 and unit != "user":
+        remedy = "plan for 'user', or give features of shape (n, width)"
+        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
@@ -133,8 +136,7 @@ def fit_head(
     ledger = None
     if budget is not None:
         if place is None:
-            remedy = "give a folder: a budget needs the ledger of each training"
-            raise expected("fit_head", "output_dir", "to be given with a budget", None, remedy)
+            raise expected("fit_head", "output_dir", "to be given with a budget", None, "give a folder for its ledger")
         place.parent.mkdir(parents=True, exist_ok=True)
         ledger = budget.open_ledger(place, plan)
     held = ledger
@@ -177,8 +179,7 @@ def _require_rows(rows: Tensor) -> None:
     """Raise PrivacyError unless features are finite, and not those of an extractor's own public rows."""
     for start in range(0, len(rows), _BLOCK):
         if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
-            remedy = "leave the row out, or correct its features"
-            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", "leave it out")
     shared = getattr(rows, SHARED, 0)
     if shared:
         condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
@@ -226,15 +227,6 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     return Target("class", int(num_classes))
 
 
-def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:
-    """Return the privacy unit; raise PrivacyError for rows of persons that are not protected together."""
-    unit = given or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
-    if rows.ndim == 3 and unit != "user":
-        remedy = "plan for 'user', or give features of shape (n, width)"
-        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
-    return unit
-
-
 def _plan(
     numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
 ) -> PrivacyPlan:
@@ -266,7 +258,6 @@ def _plan(
 
 
 def _origin(extractor: Extractor | None, source: str | None) -> str:
-    """Return the source of the features, for the ledger."""
     if (extractor is None) == (source is None):
         given = None if extractor is None else f"a {type(extractor).__name__}"
         got = f"extractor={given} and source={source!r}"

@@ -169,8 +169,8 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         check_classification_targets(named)
         self.classes_ = np.unique(np.asarray(self.classes))
         if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
-            remedy = "list every class that may occur, once"
-            raise expected(type(self).__name__, "classes", "to be 2 or more, all different", self.classes, remedy)
+            condition = "to be 2 or more, all different"
+            raise expected(type(self).__name__, "classes", condition, self.classes, "list every class that may occur")
         known = np.isin(named, self.classes_)
         if not known.all():
             remedy = "add it to classes if it is public, or leave its rows out"
