@@ -30,7 +30,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "accounting": 1006,  # steps of a number of epochs
         "audit": 880,
         "checks": 1510,  # constants for random numbers; what one pass reads of another; leaves outside the model
-        "cli": 626,  # calibrate takes epochs and a batch size
+        "cli": 589,  # calibrate takes epochs and a batch size
         "clip": 1061,
         "data": 1809,
         "diagnostics": 738,
@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 692,
         "precondition": 1038,
         "sampling": 1007,  # visible repeats, extremes tried first, names of parts
-        "statement": 846,  # what each gradient was released with
+        "statement": 837,  # what each gradient was released with
         "training": 1608,  # no epsilon for batches of fixed size
     },
     "privgrad_lab": {"(root)": 4148, "cli": 647, "data": 1907, "models": 397, "papers": 1037, "report": 1288},
