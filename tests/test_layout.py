@@ -33,7 +33,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "cli": 589,  # calibrate takes epochs and a batch size
         "clip": 1061,
         "data": 1809,
-        "diagnostics": 738,
+        "diagnostics": 719,
         "engine": 7381,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1922,
         "gradient": 2829,  # `novelty`, `state`, hooks in copies
@@ -42,9 +42,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "ledger": 1454,
         "models": 173,
         "noise": 571,  # two normals of a GPU
-        "optim": 1953,  # checks of decays and shares
-        "perturb": 692,
-        "precondition": 1038,
+        "optim": 1913,  # checks of decays and shares
+        "perturb": 687,
+        "precondition": 1026,
         "sampling": 1007,  # visible repeats, extremes tried first, names of parts
         "statement": 837,  # what each gradient was released with
         "training": 1608,  # no epsilon for batches of fixed size
