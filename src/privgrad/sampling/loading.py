@@ -174,7 +174,6 @@ def _size(example: Any) -> int:
 
 
 def _row(examples: Any, index: int) -> list[Any]:
-    """Return the tensors of one example of a batch."""
     return tree_leaves(map_examples(itemgetter(index), examples))
 
 
@@ -411,8 +410,7 @@ def _explained(error: BaseException) -> BaseException:
     got = f"{first}".strip().split(". ")[0].rstrip(".")
     if not got.startswith("DataLoader worker"):
         return error
-    remedy = "take fewer workers or a lower prefetch_factor if memory ran out; "
-    remedy += "with num_workers=0, an error of the data set shows itself"
+    remedy = "take fewer workers or a lower prefetch_factor; with num_workers=0, an error of the data set shows itself"
     return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
 
 
