@@ -211,8 +211,7 @@ def schema_of(
 def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
     """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
     if not isinstance(unit, str) or not unit:
-        remedy = 'with "row" each row is protected by itself, and a person with several rows less; with a column, '
-        remedy += "all rows of a person are protected together"
+        remedy = 'with "row", a person with several rows is protected less; with a column, they are protected together'
         condition = 'to be "row" or the name of the column that identifies a person'
         raise where.wrong("unit", condition, described(unit), remedy)
     if unit == ROW and max_rows is not None:

@@ -126,7 +126,12 @@ def fit_head(
         plan = _plan(numbers, own, unit, budget, place)
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}", "give one")
-    origin = _origin(extractor, source)
+    if (extractor is None) == (source is None):
+        given_extractor = None if extractor is None else f"a {type(extractor).__name__}"
+        got = f"extractor={given_extractor} and source={source!r}"
+        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
+        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
+    origin = f"features: {source}" if extractor is None else declared(extractor)
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
@@ -255,12 +260,3 @@ def _plan(
     noise = held[0] if held else budget.calibrate(sample_rate=rate, steps=chosen["steps"])
     del given["target_epsilon"]
     return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
-
-
-def _origin(extractor: Extractor | None, source: str | None) -> str:
-    if (extractor is None) == (source is None):
-        given = None if extractor is None else f"a {type(extractor).__name__}"
-        got = f"extractor={given} and source={source!r}"
-        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
-    return f"features: {source}" if extractor is None else declared(extractor)

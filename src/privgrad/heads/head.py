@@ -193,7 +193,12 @@ class Head(nn.Module):
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
         if torch.compiler.is_exporting():  # torch cannot load a block without gradients; values are unknown
-            return self._exported(rows)
+            width = self.model.linear.in_features
+            are_codes = isinstance(rows, Tensor) and rows.ndim > 1 and rows.shape[-1] == width
+            if self.schema is not None and self.extractor is None and not are_codes:
+                condition = f"to be codes of shape (n, {width})"
+                raise expected("Head", "the example of an export", condition, _kind(rows), "give head.encode(rows)")
+            return self.model(rows if self.extractor is None else self.extractor(rows))
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
             rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
@@ -227,14 +232,6 @@ class Head(nn.Module):
             remedy = "give fit_head schema=data.schema, with data of privgrad.data.table, or set head.schema to it"
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
-
-    def _exported(self, rows: Any) -> Tensor:
-        if self.schema is not None and self.extractor is None:
-            width = self.model.linear.in_features
-            if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[-1] != width:
-                condition = f"to be codes of shape (n, {width})"
-                raise expected("Head", "the example of an export", condition, _kind(rows), "give head.encode(rows)")
-        return self.model(rows if self.extractor is None else self.extractor(rows))
 
     def _features(self, rows: Any, start: int) -> Tensor:
         """Return the features of a few rows, of which the first has the number `start`."""
