@@ -42,7 +42,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "ledger": 1424,
         "models": 173,
         "noise": 571,  # two normals of a GPU
-        "optim": 1913,  # checks of decays and shares
+        "optim": 1917,  # checks of decays and shares
         "perturb": 687,
         "precondition": 1026,
         "sampling": 1001,  # visible repeats, extremes tried first, names of parts

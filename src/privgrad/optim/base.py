@@ -163,11 +163,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         active = [(group, [name for name, _ in self._active(group)]) for group in self.param_groups]
         _require_covered(function, gradient, [name for _, names in active for name in names])
         by_noise = [name for group, names in active if group["lr_is_noise_step"] for name in names]
-        for name in by_noise:
-            std = torch.as_tensor(gradient.noise_std_of(name))
-            if not bool((std > 0).all()):
-                remedy = "give lr in place of noise_step: without noise there is no noise step"
-                raise expected(function, f"noise_std of {name!r}", "to be > 0", float(std.min()), remedy)
+        _require_noise(function, gradient, by_noise)
         for group in self.param_groups:
             if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):  # set since the group was added
                 raise _no_noise_step(function, why)
@@ -341,6 +337,14 @@ def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -
             remedy = "pass the return value of PrivateGradient, or a NoisyGradient with noise_std = sigma C / B"
             got = f"{float(noise.min()):g} to {float(noise.max()):g}" if isinstance(noise, Tensor) else noise
             raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
+
+
+def _require_noise(function: str, gradient: NoisyGradient, names: list[str]) -> None:
+    for name in names:
+        std = torch.as_tensor(gradient.noise_std_of(name))
+        if not bool((std > 0).all()):
+            remedy = "give lr in place of noise_step: without noise there is no noise step"
+            raise expected(function, f"noise_std of {name!r}", "to be > 0", float(std.min()), remedy)
 
 
 def _no_noise_step(function: str, why: str) -> PrivacyError:
