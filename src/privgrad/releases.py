@@ -212,7 +212,6 @@ def release_second_moment(
 def _of_rows(
     kind: str, rows: Rows, bound: float, sigma: float, num_examples: int, privacy_unit: PrivacyUnit, where: "_Where"
 ) -> Tensor:
-    """Release the sum of one row per unit, as `release_sum` describes it."""
     shape, total = _summed(f"release_{kind}", rows, bound, num_examples)
     planned = _Planned(kind, float(bound), sigma, num_examples, privacy_unit, shape, math.prod(shape))
     return _release_once(planned, total, where).reshape(shape)

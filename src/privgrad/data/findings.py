@@ -113,7 +113,6 @@ def text_or_kind(value: object) -> str:
 
 
 def _finding(column: str, what: str, rows: Sequence[int | str], cure: str, *, blocks: bool = False) -> list[RawFinding]:
-    """Return a finding of these rows, or nothing if there are none."""
     return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), cure, blocks)] if rows else []
 
 

@@ -376,7 +376,6 @@ class Budget:
         return noise_within(cost, self.total_epsilon)
 
     def _cost(self, commitments: Sequence[Commitment]) -> float:
-        """Return the epsilon of commitments together, in their order."""
         return cost_of(commitments, delta=self.delta, total_epsilon=self.total_epsilon)
 
     @contextmanager

@@ -167,7 +167,6 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
 
 
 def _size(example: Any) -> int:
-    """Return how many numbers and characters an item holds."""
     parts = [part for _, part in named_leaves("", example)]
     sized = (len(part) if isinstance(part, str | bytes) else getattr(part, "shape", (1,)) for part in parts)
     return sum(size if isinstance(size, int) else math.prod(size) for size in sized)

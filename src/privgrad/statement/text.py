@@ -294,7 +294,6 @@ def _whose_data(facts: _Facts) -> tuple[str, ...]:
 
 
 def _meaning(facts: _Facts) -> tuple[str, ...]:
-    """Return what epsilon and delta mean for an attack."""
     one, many, wrong = facts.one, facts.many, facts.false_positive_rate
     of_budget = (
         "For a budget, it follows from epsilon and delta alone, whatever is released.",

@@ -184,7 +184,6 @@ def _call(model: nn.Module, public_batch: Any) -> None:
 def _clipping(
     model: nn.Module, plan: PrivacyPlan, public_batch: Any, loss_fn: LossFunction | None, examples: int
 ) -> tuple[Clipping, PrivacyPlan, str]:
-    """Return the clipping rule, the plan with its C, and the reason."""
     if loss_fn is None:
         return Automatic(), plan, "clip.Automatic(): without loss_fn, no public gradient norm is known."
     norms: list[float] = []
