@@ -114,7 +114,7 @@ class PrivacyPlan:
         require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
         require_integer(function, "num_examples", self.num_examples, 1)
         require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
-        if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
+        if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
             require_max_grad_norm(function, self.max_grad_norm, self.noise_multiplier)
         # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
         if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
@@ -143,9 +143,6 @@ class PrivacyPlan:
             remedy = 'give sampling="truncated"'
             raise expected(function, "max_batch_size", "to be None without truncation", self.max_batch_size, remedy)
         if self.correlation is not None:
-            if not isinstance(self.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
-                remedy = "give privgrad.noise.Banded(bands=8), or None"
-                raise expected(function, "correlation", "to be Banded or None", described(self.correlation), remedy)
             _require_poisson(function, self.sampling)
             batches_in_data = math.floor(self.num_examples / self.expected_batch_size)
             _require_bands(function, self.correlation.bands, self.steps, batches_in_data)
@@ -153,8 +150,7 @@ class PrivacyPlan:
         if self.seed is not None:
             require_integer(function, "seed", self.seed, -math.inf)
         if self.target_epsilon is not None:
-            remedy = "give the epsilon that the noise was calibrated for, or None"
-            require_positive(function, "target_epsilon", self.target_epsilon, remedy)
+            require_positive(function, "target_epsilon", self.target_epsilon, "give the calibrated epsilon, or None")
         if self.delta is not None:
             require_delta(function, self.delta)
             if self.delta > 1 / self.num_examples and self.simulates is None:
@@ -324,7 +320,7 @@ class PrivacyPlan:
         require_integer(function, "num_users", num_users, 1)
         require_integer(function, "rounds", rounds, 1)
         is_without_noise = isinstance(noise_multiplier, int | float) and noise_multiplier == 0
-        if not (is_without_noise and _is_infinite(max_update_norm)):
+        if not (is_without_noise and max_update_norm == math.inf):
             require_positive(function, "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part(function, "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         if sampling == "truncated":
@@ -377,8 +373,7 @@ class PrivacyPlan:
             remedy = "scale the simulated plan: plan.simulates.scaled(factor)"
             raise expected(function, "the plan", "to simulate no plan", got, remedy)
         if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give the share of the batch size to keep, such as 1 / 16"
-            raise expected(function, "factor", "to be in (0, 1]", described(factor), remedy)
+            raise expected(function, "factor", "to be in (0, 1]", described(factor), "give a share, such as 1 / 16")
         share = float(factor)
         left = round(size * share)
         name = "expected_batch_size * factor"
@@ -388,8 +383,7 @@ class PrivacyPlan:
             raise expected(function, name, condition, got, _working_factors(self.divisor, share))
         require_integer(function, "num_examples", count, 1)
         if left > count:
-            remedy = "give a smaller factor, or more examples"
-            raise expected(function, name, "to be at most num_examples", f"{left} of {count}", remedy)
+            raise expected(function, name, "to be at most num_examples", f"{left} of {count}", "give a smaller factor")
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
@@ -589,8 +583,7 @@ def _require_bands(function: str, bands: int, steps: int, batches_in_data: int) 
     """Raise PrivacyError unless so many groups of people can take turns, each large enough to fill a batch."""
     most = min(steps, batches_in_data)
     if bands > most:
-        too_large = "leave correlation out: the batches are too large"
-        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else too_large
+        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else "leave it out: the batches are too large"
         condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
         raise expected(function, "bands", condition, bands, remedy)
 
@@ -614,11 +607,6 @@ def _require_part(function: str, part: str, size: int, whole: str, count: int) -
     """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
     if size > count:
         raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")
-
-
-def _is_infinite(value: object) -> bool:
-    """Return whether value is positive infinity."""
-    return isinstance(value, float) and value == math.inf
 
 
 def _numbers_at(plan: PrivacyPlan, batch_size: int, num_examples: int) -> dict[str, Any]:

@@ -212,7 +212,6 @@ def release_second_moment(
 def _of_rows(
     kind: str, rows: Rows, bound: float, sigma: float, num_examples: int, privacy_unit: PrivacyUnit, where: "_Where"
 ) -> Tensor:
-    """Release the sum of one row per unit, as `release_sum` describes it."""
     shape, total = _summed(f"release_{kind}", rows, bound, num_examples)
     planned = _Planned(kind, float(bound), sigma, num_examples, privacy_unit, shape, math.prod(shape))
     return _release_once(planned, total, where).reshape(shape)
@@ -402,14 +401,10 @@ class _Where:
         """Raise PrivacyError unless a ledger or a budget records the release, and the budget covers its unit."""
         function, budget = planned.function, self.budget
         if self.ledger is None and budget is None:
-            remedy = "give ledger='sum.jsonl', or budget and name"
-            raise expected(function, "ledger or budget", "to be given", None, remedy)
-        if budget is not None and not isinstance(budget, Budget):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected(function, "budget", "to be a Budget", described(budget), "give Budget('budget.jsonl')")
+            raise expected(function, "ledger or budget", "to be given", None, "give a ledger, or budget and name")
         if (budget is None) != (self.name is None):
             got = f"name {self.name!r} and budget {budget}"
-            remedy = "give name= with budget=, and only there"
-            raise expected(function, "name", "to be given with a budget", got, remedy)
+            raise expected(function, "name", "to be given with a budget", got, "give name= with budget= only")
         if budget is not None:
             budget.require_covered(function, planned.num_examples, planned.privacy_unit)
         if self.delta is not None:
@@ -437,11 +432,10 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             if budget is not None and name is not None:
                 own.limit_to(release, name, budget.path.name)
             own.bind({**facts, "delta": delta, "research_seed": seed is not None})
+        found = None if own is None else own.values.get(_DRAW)
         if budget is not None and name is not None:
             what = f"{planned.kind} {facts['shape']}, bound {facts['max_grad_norm']!r}"
             budget.commit_release(name, release, released=what, is_seeded=seed is not None)
-        found = None if own is None else own.values.get(_DRAW)
-        if budget is not None and name is not None:
             found = budget.released(name) or found
         is_recorded = found is not None
         if found is None:
@@ -456,7 +450,14 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             remedy = "give each release a ledger and a name of its own"
             raise expected(function, "the recorded values", f"to be {planned.size} numbers", len(found), remedy)
         if is_recorded:
-            _say_that_it_is_recorded(function, where, own)
+            record, other = "the release of this ledger" if own is None or own.path is None else f"{own.path}", "ledger"
+            if budget is not None:
+                record, other = f"{name!r} of {budget.path}", "name"
+            warnings.warn(
+                f"{function}: {record} was released before; its recorded value is returned, whatever the rows are now. "
+                f"For a new release, which is charged again, give another {other}",
+                stacklevel=4 if function in ("release_sum", "release_mean") else 3,  # the line of the user's call
+            )
         if own is not None and _DRAW not in own.values:
             digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
             own.charge(release, draw=_DRAW, limit=1, digest=digest, values=found)
@@ -464,16 +465,3 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
         if own is not None and not is_given:
             own.close()
     return torch.tensor(found, dtype=torch.float64)
-
-
-def _say_that_it_is_recorded(function: str, where: _Where, own: Ledger | None) -> None:
-    """Warn that a release returns a recorded value, which other rows do not change."""
-    record = "the release of this ledger" if own is None or own.path is None else f"{own.path}"
-    other = "ledger"
-    if where.budget is not None:
-        record, other = f"{where.name!r} of {where.budget.path}", "name"
-    warnings.warn(
-        f"{function}: {record} was released before; its recorded value is returned, whatever the rows are now. For a "
-        f"new release, which is charged again, give another {other}",
-        stacklevel=5 if function in ("release_sum", "release_mean") else 4,  # the line of the user's call
-    )

@@ -155,7 +155,7 @@ def test_copies_and_damaged_images_are_found(tmp_path: Path):
     assert finding["rows"] == ["ill/deep.png", *(f"well/{name}.png" for name in range(7))]
     (tmp_path / "data.toml").write_text((tmp_path / "data.toml").read_text().replace("size = 8", "size = 0"))
     refused = CliRunner().invoke(app, ["doctor", path])
-    with pytest.raises(pg.PrivacyError, match="size to be a whole number >= 1"):
+    with pytest.raises(pg.PrivacyError, match="size to be an integer >= 1"):
         raise refused.exception or AssertionError(refused.output)
 
 

@@ -102,8 +102,6 @@ def test_what_clipping_leaves_by_layer():
 
 def test_diagnostics_refuse_what_they_cannot_watch():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
-    with pytest.raises(pg.PrivacyError, match="PrivateGradient"):
-        diagnostics.RawGradientStats(make_model())  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="betas"):
         diagnostics.RawMoments(private_grad, betas=(1, 2))
     moments = diagnostics.RawMoments(private_grad)
@@ -305,5 +303,3 @@ def test_a_filtered_gradient_has_no_place_in_released_statistics():
 
 def test_without_gradients_there_is_no_verdict_and_other_things_are_refused():
     assert "No gradient" in diagnostics.ReleasedStats().verdict()
-    with pytest.raises(pg.PrivacyError, match="NoisyGradient"):
-        diagnostics.ReleasedStats().observe({})  # pyright: ignore[reportArgumentType]

@@ -288,7 +288,7 @@ def test_a_column_of_text_is_the_input(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="columns to hold a column of text alone, got note, ward"):
         data.table(path, columns=columns | {"ward": {"kind": "category", "values": ["north"]}}, unit="row", **declared)
     for length in (0, True, "long"):
-        with pytest.raises(pg.PrivacyError, match=r"columns\.note\.length to be a whole number >= 1"):
+        with pytest.raises(pg.PrivacyError, match=r"columns\.note\.length to be an integer >= 1"):
             data.table(path, columns={"note": {"kind": "text", "length": length}}, unit="row", **declared)
 
 

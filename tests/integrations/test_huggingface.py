@@ -712,7 +712,7 @@ def test_rates_that_make_no_optimizer_are_refused(tmp_path: Path):
             )
 
     refused("noise_step to be a positive finite number, got 0", noise_step=0.0)
-    refused("set learning_rate: without noise there is no noise step", planned={"noise_multiplier": 0.0})
+    refused("set learning_rate: there is no noise step", planned={"noise_multiplier": 0.0})
     refused("next to noise_step=0.1; leave out learning_rate or", noise_step=0.1, arguments={"learning_rate": 0.1})
     refused(r"got optim='sgd'; give optimizers=", arguments={"optim": "sgd"})
 
@@ -886,7 +886,7 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
     data = texts()
-    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset; evaluate held-out"):
+    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset; evaluate other data"):
         make_trainer(tmp_path / "a", bert(), data, eval_dataset={"own": data} if named else data)
     later = make_trainer(tmp_path / "b", bert(), data)
     later.eval_dataset = cast(Any, data)

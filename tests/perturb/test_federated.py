@@ -442,7 +442,7 @@ def test_users_are_rows_of_their_own_examples():
         (((torch.zeros(2),), [1.0, math.nan]), "the user of example 1 to be known, got nan"),
         (((torch.zeros(2),), [None, "a"]), "the user of example 0 to be known, got None"),
         (((torch.zeros(2),), ["", "a"]), "the user of example 0 to be known, got ''"),
-        (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray in a tuple; .*torch\.as_tensor"),
+        (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray; .*torch\.as_tensor"),
         ((torch.zeros(2), [1, 1]), r"tensors.*got Tensor; give a tuple"),
     ]
     for arguments, message in wrong:
@@ -477,7 +477,7 @@ NOBODY = [
 @pytest.mark.parametrize("mark", NOBODY, ids=repr)
 def test_people_without_a_name_are_never_one_user(mark: Any):
     """A person among them moves the sum of the common user from one clipped gradient to another: by up to 2 C."""
-    with pytest.raises(pg.PrivacyError, match=r"user of example 1 to be known, got .*; leave out examples"):
+    with pytest.raises(pg.PrivacyError, match=r"user of example 1 to be known, got .*; leave the example out"):
         by_user((torch.zeros(3),), ["p1", mark, mark], cap=2)
 
 

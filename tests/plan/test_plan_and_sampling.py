@@ -144,7 +144,7 @@ def test_a_plan_scaled_by_one_is_the_plan():
 @pytest.mark.parametrize(
     ("changed", "factor", "message"),
     [
-        ({}, 0.0, r"factor to be in \(0, 1\], got 0\.0; give the share of the batch size to keep"),
+        ({}, 0.0, r"factor to be in \(0, 1\], got 0\.0; give a share"),
         ({}, 2, r"factor to be in \(0, 1\], got 2; "),
         ({}, True, r"factor to be in \(0, 1\], got True; "),
         ({}, math.nan, r"factor to be in \(0, 1\], got nan; "),

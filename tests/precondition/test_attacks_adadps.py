@@ -386,7 +386,9 @@ def test_optimizers_refuse_the_public_gradient_of_another_model(kind: str):
 
     optimizer = getattr(pg.optim, kind)(model.named_parameters(), public=broadcasts, lr=0.1, **extra)
     gradient = pg.NoisyGradient({name: torch.ones_like(p) for name, p in model.named_parameters()}, 0.1)
-    with pytest.raises(pg.PrivacyError, match=r"public gradient of '0.weight' of shape \(4, 5\), got \(1,\)"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"public gradient of '0.weight' to have shape \(4, 5\), got shape \(1,\)"
+    ):
         optimizer.step(grad=gradient)
 
 

@@ -251,7 +251,6 @@ def test_a_death_at_any_write_charges_at_least_what_was_released(tmp_path: Path)
         ({"num_examples": 10**400}, "num_examples"),
         ({"num_examples": 10**40}, "num_examples to be at most"),
         ({"seed": "a"}, "seed"),
-        ({"budget": "budget.jsonl", "name": "a"}, "to be a Budget"),
         ({"privacy_unit": "row"}, "privacy_unit"),
         ({"delta": 2.0}, "delta"),
         ({"rows": torch.tensor(1.0)}, "one row per unit"),

@@ -336,7 +336,6 @@ def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path):
         ("folder to be new or empty", {"folder": tmp_path / "full"}),
         ("folder to be a path", {"folder": ""}),
         ("model to be a torch.nn.Module", {"model": model.state_dict()}),
-        ("ledger to be a Ledger, a Budget or a path", {"ledger": [3]}),
         ("ledgers to hold a plan each", {"ledger": []}),
         ("delta", {"delta": 2.0}),
         ("post_processing to be a few words", {"post_processing": " "}),

@@ -118,7 +118,7 @@ def test_a_private_training_follows_it_by_groups():
         ({"decay": "liner"}, "decay to be 'constant', 'linear' or 'cosine', got 'liner'; did you mean 'linear'"),
         ({"decay": "Cosine"}, "got 'Cosine'; did you mean 'cosine'"),
         ({"decay": None}, "decay to be 'constant', 'linear' or 'cosine', got None; "),
-        ({"warmup": 1.0}, r"warmup to be in \[0, 1\), got 1\.0; give the share of the steps"),
+        ({"warmup": 1.0}, r"warmup to be in \[0, 1\), got 1\.0; give a share of the steps"),
         ({"warmup": -0.1}, r"warmup to be in \[0, 1\), got -0\.1; "),
         ({"warmup": math.nan}, r"warmup to be in \[0, 1\), got nan; "),
         ({"warmup": "0.05"}, r"warmup to be in \[0, 1\), got '0\.05', a str; "),
@@ -130,9 +130,7 @@ def test_a_schedule_that_cannot_be_is_refused(given: dict[str, Any], message: st
         pg.Schedule(**given)
 
 
-def test_a_schedule_is_of_an_optimizer_and_of_steps():
-    with pytest.raises(pg.PrivacyError, match=r"Schedule\.of: expected optimizer to be a torch optimizer, got None; "):
-        pg.Schedule().of(None, 8)  # pyright: ignore[reportArgumentType]
+def test_a_schedule_is_of_a_number_of_steps():
     for steps in (0, 1.5, "8"):
         with pytest.raises(pg.PrivacyError, match=r"Schedule\.of: expected steps to be an integer >= 1, got"):
             pg.Schedule().of(optimizer_of_two_groups(), steps)  # pyright: ignore[reportArgumentType]

@@ -636,7 +636,7 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
     names = "fit: expected scheduler to be 'constant', 'linear' or 'cosine', got 'liner'; did you mean 'linear'"
     with pytest.raises(pg.PrivacyError, match=names):
         run(None, scheduler="liner")
-    with pytest.raises(pg.PrivacyError, match=r"a Schedule, its decay or a torch scheduler, got 0\.5; give Schedule\("):
+    with pytest.raises(pg.PrivacyError, match=r"a Schedule, its decay or of torch, got 0\.5; give Schedule\("):
         run(None, scheduler=0.5)
 
 

@@ -88,8 +88,7 @@ def attack_success(releases: Releases, *, false_positive_rate: float, assume_poi
 
     function, alpha = "attack_success", false_positive_rate
     if not (isinstance(alpha, Real) and 0 < alpha < 1):
-        remedy = "give a share such as 0.01"
-        raise expected(function, "false_positive_rate", "to be in (0, 1)", described(alpha), remedy)
+        raise expected(function, "false_positive_rate", "to be in (0, 1)", described(alpha), "give a share, say 0.01")
     found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
     return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
 
@@ -204,16 +203,14 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
     """
     function = "steps_for_budget"
     require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
-    remedy = "give a positive sigma: without noise no step is private"
-    require_positive(function, "noise_multiplier", noise_multiplier, remedy)
+    require_positive(function, "noise_multiplier", noise_multiplier, "without noise no step is private")
 
     def cost(steps: int, accountant: Accountant) -> float:
         return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
 
     if (one_step := cost(1, "pld")) > target_epsilon:
         condition = f"to be at least {rounded_up(one_step)}, the epsilon of one step"
-        remedy = "raise it or noise_multiplier, or lower sample_rate"
-        raise expected(function, "target_epsilon", condition, target_epsilon, remedy)
+        raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or lower sample_rate")
     most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
     return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
 

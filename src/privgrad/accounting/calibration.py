@@ -65,7 +65,6 @@ def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
 
 
 def _path(key: Mapping[str, Any]) -> Path:
-    """Return the file of a key."""
     return folder() / f"{_digest(key)}.json"
 
 

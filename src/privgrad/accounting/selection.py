@@ -36,7 +36,13 @@ def draw_repetitions(mean: float, shape: float, source: RandomSource | None = No
     total = math.exp(log_probability)
     # Rounding may leave the total just below u. Then the draw ends where the rest of the law is below 2^-64.
     while total < uniform and not (k > mean and log_probability < -60.0):
-        log_probability += _log_ratio(k, mean, shape, stop)
+        # log P(K = k + 1) - log P(K = k)
+        if shape == math.inf:
+            log_probability += math.log(mean / (k + 1))
+        elif stop == 0:
+            log_probability = -math.inf
+        else:
+            log_probability += math.log(-math.expm1(-stop)) + math.log((k + shape) / (k + 1))
         k += 1
         total += math.exp(log_probability)
     return k
@@ -87,12 +93,3 @@ def _first(mean: float, shape: float) -> tuple[int, float]:
     grown = shape * exponent
     log_scale = grown + math.log(-math.expm1(-grown))  # log(gamma^-shape - 1)
     return 1, log_stay + math.log(shape) - log_scale
-
-
-def _log_ratio(k: int, mean: float, shape: float, exponent: float) -> float:
-    """Return log P(K = k + 1) - log P(K = k)."""
-    if shape == math.inf:
-        return math.log(mean / (k + 1))
-    if exponent == 0:
-        return -math.inf
-    return math.log(-math.expm1(-exponent)) + math.log((k + shape) / (k + 1))

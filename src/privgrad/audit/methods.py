@@ -260,7 +260,6 @@ def flat(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def _known(name: str) -> str:
-    """Return the name of a method, or raise PrivacyError."""
     if name not in METHODS:
         remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
         raise expected("audit", "method", "to be a name in audit.METHODS", repr(name), remedy)
@@ -279,7 +278,6 @@ def _directions(method: Method) -> Tensor:
 
 
 def _company(method: Method, rate: float) -> int:
-    """Return the number of examples that are always in the data."""
     if method.is_truncated:
         return _COMPANY
     return method.canaries if method.group_size == 1 else round(method.group_size / rate)

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -39,24 +38,20 @@ app = typer.Typer(
 )
 
 
-def _refusing(missing: PrivacyError) -> Callable[[], None]:
-    """Return a command that says what is not installed, in place of one of privgrad_lab's."""
-
-    def refuse() -> None:
-        """Run experiments. Needs the extra 'experiments' of privgrad."""
-        raise missing
-
-    return refuse
-
-
 try:
     for _command in from_lab("commands"):
         app.command()(_command)
     app.add_typer(from_lab("data-commands"), name="data")
 except PrivacyError as error:  # privgrad_lab cannot be imported
+    _missing = error
+
+    def _refuse() -> None:
+        """Run experiments. Needs the extra 'experiments' of privgrad."""
+        raise _missing
+
     for _name in ("train", "compare", "reproduce", "audit", "data"):
         _options = {"ignore_unknown_options": True, "allow_extra_args": True}
-        app.command(_name, context_settings=_options)(_refusing(error))
+        app.command(_name, context_settings=_options)(_refuse)
 for _command in (privacy.epsilon, privacy.calibrate, statement.statement, budget.budget, doctor.doctor):
     app.command()(_command)
 

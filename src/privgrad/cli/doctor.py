@@ -17,7 +17,6 @@ from privgrad.cli.console import STDOUT, AsJson, print_json, print_table
 from privgrad.engine.explanation import REMEDY_OF_UNUSED, Explanation, explain
 from privgrad.errors import PrivacyError, expected
 from privgrad.plugins import from_lab
-from privgrad.types import LossFunction
 
 
 def doctor(
@@ -51,8 +50,7 @@ def doctor(
     """
     if factory.endswith(".toml"):
         if batch is not None:
-            remedy = "leave it out: it belongs to a model"
-            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch), remedy)
+            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch), "leave it out")
         raise typer.Exit(from_lab("examine")(Path(factory), as_json=as_json))
     model = _make(factory)
     problems = find_problems(model)
@@ -86,11 +84,9 @@ def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:
     names = dict[str, list[str]]()
     for path, _, name in (full.rpartition(".") for full in unused):
         names.setdefault(path, []).append(name)
-    found: list[Problem] = []
-    for path, own in names.items():
-        what = f"has parameters that the loss does not use: {', '.join(own)}"
-        found.append(Problem(path, type(model.get_submodule(path)).__name__, what, REMEDY_OF_UNUSED))
-    return found
+    what = "has parameters that the loss does not use: "
+    kinds = {path: type(model.get_submodule(path)).__name__ for path in names}
+    return [Problem(path, kinds[path], what + ", ".join(own), REMEDY_OF_UNUSED) for path, own in names.items()]
 
 
 def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
@@ -101,17 +97,14 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
         given: object = made() if callable(made) else made
     kind = type(given).__name__
     pair = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
-    loss_fn: Any = pair[0] if len(pair) == 2 else None
-    examples: Any = pair[1] if len(pair) == 2 else None
-    if not callable(loss_fn):
+    if len(pair) != 2 or not callable(pair[0]):
         raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", kind, remedy)
     with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
-        return explain(model, cast("LossFunction", loss_fn), examples, engine=cast("Any", engine))
+        return explain(model, *pair, engine=cast("Any", engine))
 
 
 @contextmanager
 def _one_line(name: str, condition: str, remedy: str) -> Generator[None]:
-    """Report an exception in the user's code as a PrivacyError of one line."""
     try:
         yield
     except PrivacyError:
@@ -126,8 +119,7 @@ def _imported(name: str, given: str) -> Any:
     module_name, separator, attribute = given.partition(":")
     remedy = "give package.module:function, importable from the current folder"
     if Path(given).exists():
-        remedy = "for data, give a TOML file whose table `data` names it (docs/own-data.md); "
-        remedy += "for a model, MODULE:FUNCTION"
+        remedy = "for data, give a TOML file whose table `data` names it (docs/own-data.md), else MODULE:FUNCTION"
     if not separator or not attribute or not all(module_name.split(".")):
         raise expected("privgrad doctor", name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())

@@ -127,7 +127,6 @@ def calibrate(
 
 
 def _epsilons_of(releases: list[Release], delta: float, *, assume_poisson: bool = False) -> dict[str, float]:
-    """Return the epsilon by each accountant, for an answer."""
     options: dict[str, Any] = {"delta": delta, "assume_poisson": assume_poisson}
     return {f"epsilon_{one}": accounting.epsilon(releases, accountant=one, **options) for one in get_args(Accountant)}
 

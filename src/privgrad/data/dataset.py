@@ -5,7 +5,7 @@ The loaders must take care that `other_public`, `public_inputs` and `public_coun
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ def packed(matrix: Any) -> Tensor:
     finite = np.abs(values) <= np.finfo(np.float32).max  # False for NaN too
     if np.iscomplexobj(values) or not finite.all():
         got = values.dtype if np.iscomplexobj(values) else values[~finite][0]
-        condition = "to have real values that are finite in float32"
-        raise expected("packed", "matrix", condition, got, "scale or drop such values")
+        raise expected("packed", "matrix", "to have real values, finite in float32", got, "scale or drop such values")
     counts = np.bincount(rows, minlength=shape[0])
     place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)  # of each entry within its row
     out = torch.zeros(shape[0], 2, max(int(counts.max(initial=0)), 1))
@@ -95,19 +94,23 @@ def by_user(
     """
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
-    tensors = _require_tensors(tensors)
+    columns = list(tensors.tensors if isinstance(tensors, TensorDataset) else tensors)
+    kinds = {type(column).__name__ for column in columns if not isinstance(column, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
+    if kinds or isinstance(tensors, Tensor):
+        got = ", ".join(sorted(kinds)) or "Tensor"
+        remedy = "give a tuple of tensors, for instance (torch.as_tensor(inputs), labels)"
+        raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)
     rows = dict[Hashable, list[int]]()
     total = 0
     for index, named in enumerate(users):
         user = key_of_user(named)
         if user is None:
             got = repr(named.item() if isinstance(named, Tensor) else named)
-            remedy = "leave out examples without a user"
-            raise expected("by_user", f"the user of example {index}", "to be known", got, remedy)
+            raise expected("by_user", f"the user of example {index}", "to be known", got, "leave the example out")
         rows.setdefault(user, []).append(index)
         total = index + 1
-    if not tensors or any(len(tensor) != total for tensor in tensors):
-        got = f"{total} users and tensors of lengths {[len(tensor) for tensor in tensors]}"
+    if not columns or any(len(column) != total for column in columns):
+        got = f"{total} users and tensors of lengths {[len(column) for column in columns]}"
         raise expected("by_user", "users", "to have one entry per example", got, "give the user of each example")
     kept = sorted((own for own in rows.values() if len(own) >= minimum), key=len, reverse=True)
     if not kept:
@@ -115,21 +118,7 @@ def by_user(
         raise expected("by_user", "the most examples of a user", f"to be at least {minimum}", got, "lower minimum")
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
     place_UM = torch.tensor([(own + own[:1] * cap)[:cap] for own in kept])
-    return TensorDataset(*(tensor[place_UM] for tensor in tensors), count_U)
-
-
-def _require_tensors(given: object) -> tuple[Tensor, ...]:
-    """Return the tensors of the examples; raise PrivacyError for anything else."""
-    columns = given.tensors if isinstance(given, TensorDataset) else given
-    condition = "to be a sequence of tensors, or a TensorDataset"
-    if not isinstance(columns, tuple | list):
-        remedy = "give a tuple, for instance (inputs, labels)"
-        raise expected("by_user", "tensors", condition, type(columns).__name__, remedy)
-    for column in cast("Sequence[object]", columns):
-        if not isinstance(column, Tensor):
-            got = f"{type(column).__name__} in a {type(cast(object, columns)).__name__}"
-            raise expected("by_user", "tensors", condition, got, "convert each to a tensor: torch.as_tensor(inputs)")
-    return tuple(cast("Sequence[Tensor]", columns))
+    return TensorDataset(*(column[place_UM] for column in columns), count_U)
 
 
 @dataclass(frozen=True)
@@ -218,8 +207,7 @@ def split(
     inputs, labels = train
     kept = len(labels) - validation
     if validation < 0 or kept < 1:
-        condition = f"to be from 0 to {len(labels) - 1} examples"
-        raise expected("data", "validation", condition, validation, "hold out fewer")
+        raise expected("data", "validation", f"to be from 0 to {len(labels) - 1}", validation, "hold out fewer")
     return DataSet(
         name=name,
         train=TensorDataset(inputs[:kept], labels[:kept]),
@@ -246,8 +234,7 @@ def with_public(data: DataSet, count: int) -> DataSet:
     if count == 0:
         return data
     if len(data.train.tensors) != 2:
-        remedy = "leave it out, or choose data without users"
-        raise expected("data", "public", "to be 0 for data by user", count, remedy)
+        raise expected("data", "public", "to be 0 for data by user", count, "choose data without users")
     inputs, labels = data.train.tensors
     kept = len(labels) - count
     if kept < 1:

@@ -113,7 +113,6 @@ def text_or_kind(value: object) -> str:
 
 
 def _finding(column: str, what: str, rows: Sequence[int | str], cure: str, *, blocks: bool = False) -> list[RawFinding]:
-    """Return a finding of these rows, or nothing if there are none."""
     return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), cure, blocks)] if rows else []
 
 
@@ -135,7 +134,6 @@ def _some(texts: Sequence[str], rows: Sequence[int]) -> str:
 
 
 def _of_column(name: str, kind: Bins | OneHot, values: Sequence[Any], texts: Sequence[str]) -> list[RawFinding]:
-    """Return the findings of one column of numbers or of categories."""
     known: tuple[str, ...] = kind.values if isinstance(kind, OneHot) else ()  # pyright: ignore[reportAssignmentType]
     missing = _where(lambda text: schemas.is_missing(text) and text not in known, texts)
     has_code = "they have a code of their own"
@@ -242,11 +240,9 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
     """
     options = {name: value for name, value in declared.items() if name != "table"}
     schema = schemas.schema_of(Where("doctor"), **options)
-    names, table = list(dict.fromkeys(schema.names)), declared.get("table")
-    content = read_columns("doctor", path, None, table)
-    if not content.keys() >= set(names):
-        read_columns("doctor", path, names, table)  # raises the error that names the column
-    texts = {name: [text_or_kind(value) for value in content[name]] for name in names}
+    read_columns("doctor", path, schema.names, declared.get("table"))  # its errors name declared columns
+    content = read_columns("doctor", path, None, declared.get("table"))
+    texts = {name: [text_or_kind(value) for value in content[name]] for name in schema.names}
     if schema.identifier is None:
         keys = [key_of_row(row) for row in zip(*texts.values(), strict=True)]
     else:  # rows without an identifier are no unit
@@ -260,7 +256,7 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
         classes=len(set(labels) & set(schema.classes)),
         declared=len(schema.classes),
         training=None if split is None else _training(path.name, keys, schema.identifier, split),
-        unused=tuple(name for name in content if name not in names),
+        unused=tuple(name for name in content if name not in schema.names),
     )
 
 
@@ -303,7 +299,6 @@ def raw_count_findings(size: RawSize, num_examples: object) -> list[RawFinding]:
 
 
 def _training(name: str, keys: Sequence[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
-    """Return the number of units in the training part."""
     where, test, every = Where("doctor"), split.get("test"), split.get("test_every")
     shares = {part: split.get(part, 0.0) for part in ("test_share", "validation_share")}
     key_of_split = split.get("split_key", "")

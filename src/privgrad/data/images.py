@@ -12,7 +12,7 @@ from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import is_datasets_folder, read_columns
 from privgrad.data.schema import ROW, PathLike, Positive, Where, is_nobody, person_of, require_unit
 from privgrad.data.table import Share, part_of, require_split
-from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
 from privgrad.plugins import optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -113,16 +113,13 @@ def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: A
     shown: object = classes
     given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
     if len(given) < 2 or len(set(given)) < len(given) or not all(isinstance(name, str) and name for name in given):
-        remedy = "list the names of the sub-folders"
-        raise where.wrong("classes", "to be at least two different names", described(shown), remedy)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise where.wrong("size", "to be a whole number >= 1", described(size), "give the height in pixels, such as 28")
+        raise where.wrong("classes", "to be at least two different names", described(shown), "list the sub-folders")
+    require_integer(where.function, f"{where.prefix}size", size, 1)
     if isinstance(channels, bool) or channels not in (1, 3):
         raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
     require_unit(where, unit, max_rows)
     if unit == FILE_NAME:
-        remedy = 'name the column of persons, or set unit = "row"'
-        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), remedy)
+        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), "name the column of persons")
 
 
 def units_of(
@@ -166,7 +163,6 @@ def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str,
 
 
 def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
-    """Return the images of a folder in the order of their names."""
     if not folder.is_dir():
         got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
         raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got, "correct the path")
@@ -177,8 +173,8 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     place = f"sub-folders of {folder.name}"
     for name in present:
         if name not in classes:
-            remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
-            remedy = did_you_mean(name, classes, remedy)
+            usual = "add it to classes, correct its name there or in the folder, or move it out of the folder"
+            remedy = did_you_mean(name, classes, usual)
             raise expected("image_folder", place, f"to be among classes, {', '.join(classes)}", repr(name), remedy)
     for name in classes:
         if name not in present:
@@ -191,8 +187,7 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
         if file.suffix.lower() in SUFFIXES and file.is_file()
     ]
     if not files:
-        remedy = "correct the path, or convert the images to PNG"
-        raise expected("image_folder", folder.name, "to hold at least 1 image", 0, remedy)
+        raise expected("image_folder", folder.name, "to hold at least 1 image", 0, "correct path, or convert to PNG")
     return files
 
 

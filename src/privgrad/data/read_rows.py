@@ -67,8 +67,7 @@ def read_columns(function: str, path: Path, names: Sequence[str] | None, table: 
     suffix = path.suffix.lower()
     is_sqlite = suffix in (".sqlite", ".db")
     if not path.is_dir() and suffix not in SUFFIXES:
-        remedy = "convert it, for example to CSV"
-        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, remedy)
+        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, "convert it to CSV, say")
     if path.is_dir():
         if not is_datasets_folder(path):
             is_dict = (path / "dataset_dict.json").is_file()  # of DatasetDict.save_to_disk: one folder per part
@@ -138,7 +137,6 @@ def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
 
 
 def _quoted(name: str) -> str:
-    """Return a name as SQL quotes it."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -160,7 +158,6 @@ def _sqlite(function: str, path: Path, names: Sequence[str] | None, table: str) 
 
 
 def _module(function: str, name: str, path: Path) -> Any:
-    """Import a module of an optional package, which reads `path`."""
     package = name.partition(".")[0]
     remedy = f"pip install 'privgrad[{'tables' if package == 'pyarrow' else package}]', or convert the data to CSV"
     return optional(function, package, name, remedy, f" for {path.name}")

@@ -15,7 +15,7 @@ import numpy as np
 from annotated_types import Ge
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
 from privgrad.features import Bins, OneHot
 
 _WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
@@ -187,15 +187,13 @@ def schema_of(
     kinds = {name: _column(where, name, table) for name, table in tables.items()}
     read = {name: kind for name, kind in kinds.items() if kind is not None}
     if not read:
-        remedy = "declare a column as number or category"
-        raise where.wrong("columns", "to hold an input column", f"{len(kinds)} ignored columns", remedy)
+        raise where.wrong("columns", "to hold an input column", f"{len(kinds)} ignored columns", "declare one")
     texts = [name for name, kind in read.items() if isinstance(kind, Text)]
     if texts and len(read) > 1:
         remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
         raise where.wrong("columns", "to hold a column of text alone", ", ".join(read), remedy)
     if not isinstance(label, str) or not label:
-        remedy = "name the column that holds the classes"
-        raise where.wrong("label", "to be the name of a column", described(label), remedy)
+        raise where.wrong("label", "to be the name of a column", described(label), "name the column of the classes")
     names = _texts(where, "classes", classes)
     if len(names) < 2:
         raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
@@ -206,15 +204,14 @@ def schema_of(
             remedy = f"remove it from columns: it is no input, because it is the {role}"
             raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
     if label in (person, row_id):
-        raise where.wrong("label", "to differ from the unit", repr(label), "name the column that holds the classes")
+        raise where.wrong("label", "to differ from the unit", repr(label), "name the column of the classes")
     return Schema(read, label, names, unit, max_rows, row_id)
 
 
 def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
     """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
     if not isinstance(unit, str) or not unit:
-        remedy = 'with "row" each row is protected by itself, and a person with several rows less; with a column, '
-        remedy += "all rows of a person are protected together"
+        remedy = 'with "row", a person with several rows is protected less; with a column, they are protected together'
         condition = 'to be "row" or the name of the column that identifies a person'
         raise where.wrong("unit", condition, described(unit), remedy)
     if unit == ROW and max_rows is not None:
@@ -255,20 +252,16 @@ def _column(where: Where, name: str, table: Any) -> Bins | OneHot | Text | None:
     if kind == "category":
         values, other = _texts(where, f"{place}.values", keys.get("values")), keys.get("other", False)
         if not isinstance(other, bool):
-            remedy = "with true, all unknown categories share a code"
-            raise where.wrong(f"{place}.other", "to be true or false", described(other), remedy)
+            raise where.wrong(f"{place}.other", "to be true or false", described(other), "others share a code if true")
         return OneHot(values, other, missing == "category")
     if kind == "text":
         length = keys.get("length", 2048)
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            remedy = "give the bytes to keep of a text, such as 2048"
-            raise where.wrong(f"{place}.length", "to be a whole number >= 1", described(length), remedy)
+        require_integer(where.function, f"{where.prefix}{place}.length", length, 1)
         return Text(length)
     return None
 
 
 def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -> Bins:
-    """Return the bins of a number."""
     if ("range" in keys) == ("edges" in keys):
         got = "range and edges" if "range" in keys else sorted(keys)
         remedy = "give range = [low, high] with bins, or edges, from what is publicly known and not from the data"
@@ -277,9 +270,8 @@ def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -
     if not isinstance(log, bool):
         raise where.wrong(f"{place}.log", "to be true or false", described(log), "write log = true")
     if "edges" in keys:
-        for key in ("bins", "log"):
-            if key in keys:
-                raise where.wrong(f"{place}.{key}", "to be absent next to edges", keys[key], "leave one of the two out")
+        for key in {"bins", "log"} & keys.keys():
+            raise where.wrong(f"{place}.{key}", "to be absent next to edges", keys[key], "leave one of the two out")
         edges = _numbers(where, f"{place}.edges", keys["edges"])
         if len(edges) < 3 or any(low >= high for low, high in pairwise(edges)):
             remedy = "give the ends of the range and an edge between, in rising order"
@@ -289,16 +281,15 @@ def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -
     if len(ends) != 2 or ends[0] >= ends[1]:
         raise where.wrong(f"{place}.range", "to be [low, high] with low < high", keys["range"], "correct it")
     bins = keys.get("bins", 16)
-    if isinstance(bins, bool) or not isinstance(bins, int) or not 2 <= bins <= _MOST_BINS:
-        remedy = "give a number such as 16"
-        raise where.wrong(f"{place}.bins", f"to be a whole number from 2 to {_MOST_BINS}", described(bins), remedy)
+    require_integer(where.function, f"{where.prefix}{place}.bins", bins, 2)
+    if bins > _MOST_BINS:
+        raise where.wrong(f"{place}.bins", f"to be at most {_MOST_BINS}", bins, "give a number such as 16")
     if log and ends[0] < 0:
         raise where.wrong(f"{place}.range", "to begin at 0 or above for log = true", ends, "leave log out")
     return Bins.equal(ends[0], ends[1], bins, log=log, missing=missing)
 
 
 def _numbers(where: Where, place: str, values: Any) -> list[float]:
-    """Return a list of finite numbers."""
     shown: object = values
     given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else [None]
     for value in given:
@@ -308,7 +299,6 @@ def _numbers(where: Where, place: str, values: Any) -> list[float]:
 
 
 def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
-    """Return the texts of different public values."""
     shown: object = values
     given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else []
     if not given or any(not isinstance(value, str | int | float) for value in given):

@@ -18,7 +18,7 @@ from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import FRAME, Frame, read_columns, read_frame
 from privgrad.data.schema import OF_DATES, PathLike, Positive, Schema, Text, Where
-from privgrad.errors import described, did_you_mean, expected
+from privgrad.errors import described, did_you_mean, expected, require_integer
 from privgrad.features import Bins, OneHot, join, text_rows
 
 Kind = Bins | OneHot | Text
@@ -48,9 +48,8 @@ def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[
             remedy = 'give each row as {"column": value, ...}'
             raise expected(function, f"row {number}", "to be a dict by column name", described(row), remedy)
         if lacking := [name for name in schema.columns if name not in row]:
-            names = [f"{name}" for name in row]
-            remedy = "give every input column; None is a missing value"
-            remedy = did_you_mean(lacking[0], [name for name in names if name not in schema.columns], remedy)
+            others = [f"{name}" for name in row if name not in schema.columns]
+            remedy = did_you_mean(lacking[0], others, "give every input column; None is a missing value")
             got = f"no column {', '.join(map(repr, lacking))}"
             raise expected(function, f"row {number}", "to have the columns of the training", got, remedy)
     columns = {name: [row[name] for row in given] for name in schema.columns}
@@ -97,8 +96,8 @@ def _codes(function: str, source: str, name: str, kind: Kind, values: Sequence[A
             try:
                 numbers.append(schemas.number_of(value))
             except ValueError as error:
-                remedy = f'correct it, or set kind = "category" in columns.{name} before training'
-                remedy = OF_DATES if schemas.is_date(text) else remedy
+                usual = f'correct it, or set kind = "category" in columns.{name} before training'
+                remedy = OF_DATES if schemas.is_date(text) else usual
                 raise expected(function, place, "to be a number", described(value), remedy) from error
             continue
         if not known and not schemas.is_missing(text) and not kind.other:
@@ -108,19 +107,14 @@ def _codes(function: str, source: str, name: str, kind: Kind, values: Sequence[A
         categories.append(text if known or not schemas.is_missing(text) else None)
     if not isinstance(kind, Bins):
         return kind(categories)
-    _warn_of_range(source, name, kind, numbers)
-    return kind(numbers)
-
-
-def _warn_of_range(source: str, name: str, bins: Bins, numbers: Sequence[float]) -> None:
-    """Warn of numbers outside the declared range. NOT private: the warning is printed only."""
-    low, high = bins.edges[0], bins.edges[-1]
+    low, high = kind.edges[0], kind.edges[-1]
     if outside := sum(number < low or number > high for number in numbers):
         warnings.warn(
             f"NOT PRIVATE: {outside:,} of {len(numbers):,} values in column {name!r} of {source} are outside of "
             f"{low:g} to {high:g} and count as the nearest end. If that is not meant, correct the unit or the range",
-            stacklevel=6,
+            stacklevel=5,
         )
+    return kind(numbers)
 
 
 def width_of(schema: Schema) -> int:
@@ -168,7 +162,6 @@ def declaration_of(schema: Schema) -> dict[str, Any]:
 
 
 def _declared(kind: Kind) -> dict[str, Any]:
-    """Return the declaration of one column."""
     if isinstance(kind, Text):
         return {"kind": "text", "length": kind.width}
     missing = "category" if kind.missing else "error"
@@ -273,7 +266,7 @@ class _Content(NamedTuple):
 def require_split(where: Where, test: object, test_share: float, validation_share: float, split_key: str) -> None:
     """Raise PrivacyError unless the shares leave a training part, and the key fits the hash."""
     for name, share in {"test_share": test_share, "validation_share": validation_share}.items():
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(share, int | float) or not 0 <= share < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise where.wrong(name, "to be in [0, 1)", described(share), "give a share such as 0.25")
     if test is not None and test_share > 0:
         raise where.wrong("test_share", "to be 0 if test is given", test_share, "leave one of the two out")
@@ -289,14 +282,12 @@ def require_every(where: Where, every: int | None, identifier: str | None, test:
     """Raise PrivacyError unless `test_every` is absent, or alone decides the test part of units that have an id."""
     if every is None:
         return
-    if isinstance(every, bool) or not isinstance(every, int) or every < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise where.wrong("test_every", "to be an integer >= 2", described(every), "4 tests on a quarter of the units")
+    require_integer(where.function, f"{where.prefix}test_every", every, 2)
     if test is not None or test_share > 0:
         got = "test" if test is not None else f"test_share = {test_share}"
         raise where.wrong("test_every", "to be given without test and test_share", got, "leave one of them out")
     if identifier is None:
-        remedy = "give row_id, the column of row numbers, or test_share"
-        raise where.wrong("row_id", "to be given for test_every", None, remedy)
+        raise where.wrong("row_id", "to be given for test_every", None, "give the column of row numbers, or test_share")
 
 
 def part_in_file(
@@ -326,11 +317,9 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
     Privacy:
         Adding or removing another unit does not change the part. How many units a part has is private.
     """
-    where = Where("part_of")
-    require_split(where, None, test_share, validation_share, split_key)
+    require_split(Where("part_of"), None, test_share, validation_share, split_key)
     if not isinstance(unit, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "give str(unit), the same for all rows of it"
-        raise where.wrong("unit", "to be a text or bytes", described(unit), remedy)
+        raise expected("part_of", "unit", "to be a text or bytes", described(unit), "give str(unit) for all rows")
     return _part_of(schemas.person_of(unit) if isinstance(unit, str) else unit, split_key, test_share, validation_share)
 
 
@@ -354,7 +343,13 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
         file, content = Path(source).name, read_columns("table", Path(source), names, table)
     texts = {name: texts_of("table", file, name, content[name]) for name in content}
     inputs = encoded("table", file, schema, content, texts)
-    _warn_of_private_ranges(schema, content)
+    for name, kind in schema.columns.items():  # a saved head holds the ranges
+        if isinstance(kind, Bins):
+            numbers = torch.tensor([schemas.number_of(value) for value in content[name]], dtype=torch.float64)
+            present = numbers[~numbers.isnan(), None]
+            for end, of in ((0, "low"), (-1, "high")):
+                bound = torch.tensor(float(kind.edges[end]))
+                warn_of_private_bound("table", f"the {of} of columns.{name}", bound, present, is_low=end == 0)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(key_of_row(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
@@ -372,17 +367,6 @@ def _read(schema: Schema, source: PathLike | Frame, table: str | None) -> _Conte
     return _Content(file, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
 
 
-def _warn_of_private_ranges(schema: Schema, content: Mapping[str, Sequence[Any]]) -> None:
-    """Warn of a range that ends at an extreme of its column: a saved head holds the range."""
-    for name, kind in schema.columns.items():
-        if isinstance(kind, Bins):
-            numbers = torch.tensor([schemas.number_of(value) for value in content[name]], dtype=torch.float64)
-            rows = numbers[~numbers.isnan(), None]
-            for end, of in ((0, "low"), (-1, "high")):
-                bound = torch.tensor(float(kind.edges[end]))
-                warn_of_private_bound("table", f"the {of} of columns.{name}", bound, rows, is_low=end == 0)
-
-
 def key_of_row(texts: Sequence[str]) -> str:
     """Return the text that decides the part of a row without a name."""
     return json.dumps(texts)
@@ -390,16 +374,15 @@ def key_of_row(texts: Sequence[str]) -> str:
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:
     """Raise PrivacyError if a unit that has a name is in both files, and so in two parts, or one file is a copy."""
+    condition = f"to differ from those of {own.name}"
     remedy = f"leave them out of one file, or give test_share in place of {other.name}"
+    own_keys, other_keys = ([key for key, _ in content.units] for content in (own, other))
     if schema.identifier is None:  # such rows may be equal by chance: only many that occur once, or all, are a copy
-        counts = [Counter(key for key, _ in content.units) for content in (own, other)]
-        once = {key for key, count in counts[0].items() if count == counts[1][key] == 1}
-        is_copy = [key for key, _ in own.units] == [key for key, _ in other.units]
-        if is_copy or len(once) > min(len(own.units), len(other.units)) // 2:  # the number is private
-            raise expected("table", f"rows of {other.name}", f"to differ from those of {own.name}", "copies", remedy)
-    shared = {key for key, _ in own.units} & {key for key, _ in other.units}
-    if shared and schema.identifier is not None:
-        condition = f"to differ from those of {own.name}"
+        counts = Counter(other_keys)
+        once = [key for key, count in Counter(own_keys).items() if count == counts[key] == 1]
+        if own_keys == other_keys or len(once) > min(len(own_keys), len(other_keys)) // 2:  # the number is private
+            raise expected("table", f"rows of {other.name}", condition, "copies", remedy)
+    elif shared := set(own_keys) & set(other_keys):
         raise expected("table", f"units of {other.name}", condition, f"{len(shared)} of them in both", remedy)
 
 
@@ -417,7 +400,6 @@ def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) 
 
 
 def _classes(schema: Schema, file: str, texts: Sequence[str]) -> list[int]:
-    """Return the class numbers of a column of labels."""
     code = {name: index for index, name in enumerate(schema.classes)}
     for row, text in enumerate(texts, start=1):
         if text not in code:

@@ -1,6 +1,5 @@
 """The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it."""
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -65,7 +64,10 @@ def raw_clipping_bias(
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)]
     cut_off = 0.0
-    refuse = partial(_refuse, type(chosen).__name__)
+
+    def refuse() -> dict[str, Tensor]:  # a perturbation requests the mean gradient
+        raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", type(chosen).__name__, "use one of these")
+
     with advanced(model, keep=False), chosen.at(step, parameters, refuse):
         size = engine.microbatch_size(examples, count)
         for start in range(0, count, size):
@@ -92,11 +94,6 @@ def raw_clipping_bias(
     if released is not None:
         found["raw_released"] = _cosine(_flat({name: released[name].double() for name in parameters}), g)
     return found
-
-
-def _refuse(perturb: str) -> dict[str, Tensor]:
-    """Raise PrivacyError, where a perturbation requests the mean gradient."""
-    raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", perturb, "use one of these")
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from privgrad.diagnostics.moments import watch_from
-from privgrad.errors import described, expected
+from privgrad.errors import expected
 from privgrad.private_gradient import PrivateGradient, RawStep
 from privgrad.types import NoisyGradient
 
@@ -28,7 +27,8 @@ class RawGradientStats:
         self._signal: dict[str, float] = {}  # squared lengths, summed over steps
         self._noise: dict[str, float] = {}
         self._released: dict[str, float] = {}
-        watch_from(private_grad, self.observe)
+        if private_grad is not None:
+            private_grad.register_raw_observer(self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Add one step to the sums."""
@@ -108,7 +108,8 @@ class ReleasedStats:
         self._bounds = (math.inf, 0.0)  # the smallest and the largest C
         self._noise: dict[str, float] = {}  # squared lengths, summed over steps
         self._released: dict[str, float] = {}
-        watch_from(private_grad, lambda raw: self.observe(raw.released))
+        if private_grad is not None:
+            private_grad.register_raw_observer(lambda raw: self.observe(raw.released))
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.3g}" for name, value in self.summary().items())
@@ -118,11 +119,8 @@ class ReleasedStats:
         """Add one released gradient, as PrivateGradient returned it without a filter.
 
         Raises:
-            PrivacyError: it is not a NoisyGradient, or it was filtered.
+            PrivacyError: it was filtered.
         """
-        if not isinstance(gradient, NoisyGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give the return value of PrivateGradient"
-            raise expected("ReleasedStats.observe", "gradient", "to be a NoisyGradient", described(gradient), remedy)
         if gradient.is_filtered:  # a mean of gradients has a signal and a noise of its own
             condition, got = "to be as released, without a filter", f"noise_gain = {gradient.noise_gain:.3g}"
             remedy = "make ReleasedStats(private_grad): it observes the gradients before the filter of PrivateGradient"
@@ -149,7 +147,7 @@ class ReleasedStats:
         """
         count = self._with_distribution or math.nan  # nan also makes nan of all that is divided by it
         lowest, highest = self._bounds if self._with_distribution else (math.nan, math.nan)
-        share = _share(sum(self._noise.values()), sum(self._released.values()))
+        share = _ratio(sum(self._noise.values()), sum(self._released.values()))
         return {
             "clip_fraction": self._clip_fraction / count,
             "clip_fraction_std": math.sqrt(self._clip_variance) / count,
@@ -163,7 +161,7 @@ class ReleasedStats:
         """Return the statistics of each parameter as a table for a user's terminal, as private as the gradients."""
         table = Table("parameter", "signal / noise", "noise in the second moment")
         for name, noise in self._noise.items():
-            share = _share(noise, self._released[name])
+            share = _ratio(noise, self._released[name])
             table.add_row(name, f"{_signal_to_noise(share):.3g}", f"{share:.1%}")
         return table
 
@@ -252,10 +250,6 @@ def _ratio(part: float, whole: float) -> float:
     if whole == 0:
         return math.nan if part == 0 else math.inf
     return part / whole
-
-
-def _share(noise: float, released: float) -> float:
-    return noise / released if released else math.nan
 
 
 def _signal_to_noise(share: float) -> float:

@@ -1,6 +1,6 @@
 """Adam's moments of the released gradient, together with the same moments of the gradient before its noise."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -42,7 +42,8 @@ class RawMoments:
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
         self.noise_var: dict[str, float | Tensor] = {}
-        watch_from(private_grad, self.observe)
+        if private_grad is not None:
+            private_grad.register_raw_observer(self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Add one step to the averages."""
@@ -117,19 +118,8 @@ class RawMoments:
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
         """Return all coordinates as one vector, each divided by 1 - beta**t of its own parameter."""
         if not values:
-            remedy = "release a gradient first"
-            raise expected("RawMoments", "the number of observed steps", "to be at least 1", 0, remedy)
+            raise expected("RawMoments", "the number of observed steps", "to be at least 1", 0, "release one first")
         return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
-
-
-def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep], None]) -> None:
-    """Register `observe` as a raw observer of private_grad; do nothing if it is None."""
-    if private_grad is None:
-        return
-    if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got, remedy = type(private_grad).__name__, "give the PrivateGradient of the training"
-        raise expected("diagnostics", "private_grad", "to be a PrivateGradient", got, remedy)
-    private_grad.register_raw_observer(observe)
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:

@@ -154,7 +154,6 @@ class _Folder:
         self._map(int(header["width"]), create=not self.lines)
 
     def _map(self, width: int, *, create: bool) -> None:
-        """Map the features into memory."""
         path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
         try:
             if create:
@@ -175,7 +174,7 @@ class _Folder:
         if line["data"] != digest:
             condition = f"to be those of {self.place}"
             raise expected("cache", f"rows {start} and following", condition, f"rows of digest {digest}", _REMEDY)
-        if line["features"] != _checksum(self.values[start : start + self.block]):
+        if line["features"] != zlib.crc32(np.ascontiguousarray(self.values[start : start + self.block]).data):
             raise self._damaged(_FEATURES, f"changed bytes from row {start}")
         return True
 
@@ -192,7 +191,8 @@ class _Folder:
         values = cast(np.memmap[Any, Any], self.values)
         values[start : start + len(features)] = features
         values.flush()
-        self.log.write(json.dumps({"block": index, "data": digest, "features": _checksum(features)}) + "\n")
+        checksum = zlib.crc32(np.ascontiguousarray(features).data)
+        self.log.write(json.dumps({"block": index, "data": digest, "features": checksum}) + "\n")
         self.log.flush()
         os.fsync(self.log.fileno())
 
@@ -218,7 +218,6 @@ def _locked(place: Path) -> Generator[IO[str]]:
 
 
 def _slice(data: Any, start: int, stop: int) -> Rows:
-    """Return some rows of a tensor, a list of texts or a data set."""
     if not isinstance(data, Dataset):
         return data[start:stop]
     given = cast(Any, data)
@@ -244,7 +243,3 @@ def _digest(rows: Rows) -> str:
     else:
         digest = hashlib.sha256(json.dumps(list(rows)).encode())
     return digest.hexdigest()
-
-
-def _checksum(features: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(features).data)

@@ -151,14 +151,14 @@ class Extractor(nn.Module, ABC):
         if torch.compiler.is_exporting():
             assert isinstance(rows, Tensor)
             return self._features(rows / 255 if rows.dtype == torch.uint8 else rows).float()
+        name = type(self).__name__
         if len(rows) == 0:
-            raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
+            raise expected(name, "rows", "to be at least one", 0, "give rows")
         if isinstance(rows, Tensor) and rows.ndim < 2:
-            remedy = "give one row as rows[None]"
-            raise expected(type(self).__name__, "rows", "to have shape (n, ...)", tuple(rows.shape), remedy)
+            raise expected(name, "rows", "to have shape (n, ...)", tuple(rows.shape), "give one row as rows[None]")
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
-            raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", got, remedy)
+            raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)
@@ -266,11 +266,11 @@ class Extractor(nn.Module, ABC):
         for made, usual, reason in pairs:
             if made.shape != usual.shape:
                 got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
-                raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-            change = _norm(made - usual) / max(_norm(usual), 1e-30)
-            if not change <= tolerance:
+            elif not (change := _norm(made - usual) / max(_norm(usual), 1e-30)) <= tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
-                raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
+            else:
+                continue
+            raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
         after = dict(self.named_buffers())
         changed = [key for key in after if key not in before or not torch.equal(after[key], before[key])]
         changed += [key for key, value in self.attributes().items() if attributes.get(key, self) is not value]
@@ -295,8 +295,7 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
             raise expected(where, "source", "to be given once", source, "leave source out: the public rows have one")
         return public
     if source is None:
-        remedy = "give source= in a few words, or a Public(rows, source)"
-        raise expected(where, "source", "to be given for bare rows", None, remedy)
+        raise expected(where, "source", "to be given for bare rows", None, "say in a few words where they come from")
     return Public(public, source)
 
 

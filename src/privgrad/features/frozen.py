@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,9 @@ from privgrad.features.extractor import Extractor, Rows, digest_of
 from privgrad.features.pretrained import pretrained
 from privgrad.features.text import texts_of
 from privgrad.gradient.functional import named_modules
+from privgrad.plugins import optional
 
 Pooling = Literal["mean", "cls", "last"]
-_POOLINGS = ("mean", "cls", "last")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}  # eight bits of precision, over the depth of the network
 _STEP = 16  # tokens; texts are padded to a multiple
@@ -63,7 +63,7 @@ class FrozenText(Extractor):
         source: str | None = None,
     ) -> None:
         require_integer("FrozenText", "max_length", max_length, 1)
-        require_choice("FrozenText", "pooling", pooling, _POOLINGS)
+        require_choice("FrozenText", "pooling", pooling, get_args(Pooling))
         require_choice("FrozenText", "dtype", dtype, tuple(_DTYPES))
         super().__init__(f"weights of {encoder}" if source is None else source)
         self.encoder, self.max_length, self.pooling, self.dtype = encoder, max_length, pooling, dtype
@@ -76,8 +76,8 @@ class FrozenText(Extractor):
         made = super().rebuilt(config, parts)
         made._load()
         if (found := digest_of("", made._model.state_dict())) != made.weights:
-            remedy = f"restore the weights that {made.encoder} had"
-            raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
+            condition = f"to have digest {made.weights[:12]}"
+            raise expected("FrozenText", "the weights", condition, found[:12], f"restore those that {made.encoder} had")
         return made
 
     def features(self, rows: Rows) -> Tensor:
@@ -115,12 +115,7 @@ class FrozenText(Extractor):
 
     def _load(self) -> None:
         """Load tokenizer and model; they are no submodules, so their weights are not saved with the extractor."""
-        try:
-            import transformers
-        except ImportError as error:
-            remedy = "pip install 'privgrad[hf]'"
-            raise expected("FrozenText", "transformers", "to be installed", error, remedy) from error
-        library: Any = transformers
+        library = optional("FrozenText", "transformers", "transformers", "pip install 'privgrad[hf]'")
         folder = pretrained(self.encoder)
         try:
             tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -247,6 +242,5 @@ class RandomFourier(Extractor):
     def features(self, rows: Any) -> Tensor:
         directions, values = self.get_buffer("directions"), rows.flatten(1).float()
         if values.shape[1] != len(directions):
-            remedy = "make RandomFourier with the width of the rows"
-            raise expected("RandomFourier", "rows", f"of {len(directions)} numbers", values.shape[1], remedy)
+            raise expected("RandomFourier", "rows", f"of {len(directions)} numbers", values.shape[1], "correct inputs")
         return math.sqrt(2 / directions.shape[1]) * torch.cos(values @ directions + self.get_buffer("shift"))

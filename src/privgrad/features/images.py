@@ -77,8 +77,6 @@ def _pink(count: int, size: int, generator: torch.Generator, power: float = 1.0)
 
 
 def _silhouettes(count: int, size: int, channels: int, generator: torch.Generator) -> Tensor:
-    """Return images of silhouettes, (count, channels, size, size)."""
-
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(count, *shape, generator=generator)
 
@@ -175,8 +173,7 @@ class Patches(Extractor):
         kernel: Tensor = self.get_buffer("kernel")
         if images.shape[1] != kernel.shape[1] or min(images.shape[2:]) < self.size:
             condition = f"to have {kernel.shape[1]} channels and at least {self.size} pixels each way"
-            remedy = "give public images of the same kind as the rows"
-            raise expected("Patches", "rows", condition, tuple(images.shape[1:]), remedy)
+            raise expected("Patches", "rows", condition, tuple(images.shape[1:]), "give public images of the same kind")
         mean = F.avg_pool2d(images, self.size, 1).mean(1, keepdim=True)
         square = F.avg_pool2d(images.square(), self.size, 1).mean(1, keepdim=True)
         scale = ((square - mean.square()).clamp(min=0) + 0.01).rsqrt()
@@ -263,8 +260,7 @@ def require_images(where: str, rows: Any) -> Tensor:
     """Return rows as float32 images; raise PrivacyError unless they are images in [0, 1], or bytes."""
     if not isinstance(rows, Tensor) or rows.ndim != 4 or rows.shape[1] not in (1, 3):
         got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-        remedy = "give images of shape (n, channels, height, width)"
-        raise expected(where, "rows", "to be images with 1 or 3 channels", got, remedy)
+        raise expected(where, "rows", "to be images with 1 or 3 channels", got, "give (n, channels, height, width)")
     images = rows.float() / 255 if rows.dtype == torch.uint8 else rows.float()
     if torch.compiler.is_exporting():  # an exported program cannot raise this error
         return images

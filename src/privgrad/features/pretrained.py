@@ -2,6 +2,7 @@
 
 import importlib.util
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,15 +51,10 @@ def pretrained(name: str) -> str:
         inside = Path(found.submodule_search_locations[0]) / package.folder
         return str(inside if package.gguf is None else _unpacked(inside, package, cache("smollm2")))
     try:
-        import huggingface_hub
-
-        hub: Any = huggingface_hub
-        return hub.snapshot_download(name)
+        return import_module("huggingface_hub").snapshot_download(name)
     except Exception as error:  # the hub's client and its dependencies raise many types of errors
-        remedy = "give its folder, go online, or pip install 'privgrad[hf]'"
-        if package is not None:
-            remedy += f", or {package.install}"
-        raise _absent(name, error, remedy) from error
+        other = "" if package is None else f", or {package.install}"
+        raise _absent(name, error, f"give its folder, go online, or pip install 'privgrad[hf]'{other}") from error
 
 
 def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
@@ -67,9 +63,7 @@ def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
         return target
     options: dict[str, Any] = {"gguf_file": package.gguf, "local_files_only": True}
     try:
-        import transformers
-
-        library: Any = transformers
+        library = import_module("transformers")
         model = library.AutoModelForCausalLM.from_pretrained(inside, dtype=torch.float32, **options)
         tokenizer = library.AutoTokenizer.from_pretrained(inside, **options)
     except Exception as error:  # gguf is not installed, or the file is damaged, which can raise anything

@@ -32,15 +32,13 @@ def require_place(
     place = Path(folder)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return place
-    if place.is_dir() and is_own(place):
-        if overwrite:
-            return place.resolve()  # a link to the folder stays a link
-        remedy = "choose another one, or give overwrite=True to replace what is saved there"
-        raise expected(function, "folder", "to be new or empty", f"{place}, which exists", remedy)
-    if overwrite:
-        got = f"{place}, which holds something else"
-        raise expected(function, "folder", f"to be new, empty, or as {function} wrote it", got, "choose another one")
-    raise expected(function, "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+    is_saved = place.is_dir() and is_own(place)
+    if is_saved and overwrite:
+        return place.resolve()  # a link to the folder stays a link
+    condition = f"to be new, empty, or as {function} wrote it" if overwrite else "to be new or empty"
+    got = f"{place}, which {'holds something else' if overwrite else 'exists'}"
+    more = ", or give overwrite=True to replace what is saved there" if is_saved else ""
+    raise expected(function, "folder", condition, got, f"choose another one{more}")
 
 
 @contextmanager
@@ -148,7 +146,6 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
 
 
 def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Extractor:
-    """Return the extractor of a config, without constants."""
     name = config["options"].get("name")
     if name in modules and type(modules[name]).__name__ == config["class"]:
         return modules[name]

@@ -1,7 +1,7 @@
 """Features of texts: TF-IDF whose vocabulary and frequencies come from public texts, and texts as rows of bytes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ def word_sequences(counts: Tensor, n: int, length: int, *, seed: int = 0) -> Pub
     require_integer("word_sequences", "seed", seed, 0)
     shaped = isinstance(counts, Tensor) and counts.dim() == 1  # pyright: ignore[reportUnnecessaryIsInstance]
     if not shaped or not counts.numel() or bool((counts < 0).any()) or not bool((counts > 0).any()):
-        remedy = "count each id in public text"
-        raise expected("word_sequences", "counts", "to be of shape (vocabulary,), >= 0", described(counts), remedy)
+        condition = "to be of shape (vocabulary,), >= 0"
+        raise expected("word_sequences", "counts", condition, described(counts), "count each id in public text")
     drawn = torch.multinomial(counts.double(), n * length, True, generator=torch.Generator().manual_seed(seed))
     return Public(drawn.view(n, length), f"{n:,} sequences of words drawn by public frequencies (seed {seed})")
 
@@ -104,7 +104,7 @@ class TfIdf(Extractor):
         sublinear: bool = True,
     ) -> None:
         require_integer("TfIdf", "vocabulary", vocabulary, 1)
-        require_choice("TfIdf", "analyzer", analyzer, ("word", "char", "char_wb"))
+        require_choice("TfIdf", "analyzer", analyzer, get_args(Analyzer))
         if len(ngrams) != 2 or not 1 <= ngrams[0] <= ngrams[1]:
             raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams), "give (1, 1) for words")
         known = public_rows("TfIdf", public, source)

@@ -27,7 +27,6 @@ class Scaled(Extractor):
         Bounds must not come from the private rows: the smallest and largest number identify two of them.
     """
 
-    options: ClassVar[tuple[str, ...]] = ()
     block = 4096
 
     def __init__(
@@ -43,11 +42,10 @@ class Scaled(Extractor):
     def features(self, rows: Any) -> Tensor:
         low, high = self.get_buffer("low"), self.get_buffer("high")
         if not isinstance(rows, Tensor):
-            remedy = "give them as a tensor or a numpy array"
-            raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", remedy)
+            raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", "give a tensor or an array")
         if low.ndim and rows.shape[1:] != low.shape:
-            remedy = "give one column for each bound"
-            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", tuple(rows.shape), remedy)
+            shape = tuple(rows.shape)
+            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", shape, "give one column for each bound")
         moved = (2 * rows.float() - low - high) / (high - low)
         return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))
 
@@ -93,8 +91,7 @@ class Whitened(Extractor):
         given = public_rows("Whitened", public, source)
         rows = unit_rows(extractor(given.rows))
         mean, most = rows.mean(0), min(len(rows) - 1, rows.shape[1])
-        source = combined(extractor.source, given.source)
-        self._finish(extractor, source, mean, _directions(rows - mean), most, power, ridge, keep)
+        self._finish(extractor, given.source, mean, _directions(rows - mean), most, power, ridge, keep)
         self.register_buffer("marks", marks_of(given.rows))
 
     @classmethod
@@ -116,9 +113,8 @@ class Whitened(Extractor):
             remedy = "give the result of release_second_moment"
             raise expected("Whitened", "moment", "to be a symmetric matrix", tuple(moment.shape), remedy)
         made = cls.__new__(cls)
-        source = combined(extractor.source, PRIVATE_MOMENT)
         mean = torch.zeros(len(moment))
-        made._finish(extractor, source, mean, eigen(moment.float()), len(moment), power, ridge, keep)
+        made._finish(extractor, PRIVATE_MOMENT, mean, eigen(moment.float()), len(moment), power, ridge, keep)
         return made
 
     def _finish(
@@ -126,7 +122,7 @@ class Whitened(Extractor):
         extractor: Extractor,
         source: str,
         mean: Tensor,
-        directions: tuple[Tensor, Tensor],
+        eigenpairs: tuple[Tensor, Tensor],
         most: int,
         power: float,
         ridge: float,
@@ -140,9 +136,10 @@ class Whitened(Extractor):
         require_integer("Whitened", "keep", chosen, 1)
         if chosen > most:
             raise expected("Whitened", "keep", f"to be at most {most}", chosen, "lower keep, or give more public rows")
-        values, vectors = directions
+        values, vectors = eigenpairs
         scales = (values + ridge * values.sum() / most) ** -power
-        super().__init__(source, mean=mean, directions=(vectors * scales)[:, :chosen].contiguous())
+        directions = (vectors * scales)[:, :chosen].contiguous()
+        super().__init__(combined(extractor.source, source), mean=mean, directions=directions)
         self.extractor, self.power, self.ridge, self.keep = extractor, float(power), float(ridge), chosen
 
     def features(self, rows: Any) -> Tensor:

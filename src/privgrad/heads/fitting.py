@@ -115,7 +115,10 @@ def fit_head(
     if extractor is None:
         require_schema("fit_head", schema, rows.shape[-1])
     _require_rows(rows)
-    unit = _unit(rows, privacy_unit, plan)
+    unit = privacy_unit or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
+    if rows.ndim == 3 and unit != "user":
+        remedy = "plan for 'user', or give features of shape (n, width)"
+        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
@@ -123,7 +126,12 @@ def fit_head(
         plan = _plan(numbers, own, unit, budget, place)
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}", "give one")
-    origin = _origin(extractor, source)
+    if (extractor is None) == (source is None):
+        given_extractor = None if extractor is None else f"a {type(extractor).__name__}"
+        got = f"extractor={given_extractor} and source={source!r}"
+        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
+        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
+    origin = f"features: {source}" if extractor is None else declared(extractor)
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
@@ -133,8 +141,7 @@ def fit_head(
     ledger = None
     if budget is not None:
         if place is None:
-            remedy = "give a folder: a budget needs the ledger of each training"
-            raise expected("fit_head", "output_dir", "to be given with a budget", None, remedy)
+            raise expected("fit_head", "output_dir", "to be given with a budget", None, "give a folder for its ledger")
         place.parent.mkdir(parents=True, exist_ok=True)
         ledger = budget.open_ledger(place, plan)
     held = ledger
@@ -177,8 +184,7 @@ def _require_rows(rows: Tensor) -> None:
     """Raise PrivacyError unless features are finite, and not those of an extractor's own public rows."""
     for start in range(0, len(rows), _BLOCK):
         if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
-            remedy = "leave the row out, or correct its features"
-            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", "leave it out")
     shared = getattr(rows, SHARED, 0)
     if shared:
         condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
@@ -226,15 +232,6 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     return Target("class", int(num_classes))
 
 
-def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:
-    """Return the privacy unit; raise PrivacyError for rows of persons that are not protected together."""
-    unit = given or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
-    if rows.ndim == 3 and unit != "user":
-        remedy = "plan for 'user', or give features of shape (n, width)"
-        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
-    return unit
-
-
 def _plan(
     numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
 ) -> PrivacyPlan:
@@ -263,13 +260,3 @@ def _plan(
     noise = held[0] if held else budget.calibrate(sample_rate=rate, steps=chosen["steps"])
     del given["target_epsilon"]
     return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
-
-
-def _origin(extractor: Extractor | None, source: str | None) -> str:
-    """Return the source of the features, for the ledger."""
-    if (extractor is None) == (source is None):
-        given = None if extractor is None else f"a {type(extractor).__name__}"
-        got = f"extractor={given} and source={source!r}"
-        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
-    return f"features: {source}" if extractor is None else declared(extractor)

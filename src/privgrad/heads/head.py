@@ -193,7 +193,12 @@ class Head(nn.Module):
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
         if torch.compiler.is_exporting():  # torch cannot load a block without gradients; values are unknown
-            return self._exported(rows)
+            width = self.model.linear.in_features
+            are_codes = isinstance(rows, Tensor) and rows.ndim > 1 and rows.shape[-1] == width
+            if self.schema is not None and self.extractor is None and not are_codes:
+                condition = f"to be codes of shape (n, {width})"
+                raise expected("Head", "the example of an export", condition, _kind(rows), "give head.encode(rows)")
+            return self.model(rows if self.extractor is None else self.extractor(rows))
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
             rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
@@ -228,15 +233,6 @@ class Head(nn.Module):
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
 
-    def _exported(self, rows: Any) -> Tensor:
-        if self.schema is not None and self.extractor is None:
-            width = self.model.linear.in_features
-            if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[-1] != width:
-                condition = f"to be codes of shape (n, {width})"
-                remedy = "give head.encode(rows) of rows by column name"
-                raise expected("Head", "the example of an export", condition, _kind(rows), remedy)
-        return self.model(rows if self.extractor is None else self.extractor(rows))
-
     def _features(self, rows: Any, start: int) -> Tensor:
         """Return the features of a few rows, of which the first has the number `start`."""
         if isinstance(rows, np.ndarray):
@@ -249,8 +245,8 @@ class Head(nn.Module):
         width = self.model.linear.in_features
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
             if self.extractor is not None:
-                remedy = "give rows of as many numbers as in training"
-                raise expected("Head", "the features of rows", f"to have shape (n, {width})", _kind(rows), remedy)
+                condition = f"to have shape (n, {width})"
+                raise expected("Head", "the features of rows", condition, _kind(rows), "give rows as in training")
             remedy = "give those of the training"
             if self.schema is not None:
                 remedy = "give a list of dicts by column name, or a DataFrame"
@@ -258,8 +254,7 @@ class Head(nn.Module):
                 remedy = "for one row, give row[None]"
             raise expected("Head", "rows", f"to be features of shape (n, {width})", _kind(rows), remedy)
         if (row := first_infinite(rows)) is not None:
-            remedy = "leave the row out, or correct its features"
-            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", "leave the row out")
         if self.schema is not None and self.extractor is None:
             require_codes("Head", self.schema, rows, start)
         return rows
@@ -311,8 +306,8 @@ class Head(nn.Module):
             weights = Section("Weights", ("The process that trained the head with this record saved its weights.",))
             said = replace(said, sections=(*said.sections, weights))
         if said is None and (place / _TEXT).exists():
-            remedy = "choose another one, and copy statement.txt"
-            raise expected("Head.save", "folder", "to keep its statement", "a head of unknown training", remedy)
+            got, remedy = "a head of unknown training", "choose another one, and copy statement.txt"
+            raise expected("Head.save", "folder", "to keep its statement", got, remedy)
         require_names("Head.save", self.target, self.classes)
         if self.extractor is None:
             require_schema("Head.save", self.schema, self.model.linear.in_features)
@@ -376,8 +371,8 @@ class Head(nn.Module):
 def require_names(function: str, target: Target, classes: Sequence[Any] | None) -> None:
     """Raise PrivacyError unless there is a name for each output, if there are names."""
     if classes is not None and len(classes) != target.outputs:
-        remedy = "give a name for each number, in their order"
-        raise expected(function, "classes", f"to be {target.outputs} names", f"{len(classes)} names", remedy)
+        got = f"{len(classes)} names"
+        raise expected(function, "classes", f"to be {target.outputs} names", got, "give one for each number, in order")
 
 
 def require_schema(function: str, schema: Schema | None, width: int) -> None:

@@ -84,24 +84,20 @@ class _Private(BaseEstimator):
                 remedy = "give public bounds (low, high): without them, only the sign of each number counts"
                 raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
             return rows, None
-        extractor = self._scaled(self.feature_bounds)
+        try:
+            low, high = self.feature_bounds
+            extractor = Scaled(low, high)
+        except PrivacyError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            remedy = "give two numbers, or a list of the lows and a list of the highs of all columns"
+            got = described(self.feature_bounds)
+            raise expected(function, "feature_bounds", "to be a pair (low, high)", got, remedy) from error
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
             warn_of_private_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
         return features, extractor
-
-    def _scaled(self, bounds: Bounds) -> Scaled:
-        """Return the extractor of public bounds; raise PrivacyError unless they are a pair."""
-        try:
-            low, high = bounds
-            return Scaled(low, high)
-        except PrivacyError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            remedy = "give two numbers, or a list of the lows and a list of the highs of all columns"
-            condition = "to be a pair (low, high)"
-            raise expected(type(self).__name__, "feature_bounds", condition, described(bounds), remedy) from error
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs of the fitted head for rows of as many columns as in training."""
@@ -169,8 +165,8 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         check_classification_targets(named)
         self.classes_ = np.unique(np.asarray(self.classes))
         if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
-            remedy = "list every class that may occur, once"
-            raise expected(type(self).__name__, "classes", "to be 2 or more, all different", self.classes, remedy)
+            condition = "to be 2 or more, all different"
+            raise expected(type(self).__name__, "classes", condition, self.classes, "list every class that may occur")
         known = np.isin(named, self.classes_)
         if not known.all():
             remedy = "add it to classes if it is public, or leave its rows out"

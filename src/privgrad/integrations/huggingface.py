@@ -214,7 +214,9 @@ class PrivateTrainer(Trainer):
             self._updates_of_best = None
             slower = "steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
             _LOG.warning(f"PrivateTrainer: {slower}")
-            giving = self.private_step.optimizer.register_step_pre_hook(self._give)
+            giving = self.private_step.optimizer.register_step_pre_hook(
+                lambda optimizer, args, kwargs: ((optimizer,), {"grad": self.private_step.take()})
+            )
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
@@ -225,10 +227,6 @@ class PrivateTrainer(Trainer):
             self.private_grad.ledger.close()  # now another trainer may resume it
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
-
-    def _give(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Give the released gradient to the loop's `optimizer.step()`."""
-        return (optimizer,), {"grad": self.private_step.take()}
 
     def _charge_stop(self) -> None:
         """Charge the unused steps if EarlyStoppingCallback has ended the training; a second call changes nothing."""
@@ -351,7 +349,6 @@ class _Epoch(IterableDataset[Any]):
 
 
 def _last_checkpoint(folder: Path) -> str:
-    """Return the path of the newest complete checkpoint."""
     paths = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     for path in sorted(paths, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
         try:

@@ -155,8 +155,7 @@ def option_conflicts(
             kind = type(trainer_options[name]).__name__
             found.append(Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}"))
     for name in filter(trainer_options.__contains__, PRIVATE_OPTIONS):
-        remedy = f"give private_options={{{name!r}: ...}} in place of {name}=..."
-        found.append(Conflict(f"{name}, an option of PrivateGradient", remedy))
+        found.append(Conflict(f"{name}, an option of PrivateGradient", f"give private_options={{{name!r}: ...}}"))
     if unknown := unknown_options(private_options):
         remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
         found.append(Conflict(f"private_options with {', '.join(unknown)}", remedy))
@@ -194,8 +193,7 @@ def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Co
     given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
     if not any(share_rows(one, train_dataset) for one in given.values()):
         return []
-    remedy = "evaluate held-out or public data: results have no noise"
-    return [Conflict("an eval_dataset with rows of the train_dataset", remedy)]
+    return [Conflict("an eval_dataset with rows of the train_dataset", "evaluate other data: results have no noise")]
 
 
 def optimizer_conflicts(
@@ -211,22 +209,18 @@ def optimizer_conflicts(
     given = None if _is_default(args, "learning_rate") else args.learning_rate
     if isinstance(optimizer := pair[0], PrivateOptimizer):
         if noise_step is not None:
-            remedy = "leave out noise_step or optimizers"
-            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", remedy))
+            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out one of the two"))
         if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
-            remedy = "leave out learning_rate: the optimizer has its own rate"
-            found.append(Conflict(f"learning_rate={given!r} next to optimizers", remedy))
+            found.append(Conflict(f"learning_rate={given!r} next to optimizers", "leave out one of the two"))
         return found
     if given is not None and noise_step is not None:
         got = f"learning_rate={given!r} next to noise_step={noise_step!r}"
         found.append(Conflict(got, "leave out learning_rate or noise_step"))
     if plan.noise_multiplier == 0 and given is None:
-        remedy = "set learning_rate: without noise there is no noise step"
-        found.append(Conflict("a plan with noise_multiplier=0", remedy))
+        found.append(Conflict("a plan with noise_multiplier=0", "set learning_rate: there is no noise step"))
     kind = str(getattr(args.optim, "value", args.optim))
     if not kind.startswith("adamw_torch"):
-        remedy = "give optimizers=(an optimizer of pg.optim, None) in place of optim"
-        found.append(Conflict(f"optim={kind!r}", remedy))
+        found.append(Conflict(f"optim={kind!r}", "give optimizers=(an optimizer of pg.optim, None) in place of optim"))
     return found
 
 
@@ -241,8 +235,7 @@ def make_optimizer(
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
     rates: dict[str | None, dict[str, float]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
     if noise_step is not None:
-        remedy = "give 0.0025 for pretrained layers, 0.01 for random weights"
-        require_positive("PrivateTrainer", "noise_step", noise_step, remedy)
+        require_positive("PrivateTrainer", "noise_step", noise_step, "give 0.0025, or 0.01 for random weights")
     elif not _is_default(args, "learning_rate"):
         rates = {None: {"lr": args.learning_rate}}
     else:

@@ -217,8 +217,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         for data in (getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)):
             if data is not None and any(share_rows(data, own) for own in self._train_sets):
                 condition, got = "to hold no row of the training data", "rows of the training data set itself"
-                remedy = "evaluate held-out or public data"
-                raise expected("PrivateStrategy", "the evaluation data", condition, got, remedy)
+                raise expected("PrivateStrategy", "the evaluation data", condition, got, "evaluate held-out data")
         self._held_out = loaders
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
@@ -317,8 +316,7 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
                 condition, got = f"to hold no {kind.__name__}", f"a {kind.__name__}"
                 raise expected("PrivateStrategy", "callbacks", condition, got, f"leave it out: {why}")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        remedy = "give a scheduler without a metric, such as CosineAnnealingLR: "
-        remedy += "exact results would decide the next steps"
+        remedy = "give CosineAnnealingLR, say: with a metric, exact results would decide the next steps"
         raise expected("PrivateStrategy", "schedulers", "to need no metric", "ReduceLROnPlateau", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,

@@ -62,7 +62,8 @@ class Commitment:
     @property
     def count(self) -> int:
         """The number of releases; a selection counts as one."""
-        return sum(release.count for own in (_flat(one) for one in self.releases) for release in own)
+        groups = [own for one in self.releases for own in (one.groups if isinstance(one, Split) else ((one,),))]
+        return sum(release.count for own in groups for release in own)
 
     @property
     def words(self) -> str:
@@ -122,7 +123,10 @@ class Budget:
             "privacy_unit": privacy_unit,
         }
         if None not in given.values():
-            self._begin(given)
+            require_facts(given)
+            with self._opened(create=True) as (file, state):
+                if not state.facts:
+                    file.append({"ledger_version": VERSION, "budget": given})
         elif not self.path.exists():
             missing = ", ".join(name for name, value in given.items() if value is None)
             remedy = "give all four for a new budget, or the path of an existing one"
@@ -269,8 +273,7 @@ class Budget:
         condition = "to be one whose epsilon is a guarantee"
         got = f"sampling {plan.sampling!r}"
         if plan.simulates is not None:
-            remedy = "simulate without a budget, on public data"
-            raise expected(function, "plan", condition, "a plan made by scaled()", remedy)
+            raise expected(function, "plan", condition, "a plan made by scaled()", "simulate without a budget")
         if not plan.is_covered:
             raise expected(function, "plan", condition, got, "draw Poisson batches")
         if plan.sampling != "poisson":  # the filter of a budget needs RDP
@@ -325,8 +328,7 @@ class Budget:
         """
         with self._opened() as (file, state):
             if name not in state.commitments:
-                remedy = "commit it before it is released"
-                raise expected("Budget.record", "name", "to be committed", repr(name), remedy)
+                raise expected("Budget.record", "name", "to be committed", repr(name), "commit it before release")
             if name not in state.values:
                 file.append({"draw": name, "values": list(values)})
                 state.values[name] = [float(value) for value in values]
@@ -346,7 +348,10 @@ class Budget:
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
         with self._opened() as (file, state):
             if (same := state.commitments.get(wanted.name)) is not None:
-                self._require_same(same, wanted)
+                if same.terms != wanted.terms:
+                    condition = f"to be new in the budget, or to be for {same.words}, as before"
+                    remedy = "choose another name, or give what it was committed for"
+                    raise expected("Budget.commit", "name", condition, f"{wanted.name} for {wanted.words}", remedy)
                 return
             before = list(state.commitments.values())
             cost = self._cost([*before, wanted])
@@ -357,13 +362,6 @@ class Budget:
                 remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
                 raise expected("Budget.commit", name, condition, got, remedy, BudgetExceededError)
             file.append(_line_of(wanted))
-
-    def _require_same(self, before: Commitment, wanted: Commitment) -> None:
-        """Raise PrivacyError unless a commitment of the same name is for the same releases and ledger."""
-        if before.terms != wanted.terms:
-            condition = f"to be new in the budget, or to be for {before.words}, as before"
-            remedy = "choose another name, or give what it was committed for"
-            raise expected("Budget.commit", "name", condition, f"{wanted.name} for {wanted.words}", remedy)
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:
         """Return the noise multiplier of a training that uses all that is left; None if there is none."""
@@ -378,15 +376,7 @@ class Budget:
         return noise_within(cost, self.total_epsilon)
 
     def _cost(self, commitments: Sequence[Commitment]) -> float:
-        """Return the epsilon of commitments together, in their order."""
         return cost_of(commitments, delta=self.delta, total_epsilon=self.total_epsilon)
-
-    def _begin(self, facts: dict[str, Any]) -> None:
-        """Write the numbers of a new budget, unless the file has some."""
-        require_facts(facts)
-        with self._opened(create=True) as (file, state):
-            if not state.facts:
-                file.append({"ledger_version": VERSION, "budget": facts})
 
     @contextmanager
     def _opened(self, *, create: bool = False) -> "Generator[tuple[LedgerFile, BudgetState]]":
@@ -399,7 +389,6 @@ class Budget:
             self._head = file.head
 
     def _read(self) -> "BudgetState":
-        """Return what the file holds now."""
         state = BudgetState()
         file = LedgerFile("budget", self.path, read_only=True, accept=state.accept)
         self._require_same_file(file)
@@ -492,11 +481,6 @@ def _require(is_so: Any, content: str) -> None:
         raise ValueError(f"the line does not hold {content}")
 
 
-def _flat(release: Release | Selection | Split) -> list[Release | Selection]:
-    """Return the releases of all groups of a Split, or the release itself."""
-    return [one for group in release.groups for one in group] if isinstance(release, Split) else [release]
-
-
 def _worded(release: Release | Selection | Split) -> str:
     """Return a release in words; only a single one has its numbers."""
     if not isinstance(release, Release):
@@ -516,17 +500,12 @@ def _plain(release: Release | Selection | Split) -> Any:
     return {"best_of": inner, "mean": release.mean, "shape": shape, "count": release.count}
 
 
-def _release_of(plain: Any) -> Release | Selection | Split:
+def _release_of(plain: Any) -> Any:
     """Return the release that `_plain` wrote."""
-    if "groups" in plain:
-        return Split(tuple(tuple(map(_single_of, group)) for group in plain["groups"]))
-    return _single_of(plain)
-
-
-def _single_of(plain: Any) -> Release | Selection:
-    """Return a release that is no Split."""
     if isinstance(plain, list):
         return Release(*cast("list[Any]", plain))
+    if "groups" in plain:
+        return Split(tuple(tuple(map(_release_of, group)) for group in plain["groups"]))
     shape = float("inf") if plain["shape"] is None else plain["shape"]
     return Selection(tuple(Release(*one) for one in plain["best_of"]), plain["mean"], shape, plain["count"])
 

@@ -92,8 +92,7 @@ class LedgerFile:
             raise expected("Ledger.bind", "recorded values", "to be plain numbers", error, remedy) from error
         data = sealed + b"\n"
         if len(data) > _LONGEST_LINE:
-            remedy = "shorten the descriptions in the plan's facts, such as the source of scales, "
-            remedy += "or release fewer values"
+            remedy = "shorten the descriptions in the plan's facts, such as a source, or release fewer values"
             raise expected("Ledger.charge", "a line", f"of at most {_LONGEST_LINE} bytes", len(data), remedy)
         try:
             written = 0
@@ -127,7 +126,6 @@ class LedgerFile:
             raise expected("Ledger.charge", f"{self.path}", "to be left to its one writer", got, remedy)
 
     def _end_at(self, size: int, head: str) -> None:
-        """Note the size and the checksum of the file after one more line."""
         self._size = size
         self.head = head
         self._heads.add(head)
@@ -217,7 +215,6 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(descriptor: int, path: Path, patience: float) -> None:
-    """Lock the file for this writer, or raise PrivacyError."""
     until = time.monotonic() + patience
     while True:
         try:

@@ -20,6 +20,7 @@ from privgrad.errors import (
     BudgetExceededError,
     SamplingError,
     expected,
+    require_choice,
     require_integer,
     require_nonnegative,
     require_path,
@@ -219,10 +220,8 @@ class Ledger:
         if is_known:
             if repeatable:
                 return
-            remedy = (
-                "take the next batch of the iterator; to continue with a new iterator, draw plan.batches(..., "
-                "start=private_grad.ledger.next_step)"
-            )
+            remedy = "take the next batch of the iterator; to continue with a new one, draw "
+            remedy += "plan.batches(..., start=private_grad.ledger.next_step)"
             got = f"draw {draw}, which is already charged"
             raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
         most = most_participations(limit, self._bands)
@@ -231,10 +230,8 @@ class Ledger:
             most = committed
             limited = f"the {most} releases that the budget holds for {self._committed[0]}"
         if participations > most:
-            remedy = (
-                "stop here, or make a plan with more steps, at a higher epsilon; to resume a run that was interrupted, "
-                "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)"
-            )
+            remedy = "stop here, or make a plan with more steps, at a higher epsilon; to resume an interrupted run, "
+            remedy += "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)"
             got = participations
             raise expected("Ledger.charge", "releases", f"to be at most {limited}", got, remedy, BudgetExceededError)
 
@@ -333,7 +330,6 @@ class Ledger:
         self._participations = Participations(self._bands)
 
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
-        """Add one release and its draw to the counts in memory."""
         self._kind = release
         self._participations.add(line["draw"])
         self._draws[line["draw"]] = line.get("digest")
@@ -406,9 +402,7 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     require_integer("Ledger", "num_examples", plan["num_examples"], 1)
     if (memory := plan.get("noise_memory")) is not None:
         require_integer("Ledger", "bands", memory["bands"], 2)
-    if plan["sampling"] not in get_args(SamplingScheme):
-        condition = f"to be one of {', '.join(get_args(SamplingScheme))}"
-        raise expected("Ledger", "sampling", condition, plan["sampling"], "restore the file")
+    require_choice("Ledger", "sampling", plan["sampling"], get_args(SamplingScheme))
     if plan["sampling"] == "truncated":
         require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
     return dict(plan)

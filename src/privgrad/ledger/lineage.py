@@ -86,7 +86,6 @@ def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Li
 
 
 def _lineages(model: nn.Module) -> list[Lineage]:
-    """Return the lineages of the parts and of the parameters of a model."""
     found = [vars(module).get(_NAME) for module in model.modules()]
     found += [_OF_PARAMETERS.get(parameter) for parameter in model.parameters()]
     return [lineage for lineage in found if isinstance(lineage, Lineage)]

@@ -164,9 +164,6 @@ class RMSpropBC(Debiased):
         noise_var = state[self._noise] / (1 - group["alpha"] ** state["step"])
         return noise_floor(noise_var**0.5, group["debias_floor"])
 
-    def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
-        return group["lr"], 0.0
-
 
 class AdagradBC(Debiased):
     """An Adagrad that subtracts the noise variance from its sum of squared gradients.
@@ -198,6 +195,3 @@ class AdagradBC(Debiased):
 
     def _weights(self, group: Group) -> tuple[float, float]:
         return 1.0, 1.0
-
-    def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
-        return group["lr"], 0.0

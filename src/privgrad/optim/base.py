@@ -340,12 +340,11 @@ def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -
 
 
 def _require_noise(function: str, gradient: NoisyGradient, names: list[str]) -> None:
-    """Raise PrivacyError unless the gradient has noise in every coordinate of these parameters."""
     for name in names:
         std = torch.as_tensor(gradient.noise_std_of(name))
         if not bool((std > 0).all()):
             remedy = "give lr in place of noise_step: without noise there is no noise step"
-            raise expected(function, f"noise_std of {name!r}", "to be > 0 for a noise step", float(std.min()), remedy)
+            raise expected(function, f"noise_std of {name!r}", "to be > 0", float(std.min()), remedy)
 
 
 def _no_noise_step(function: str, why: str) -> PrivacyError:

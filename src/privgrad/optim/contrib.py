@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.checks.data import share_rows
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_integer, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, require_share, widened
 from privgrad.optim.matrix import gathered, sharded_like
 from privgrad.types import NoisyGradient
@@ -74,8 +74,7 @@ class _WithPublic(PrivateOptimizer):
                 require_decays(function, option, group[option], usual)
         if "eps" in group:
             require_positive(function, "eps", group["eps"], "give 1e-5, the usual value")
-        if group.get("numerator", "private") not in get_args(Numerator):
-            raise expected(function, "numerator", "to be 'private' or 'public'", repr(group["numerator"]), "choose one")
+        require_choice(function, "numerator", group.get("numerator", "private"), get_args(Numerator))
         if not 0 < group.get("keep", 1.0) <= 1:
             raise expected(function, "keep", "to be in (0, 1]", group["keep"], "give 0.9, the paper's value")
         require_integer(function, "horizon", group.get("horizon", 1), 1)
@@ -87,25 +86,19 @@ class _WithPublic(PrivateOptimizer):
         public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                self._require_gradient(public, name, parameter)
+                if (own := public.get(name)) is None or own.shape != parameter.shape:
+                    condition = f"to have shape {tuple(parameter.shape)}"
+                    got = "no gradient" if own is None else f"shape {tuple(own.shape)}"
+                    remedy = "give the optimizer and the public gradient the same model"
+                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, got, remedy)
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._move(group, parameter, gradient[name].to(wide), public[name].to(wide))
+                self._move(group, parameter, gradient[name].to(wide), own.to(wide))
         for group in self.param_groups:
             group["steps"] += 1
 
     @abstractmethod
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
         """Move one parameter by its released and its public gradient, in float32 or wider; "steps" counts from 0."""
-
-    def _require_gradient(self, public: Mapping[str, Tensor], name: str, parameter: Tensor) -> None:
-        """Raise PrivacyError unless there is a public gradient of this parameter."""
-        function, remedy = type(self).__name__, "give the optimizer and the public gradient the same model"
-        if name not in public:
-            got = f"gradients of {', '.join(public) or 'no parameter'}"
-            raise expected(function, "public", f"to have a gradient of {name!r}", got, remedy)
-        if public[name].shape != parameter.shape:
-            condition = f"of shape {tuple(parameter.shape)}"
-            raise expected(function, f"public gradient of {name!r}", condition, tuple(public[name].shape), remedy)
 
     def _average(self, parameter: nn.Parameter, name: str, value: Tensor, beta: float) -> Tensor:
         """Update and return a moving average in the parameter's state, from zero: a = beta a + (1 - beta) value."""

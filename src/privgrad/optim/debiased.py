@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import expected, require_nonnegative, require_positive
+from privgrad.errors import expected, require_choice, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, require_decays, widened
 from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
@@ -62,14 +62,13 @@ def debias(
     difference = exp_avg_sq_hat - noise_std**2
     if rule == "max":
         return difference.clamp_(min=floor)
-    require_rule("debias", rule)
+    require_choice("debias", "floor_rule", rule, get_args(FloorRule))
     if rule == "negative_only":
         return torch.where(difference > 0, difference, floor)
     if rule == "add":
         return difference.clamp_(min=0).add_(floor)
     if moment_sq is None:
-        remedy = "pass the square of the first moment, which the rule 'moment' needs"
-        raise expected("debias", "moment_sq", "to be given", None, remedy)
+        raise expected("debias", "moment_sq", "to be given", None, "pass the square of the first moment")
     return torch.maximum(difference, moment_sq).add_(floor)
 
 
@@ -77,13 +76,6 @@ def require_denominator(noise_std: float | Tensor, floor: float | Tensor) -> Non
     """Raise PrivacyError if noise_std is negative or floor is not positive."""
     require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
     require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
-
-
-def require_rule(function: str, rule: str) -> None:
-    """Raise PrivacyError unless rule is a FloorRule."""
-    if rule not in get_args(FloorRule):
-        condition = f"to be one of {', '.join(get_args(FloorRule))}"
-        raise expected(function, "floor_rule", condition, repr(rule), "choose one")
 
 
 def noise_floor(noise_std: float | Tensor, multiple: float) -> float | Tensor:
@@ -166,7 +158,7 @@ class Debiased(PrivateOptimizer):
         if group["gamma_prime"] is not None:
             require_positive(function, "gamma_prime", group["gamma_prime"], "leave it out to use debias_floor")
         if "floor_rule" in group:
-            require_rule(function, group["floor_rule"])
+            require_choice(function, "floor_rule", group["floor_rule"], get_args(FloorRule))
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
             if option in group:
                 require_decays(function, option, group[option], usual)
@@ -246,7 +238,6 @@ class Debiased(PrivateOptimizer):
             self._move_lists(group, lists)
 
     def _move_lists(self, group: Group, lists: Mapping[tuple[float, float], list[_Moved]]) -> None:
-        """Update several parameters at once."""
         for coefficients, several in lists.items():
             columns = (list(column) for column in zip(*several, strict=True))
             self._move(group, coefficients, _Moved(*columns), _ON_LISTS)
@@ -307,7 +298,7 @@ class Debiased(PrivateOptimizer):
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         """Return (of_gradient, of_average), the factors of g and m in the update. May update numbers in the state."""
-        raise NotImplementedError
+        return group["lr"], 0.0
 
     def _moment_scale(self, group: Group, state: State) -> float:
         """Return the factor that converts m**2 to the units of the stored second moment."""

@@ -65,11 +65,17 @@ class LinearFilter:
         self._matrix, self._entry = _companion(self._b, self._a)
         # One mean of the last output and the gradient, as EMA: one pass over the numbers less.
         self._is_mean = len(self._a) == len(self._b) == 1 and math.isclose(self._b[0], 1 + self._a[0])
-        self._require_correction()
+        ones, settled = torch.zeros_like(self._entry), sum(self._b) / (1 + sum(self._a))
+        for step in range(1, _STEPS):
+            correction = self._b[0] + float(ones[0])
+            ones = self._matrix @ ones + self._entry
+            if not abs(correction) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
+                remedy = "choose coefficients whose recursion on ones is not 0"
+                raise expected(name, f"c_{step}", "to differ from 0", correction, remedy)
         self._restart()
 
     def __repr__(self) -> str:
-        return f"LinearFilter(b={self._b}, a={self._a})"
+        return f"{type(self).__name__}(b={self._b}, a={self._a})"
 
     is_public = True
 
@@ -192,22 +198,11 @@ class LinearFilter:
         self._covariance = _moved(self._covariance, matrix, entry)
         return correction, spread
 
-    def _require_correction(self) -> None:
-        """Raise PrivacyError unless c_t is far from 0 at each step."""
-        ones, settled = torch.zeros_like(self._entry), sum(self._b) / (1 + sum(self._a))
-        for step in range(1, _STEPS):
-            correction = self._b[0] + float(ones[0])
-            ones = self._matrix @ ones + self._entry
-            if not abs(correction) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
-                remedy = "choose coefficients whose recursion on ones is not 0"
-                raise expected(type(self).__name__, f"c_{step}", "to differ from 0", correction, remedy)
-
     def _require(self, gradient: object) -> None:
         """Raise PrivacyError unless this is a gradient as it was released, of the parameters of the last one."""
         name = type(self).__name__
         if not isinstance(gradient, NoisyGradient):
-            remedy = "pass the return value of PrivateGradient"
-            raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), remedy)
+            raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), "pass a released gradient")
         if self._last is not None and self._last() is gradient:
             remedy = "call the filter once for each released gradient, and keep what it returns"
             raise expected(name, "gradient", "to be a new one", "the last one again", remedy)
@@ -273,15 +268,10 @@ def _padded(b: Sequence[float], a: Sequence[float]) -> tuple[list[float], list[f
 
 def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the matrix and the vector that move the state by one gradient: z becomes matrix @ z + vector * g."""
-    padded_b, padded_a = _padded(b, a)
-    order = len(padded_a) - 1
-    matrix, entry = torch.zeros(order, order, dtype=torch.float64), torch.zeros(order, dtype=torch.float64)
-    for index in range(order):
-        matrix[index, 0] = -padded_a[index + 1]
-        if index + 1 < order:
-            matrix[index, index + 1] += 1.0
-        entry[index] = padded_b[index + 1] - padded_a[index + 1] * padded_b[0]
-    return matrix, entry
+    b_padded, a_padded = (torch.tensor(part, dtype=torch.float64) for part in _padded(b, a))
+    matrix = torch.diag(torch.ones(len(a_padded) - 2, dtype=torch.float64), 1)
+    matrix[:, 0] -= a_padded[1:]
+    return matrix, b_padded[1:] - a_padded[1:] * b_padded[0]
 
 
 def _row(order: int, coefficients: tuple[float, ...]) -> Tensor:
@@ -364,6 +354,3 @@ class DOPPLER(LinearFilter):
 
     def __init__(self, b: Sequence[float] = (0.1, 0.1), a: Sequence[float] = (-0.8,)) -> None:
         super().__init__(b, a)
-
-    def __repr__(self) -> str:
-        return f"DOPPLER(b={self._b}, a={self._a})"

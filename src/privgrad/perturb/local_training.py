@@ -4,7 +4,6 @@ Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -191,7 +190,6 @@ class ReportedUpdate(Contribution):
 
 
 def _require_real(updates: Mapping[str, Tensor]) -> None:
-    """Raise PrivacyError unless all updates are real floating-point numbers."""
     for name, updates_UP in updates.items():
         if not updates_UP.is_floating_point():
             condition, got = "to be real floating-point numbers", f"{updates_UP.dtype} for {name!r}"
@@ -201,11 +199,10 @@ def _require_real(updates: Mapping[str, Tensor]) -> None:
 def _require_users(users: Any) -> tuple[Tensor, ...]:
     """Return the users' tensors, the last with their numbers of examples; PrivacyError unless as data.by_user's."""
     remedy, condition = "make the data set by privgrad.data.by_user", "to hold users' examples and their counts"
-    if not isinstance(users, tuple | list):
-        raise expected("LocalUpdate", "a batch", condition, type(users).__name__, remedy)
-    held = cast("Sequence[Tensor]", users)
+    kind = type(users).__name__
+    held = cast("Sequence[Tensor]", users) if isinstance(users, tuple | list) else ()
     if len(held) < 2:
-        raise expected("LocalUpdate", "a batch", condition, f"{len(held)} tensors", remedy)
+        raise expected("LocalUpdate", "a batch", condition, f"a {kind} of {len(held)} tensors", remedy)
     *tensors, count_U = held
     is_integer = not count_U.is_floating_point() and not count_U.is_complex() and count_U.dtype != torch.bool
     if count_U.dim() != 1 or not is_integer:
@@ -261,7 +258,11 @@ def local_update(
     inverse_scales: Mapping[str, Tensor] = {}
     if precondition is not None:
         parameters = trainable(model)
-        refused = partial(_refuse_raw_mean, precondition)
+
+        def refused() -> dict[str, Tensor]:  # the raw mean of a preconditioner that is not public
+            got = repr(precondition)
+            raise expected("local_update", "precondition", "to use public data only", got, "use fixed scales")
+
         # A device does not know the plan's noise, so scales that are measured by it are refused.
         transform = precondition.begun(model).transform(
             step, epoch_steps=1, noise_std=0.0, parameters=parameters, raw_mean=refused
@@ -274,8 +275,3 @@ def local_update(
             accumulator.add(update)
     clipped, _ = accumulator.result()
     return dict(clipped.values)
-
-
-def _refuse_raw_mean(precondition: Preconditioner) -> dict[str, Tensor]:
-    """Raise PrivacyError, as the raw mean of a preconditioner that is not public: no device has the cohort's."""
-    raise expected("local_update", "precondition", "to use public data only", repr(precondition), "use fixed scales")

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected
+from privgrad.errors import described, expected, require_choice
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
 from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import replaced
@@ -127,8 +127,7 @@ class BAM(Perturbation):
     """
 
     def __init__(self, radius: Radius, mode: Mode = "sam") -> None:
-        if mode not in get_args(Mode):
-            raise expected("BAM", "mode", "to be 'sam' or 'exact'", repr(mode), "choose one")
+        require_choice("BAM", "mode", mode, get_args(Mode))
         super().__init__(radius)
         self.mode: Mode = mode
 

@@ -90,8 +90,7 @@ def by_rank(
     counted = _features("by_rank", "counts", counts, "count over public text")
     require_integer("by_rank", "frequent", frequent, 1)
     if frequent > len(counted):
-        condition = f"to be at most {len(counted)}, the number of features"
-        raise expected("by_rank", "frequent", condition, frequent, "lower it")
+        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, all features", frequent, "lower it")
     require_positive("by_rank", "multiplier", multiplier, "give 20, the paper's value")
     scale = torch.full_like(counted, 1 / multiplier)
     scale[counted.argsort(descending=True, stable=True)[:frequent]] = 1.0
@@ -157,6 +156,5 @@ def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
 def _scales(function: str, scale: Tensor, parameter: str, dim: int, source: str, provenance: Provenance) -> Scales:
     """Return the Scales of one parameter, shaped to broadcast, with the provenance that the caller states."""
     if dim not in (0, 1):
-        remedy = "give 1 for the weight of a Linear, 0 for an embedding table"
-        raise expected(function, "dim", "to be 0 or 1", dim, remedy)
+        raise expected(function, "dim", "to be 0 or 1", dim, "give 1 for the weight of a Linear, 0 for an embedding")
     return Scales({parameter: scale.unsqueeze(1 - dim)}, provenance=provenance, source=source)

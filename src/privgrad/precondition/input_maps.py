@@ -159,7 +159,7 @@ class Inputs(Preconditioner):
                 factors = engine.inputs(batch(part))
                 for name in factors.keys() & parameters.keys():
                     bias = biases.get(name) if biases.get(name) in parameters else None
-                    rows = _Rows(-(-_ROWS * len(part) // len(chosen)), self._seed)
+                    rows = functools.partial(_rows, -(-_ROWS * len(part) // len(chosen)), self._seed)
                     moment = _second_moment(factors[name], constant=bias is not None, wide=self._wide, rows=rows)
                     if moment is not None:
                         found[name] = (moment + found[name][0] if name in found else moment), bias
@@ -224,7 +224,6 @@ def inputs(
 
 
 def _digest(examples: Any) -> str:
-    """Return a hash of the examples' shapes and values."""
     state = hashlib.blake2b(digest_size=8)
 
     def add(tensor: Tensor) -> Tensor:
@@ -265,21 +264,14 @@ class _Moment:
         return _Moment(self.total + other.total, self.rows + other.rows, self.transposed)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The choice of rows of a layer's inputs: `most` of them at random, the same for layers with equally many."""
-
-    most: int
-    seed: int
-
-    def of(self, count: int) -> Tensor:
-        """Return the indices of the chosen rows among `count`."""
-        if count <= self.most:
-            return torch.arange(count)
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))[: self.most]
+def _rows(most: int, seed: int, count: int) -> Tensor:
+    """Return at most so many of `count` rows, at random, the same for layers with equally many."""
+    if count <= most:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most]
 
 
-def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: _Rows) -> _Moment | None:
+def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: Callable[[int], Tensor]) -> _Moment | None:
     """Return the second moment of a layer's inputs, with the constant 1 appended if asked; None without inputs."""
     if isinstance(factor, RowRanges):
         parts = [part for _, part in factor.parts]
@@ -292,13 +284,14 @@ def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: _Rows) ->
         # The gradients of the outputs are zero, so the side that is not zero holds the inputs.
         transposed = bool(factor.b_BTO.any())
         inputs = (factor.b_BTO if transposed else factor.a_BTI).flatten(0, 1)
-        chosen = inputs if len(inputs) <= rows.most else inputs[rows.of(len(inputs)).to(inputs.device)]
+        places = rows(len(inputs))
+        chosen = inputs if len(places) == len(inputs) else inputs[places.to(inputs.device)]
         return _Moment(_moment(chosen, wide, constant=constant), len(chosen), transposed)
     if isinstance(factor, Convolution) and bool(factor.x.any()):  # a transposed convolution has its inputs elsewhere
         geometry, x = factor.geometry, factor.x
         x = x.reshape(len(x) * geometry.groups, -1, *x.shape[2:])  # all groups share one matrix
         plain = replace(geometry, groups=1)
-        places = rows.of(len(x) * torch.Size(plain.positions(x.shape[2:])).numel()).to(x.device)
+        places = rows(len(x) * torch.Size(plain.positions(x.shape[2:])).numel()).to(x.device)
         return _Moment(_moment(plain.patches_at(x, places), wide, constant=constant), len(places))
     return None
 

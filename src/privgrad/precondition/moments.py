@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_integer, require_positive
 from privgrad.gradient.factor import at_least_float32
 from privgrad.gradient.transform import MeanGradient, Preconditioner, Transform
 from privgrad.optim.base import require_decays
@@ -60,8 +60,7 @@ class Moments(Preconditioner):
             require_decays(name, "betas", betas, (0.9, 0.9))
         if not 0 < keep <= 1:
             raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
-        if schedule not in get_args(Schedule):
-            raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
+        require_choice(name, "schedule", schedule, get_args(Schedule))
         if every is not None:
             require_integer(name, "every", every, 1)
             if schedule == "epoch":

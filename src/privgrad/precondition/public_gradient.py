@@ -72,8 +72,7 @@ class PublicGradient:
         self._batch_size = count if batch_size is None else batch_size
         require_integer("PublicGradient", "batch_size", self._batch_size, 1)
         if self._batch_size > count:
-            condition = f"to be at most the number of examples, {count}"
-            raise expected("PublicGradient", "batch_size", condition, batch_size, "lower it")
+            raise expected("PublicGradient", "batch_size", f"to be at most {count} examples", batch_size, "lower it")
         self.model, self.source = model, source
         self._loss_fn, self._count, self._seed = loss_fn, count, seed
         self._processes = processes
@@ -102,7 +101,6 @@ class PublicGradient:
         return f"PublicGradient({self.source}; {self._count} examples, {self._batch_size} at once, seed {self._seed})"
 
     def _order(self, passed: int) -> Tensor:
-        """Return the order of the examples in one pass."""
         if self._batch_size == self._count:
             return torch.arange(self._count)
         return torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + passed))

@@ -98,8 +98,7 @@ def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
         got = f"{found.ndim} dimensions" if found.ndim != 1 else "a different number of labels"  # private numbers
         raise expected("ClassRates", "labels", "to be one for each example", got, remedy, SamplingError)
     if found.dtype.kind not in "iu":
-        remedy = "give class numbers, such as labels.long()"
-        raise expected("ClassRates", "labels", "to be integers", f"{found.dtype}", remedy, SamplingError)
+        raise expected("ClassRates", "labels", "to be integers", f"{found.dtype}", "give labels.long()", SamplingError)
     if count and not (found.min() >= 0 and found.max() < classes):
         got = f"{found.min()} to {found.max()}"
         remedy = "give a rate for each class, also for one that is absent"

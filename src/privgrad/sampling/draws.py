@@ -162,7 +162,6 @@ class BatchSampler(Sampler[Draw]):
         return map(self._draw, self._steps)
 
     def _draw(self, step: int) -> Draw:
-        """Return the draw of a step."""
         drawn = replace(self._drawn, step=step)
         if drawn.scheme == "poisson":
             if self._relative is None:
@@ -217,11 +216,9 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
         remedy = "correct num_examples, or draw Poisson batches, for which it need not agree"
         raise refusal(f"{condition} for {scheme} batches", "a different number", remedy)
     if scheme != "poisson" and processes.count > 1:
-        remedy = "draw Poisson batches, or train in one process"
-        raise refusal("to be 'poisson' in several processes", repr(scheme), remedy, "sampling")
+        raise refusal("to be 'poisson' in several processes", repr(scheme), "draw Poisson batches", "sampling")
     if scheme != "poisson" and isinstance(dataset, ClassRates):
-        remedy = "draw Poisson batches: others have no rates"
-        raise refusal("to be 'poisson' for ClassRates", repr(scheme), remedy, "sampling")
+        raise refusal("to be 'poisson' for ClassRates", repr(scheme), "draw Poisson batches", "sampling")
 
 
 def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:

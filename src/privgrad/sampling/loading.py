@@ -167,14 +167,12 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
 
 
 def _size(example: Any) -> int:
-    """Return how many numbers and characters an item holds."""
     parts = [part for _, part in named_leaves("", example)]
     sized = (len(part) if isinstance(part, str | bytes) else getattr(part, "shape", (1,)) for part in parts)
     return sum(size if isinstance(size, int) else math.prod(size) for size in sized)
 
 
 def _row(examples: Any, index: int) -> list[Any]:
-    """Return the tensors of one example of a batch."""
     return tree_leaves(map_examples(itemgetter(index), examples))
 
 
@@ -411,8 +409,7 @@ def _explained(error: BaseException) -> BaseException:
     got = f"{first}".strip().split(". ")[0].rstrip(".")
     if not got.startswith("DataLoader worker"):
         return error
-    remedy = "take fewer workers or a lower prefetch_factor if memory ran out; "
-    remedy += "with num_workers=0, an error of the data set shows itself"
+    remedy = "take fewer workers or a lower prefetch_factor; with num_workers=0, an error of the data set shows itself"
     return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
 
 

@@ -23,6 +23,7 @@ from privgrad.statement.text import Statement, released_beside, statement
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
 _TAGS = ("differential-privacy", "privgrad")
+_OF_PLAN = ("neighboring_relation", "sampling", "sample_rate", "max_batch_size", "expected_batch_size", "num_examples")
 
 
 def write_privacy(
@@ -105,15 +106,10 @@ def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None
         facts |= {"other_trainings": len(others), "other_released_gradients": sum(one.releases for one in others)}
     return facts | {
         "unit": plan.privacy_unit,
-        "neighboring_relation": plan.neighboring_relation,
         "released_gradients": ledger.releases,
         "planned_gradients": plan.steps,
-        "sampling": plan.sampling,
-        "sample_rate": plan.group_rate,
+        **{name: fact for name, fact in plan.public_facts.items() if name in _OF_PLAN},
         "bands": plan.bands,
-        "max_batch_size": plan.max_batch_size,
-        "expected_batch_size": plan.expected_batch_size,
-        "num_examples": plan.num_examples,
         "noise_multiplier": plan.noise_multiplier,
         "max_grad_norm": plan.max_grad_norm,
         "research_seed": plan.seed is not None,

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +71,8 @@ def save(
     if post_processing is not None and not post_processing.strip():
         raise expected("save", "post_processing", "to be a few words", described(post_processing), "leave it out")
     given = [ledger] if isinstance(ledger, Ledger | Budget | str | os.PathLike) else ledger
-    records = [_opened(record) for record in given]
-    said = _statement(records, delta)
+    records = [opened(record) for record in given]
+    said = statement_of("save", records, delta)
     if not said.numbers["releases"]:
         raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")
     origin = Section("Weights", _origin(model, records, post_processing))
@@ -166,26 +165,24 @@ def _is_saved(place: Path) -> bool:
         return False
 
 
-def _opened(record: object) -> Ledger | Budget:
+def opened(record: Record) -> Ledger | Budget:
     """Return a ledger or a budget, read from its file if it is a path."""
     if isinstance(record, Ledger | Budget):
         return record
-    if not isinstance(record, str | os.PathLike):
-        remedy = "give private_grad.ledger, result.ledger, the path of ledger.jsonl, or the budget"
-        raise expected("save", "ledger", "to be a Ledger, a Budget or a path", described(record), remedy)
-    path = Path(cast("str | os.PathLike[str]", record))
+    path = Path(record)
     return Budget(path) if is_budget(path) else Ledger(path, read_only=True)
 
 
-def _statement(records: Sequence[Ledger | Budget], delta: float | None) -> Statement:
+def statement_of(function: str, records: Sequence[Ledger | Budget], delta: float | None) -> Statement:
     """Return the statement on ledgers, or on one budget."""
     ledgers = [record for record in records if isinstance(record, Ledger)]
     if len(ledgers) == len(records):
         return statement(ledgers, delta=delta)
     budget = records[0]
     if records[1:] or delta is not None or isinstance(budget, Ledger):
-        got, remedy = f"{len(records)} records and delta {delta}", "give it alone: it covers all of its ledgers"
-        raise expected("save", "a budget", "to be given alone", got, remedy)
+        got = f"{len(records)} records and delta {delta}"
+        remedy = "give it alone: it covers all of its ledgers. For people in others too, epsilons and deltas add up"
+        raise expected(function, "a budget", "to be given alone", got, remedy)
     return budget_statement(budget)
 
 

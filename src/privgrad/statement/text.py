@@ -219,7 +219,6 @@ def _commitment_text(one: Commitment, delta: float) -> str:
 
 
 def _sections(facts: _Facts, plans: Sequence[dict[str, Any]], computed: Sequence[str]) -> tuple[Section, ...]:
-    """Return the statement's text."""
     given = (str(plan["side_information"]) for plan in plans if plan.get("side_information"))
     sources = dict.fromkeys(" ".join(source.split()) for source in given)  # a line of its own would look like ours
     versions = ", ".join(f"{name} {number}" for name, number in facts.versions.items())
@@ -274,7 +273,6 @@ def _in_short(facts: _Facts, plans: Sequence[dict[str, Any]]) -> tuple[str, ...]
 
 
 def _whose_data(facts: _Facts) -> tuple[str, ...]:
-    """Return what is protected."""
     one, many = facts.one, facts.many
     exactness = ", or one less." if facts.at_least is False else " or more. The true number is secret."
     unit = ": one entry of the data set, such as a line of a table, an image or a text."
@@ -296,7 +294,6 @@ def _whose_data(facts: _Facts) -> tuple[str, ...]:
 
 
 def _meaning(facts: _Facts) -> tuple[str, ...]:
-    """Return what epsilon and delta mean for an attack."""
     one, many, wrong = facts.one, facts.many, facts.false_positive_rate
     of_budget = (
         "For a budget, it follows from epsilon and delta alone, whatever is released.",

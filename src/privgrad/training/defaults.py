@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.checks.model_and_loss import require_supported
 from privgrad.clip.clipping import Clipping, Flat
 from privgrad.clip.rules import Automatic
-from privgrad.errors import described, expected, require_callable
+from privgrad.errors import expected, require_callable
 from privgrad.gradient.functional import evaluating, preserved, seeded, trainable
 from privgrad.gradient.probes import gradients
 from privgrad.optim import SGD
@@ -110,9 +110,6 @@ def suggest(
         Ours. Factors and exponent were chosen on five tasks (docs/choosing.md).
     """
     require_model("suggest", model)
-    if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "make one: PrivacyPlan.for_budget(...)"
-        raise expected("suggest", "plan", "to be a PrivacyPlan", described(plan), remedy)
     require_supported(model)
     if plan.noise_multiplier == 0:
         remedy = "plan with noise: without noise there is no noise step"
@@ -134,8 +131,7 @@ def suggest(
     whose = name or "of the model"
     if len(norms) == matrices == 1:
         step, schedule = _LINEAR / norm, Schedule("constant")
-        why = "One layer is trained. "
-        why += f"Noise moves its outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
+        why = f"One layer is trained. Noise moves outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
         of_schedule = "Constant rate: for one layer, decay changed our results by -2 to 0 points."
     else:
         step, schedule = _NETWORK / (norm * places**_PLACES), Schedule("linear")
@@ -188,7 +184,6 @@ def _call(model: nn.Module, public_batch: Any) -> None:
 def _clipping(
     model: nn.Module, plan: PrivacyPlan, public_batch: Any, loss_fn: LossFunction | None, examples: int
 ) -> tuple[Clipping, PrivacyPlan, str]:
-    """Return the clipping rule, the plan with its C, and the reason."""
     if loss_fn is None:
         return Automatic(), plan, "clip.Automatic(): without loss_fn, no public gradient norm is known."
     norms: list[float] = []

@@ -177,7 +177,6 @@ def _answered() -> Generator[None]:
 
 
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
-    """Start a collective for each tensor, then wait for all of them."""
     with _answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()

@@ -248,16 +248,14 @@ def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) ->
     if scheduler is None or isinstance(scheduler, Schedule):
         return None if scheduler is None else scheduler.of(optimizer, steps)
     if not isinstance(scheduler, LRScheduler):
-        condition = "to be a Schedule, its decay or a torch scheduler"
         remedy = 'give Schedule("cosine"), "cosine" or one of torch.optim.lr_scheduler, or leave it out'
-        raise expected("fit", "scheduler", condition, described(scheduler), remedy)
+        raise expected("fit", "scheduler", "to be a Schedule, its decay or of torch", described(scheduler), remedy)
     if isinstance(scheduler, ReduceLROnPlateau):
         remedy = "give one without a metric, such as CosineAnnealingLR(optimizer, T_max=plan.steps), or write the loop"
         raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
     if scheduler.optimizer is not optimizer:
         got = f"the scheduler of a different {type(scheduler.optimizer).__name__}"
-        remedy = "make it from the optimizer that you give to fit"
-        raise expected("fit", "scheduler", "to be of the same optimizer", got, remedy)
+        raise expected("fit", "scheduler", "to be of the same optimizer", got, "make it from fit's optimizer")
     lasts = getattr(scheduler, "total_steps", steps)  # OneCycleLR raises after so many steps
     if lasts < steps - 1:
         remedy = "give it total_steps=plan.steps"
@@ -268,8 +266,7 @@ def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) ->
 def _average_of(model: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of the model that will hold the moving average of its weights."""
     if not (isinstance(decay, int | float) and 0 <= decay < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "0.999 is usual for a thousand steps or more"
-        raise expected("fit", "ema_decay", "to be in [0, 1)", described(decay), remedy)
+        raise expected("fit", "ema_decay", "to be in [0, 1)", described(decay), "0.999 is usual for long trainings")
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         remedy = "train without it, or give whole models to Distributed"
         raise expected("fit", "ema_decay", "to be of a whole model", "a sharded model", remedy)

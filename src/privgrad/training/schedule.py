@@ -35,11 +35,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require_choice("Schedule", "decay", self.decay, get_args(Decay))
-        warmup = self.warmup
-        if isinstance(warmup, bool) or not isinstance(warmup, Real) or not 0 <= warmup < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give the share of the steps in which the rate rises, such as 0.05"
-            raise expected("Schedule", "warmup", "to be in [0, 1)", described(warmup), remedy)
-        object.__setattr__(self, "warmup", float(warmup))  # a checkpoint cannot hold numpy scalars
+        if not isinstance(self.warmup, Real) or not 0 <= self.warmup < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise expected("Schedule", "warmup", "to be in [0, 1)", described(self.warmup), "give a share of the steps")
+        object.__setattr__(self, "warmup", float(self.warmup))  # a checkpoint cannot hold numpy scalars
 
     def of(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
         """Return a scheduler that sets the rate of the first step now, and that of the next one at each `step`.
@@ -50,11 +48,8 @@ class Schedule:
         Returns:
             A LambdaLR. Its state is plain numbers and the name of the decay, so a checkpoint can hold it.
         Raises:
-            PrivacyError: the optimizer is not one of torch, or steps is not a whole number >= 1.
+            PrivacyError: steps is not a whole number >= 1.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give the optimizer whose learning rate shall change"
-            raise expected("Schedule.of", "optimizer", "to be a torch optimizer", described(optimizer), remedy)
         require_integer("Schedule.of", "steps", steps, 1)
         warm = min(round(self.warmup * steps), steps - 1)
         return LambdaLR(optimizer, _Factor(self.decay, warm, int(steps)))
