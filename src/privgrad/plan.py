@@ -144,6 +144,9 @@ class PrivacyPlan:
             raise expected(function, "max_batch_size", "to be None without truncation", self.max_batch_size, remedy)
         if self.correlation is not None:
             _require_poisson(function, self.sampling)
+            if not isinstance(self.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
+                remedy = "give privgrad.noise.Banded(bands=8), or None"
+                raise expected(function, "correlation", "to be Banded or None", described(self.correlation), remedy)
             batches_in_data = math.floor(self.num_examples / self.expected_batch_size)
             _require_bands(function, self.correlation.bands, self.steps, batches_in_data)
             object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
@@ -583,7 +586,7 @@ def _require_bands(function: str, bands: int, steps: int, batches_in_data: int) 
     """Raise PrivacyError unless so many groups of people can take turns, each large enough to fill a batch."""
     most = min(steps, batches_in_data)
     if bands > most:
-        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else "leave it out: the batches are too large"
+        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else "leave correlation out: batches are too large"
         condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
         raise expected(function, "bands", condition, bands, remedy)
 

@@ -388,7 +388,6 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, first: int, 
 
 
 def _depends(got: str) -> PrivacyError:
-    """Return the error for a loss that depends on other examples."""
     remedy = (
         "make each loss depend on its own example: no statistics, ranks or means over the batch, and no random numbers "
         "by place; augment by augmentation.multiplicity with views >= 2, or in __getitem__, from that item alone"

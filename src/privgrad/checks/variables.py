@@ -164,7 +164,7 @@ class Scope(Contents):
                 yield Variable(f"{path}{_KEY}{number}", {0: part}, 0)
         elif isinstance(value, FunctionType | type):
             for name in self.names.intersection(vars(value)) if _is_own(value.__module__) else ():
-                if not isinstance(vars(value)[name], _PARTS):
+                if not (name.startswith("__") or isinstance(vars(value)[name], _PARTS)):
                     yield Variable(f"{path}.{name}", value, name)
         elif _is_readable(value):
             own = getattr(value, "__dict__", {})
@@ -249,7 +249,6 @@ class Snapshot(Contents):
         return ()
 
     def _note(self, path: str, value: Any) -> None:
-        """Note a tensor or an array."""
         is_tensor = isinstance(value, Tensor)
         self.tensors[id(value)] = path
         if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
@@ -378,11 +377,9 @@ class State:
             self._last, self._now = (read, Snapshot(self.scope, self.scope.buffers)), None
 
     def _read(self, scope: Scope) -> Snapshot:
-        """Return the values of the variables."""
         return Snapshot(scope, scope.variables, copied=self.undone)
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
-        """Add amounts to numbers, by path."""
         if self.scope is not None and any(amounts.values()):
             places, self._now = self._read(self.scope).places, None
             for path, by in amounts.items():

@@ -174,7 +174,7 @@ class _Folder:
         if line["data"] != digest:
             condition = f"to be those of {self.place}"
             raise expected("cache", f"rows {start} and following", condition, f"rows of digest {digest}", _REMEDY)
-        if line["features"] != zlib.crc32(np.ascontiguousarray(self.values[start : start + self.block]).data):
+        if line["features"] != _checksum(self.values[start : start + self.block]):
             raise self._damaged(_FEATURES, f"changed bytes from row {start}")
         return True
 
@@ -191,8 +191,7 @@ class _Folder:
         values = cast(np.memmap[Any, Any], self.values)
         values[start : start + len(features)] = features
         values.flush()
-        checksum = zlib.crc32(np.ascontiguousarray(features).data)
-        self.log.write(json.dumps({"block": index, "data": digest, "features": checksum}) + "\n")
+        self.log.write(json.dumps({"block": index, "data": digest, "features": _checksum(features)}) + "\n")
         self.log.flush()
         os.fsync(self.log.fileno())
 
@@ -243,3 +242,7 @@ def _digest(rows: Rows) -> str:
     else:
         digest = hashlib.sha256(json.dumps(list(rows)).encode())
     return digest.hexdigest()
+
+
+def _checksum(features: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(features).data)
