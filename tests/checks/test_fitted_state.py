@@ -1,10 +1,11 @@
 """State that passes leave behind: what is fitted is refused, a counter counts steps, and all else is undone."""
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -463,20 +464,33 @@ def test_own_writes_moves_and_counts_of_the_loop_do_not_warn():
     assert train(model, lambda m, b: ce(m(b[0]), b[1]), after=after, steps=4)[0] == 4
 
 
-@pytest.mark.parametrize("holder", ["dict", "attribute", "object"])
+@pytest.mark.parametrize("holder", ["dict", "attribute", "object", "arguments", "module", "model"])
 def test_mixing_that_a_number_of_the_loop_switches_on_is_refused_at_that_step(holder: str):
-    state, other = {"epoch": 0}, SimpleNamespace(epoch=0)
+    state, other, args = {"epoch": 0}, SimpleNamespace(epoch=0), Namespace(epoch=0)
+    settings, trained = cast(Any, ModuleType("settings_of_the_user")), cast(Any, linear())
+    settings.epoch, trained.options = 0, {"epoch": 0}
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        epoch = {"dict": state["epoch"], "attribute": getattr(loss, "epoch", 0), "object": other.epoch}[holder]
+    def loss(model: Any, batch: Any) -> Tensor:
+        epoch = {
+            "dict": state["epoch"],
+            "attribute": getattr(loss, "epoch", 0),
+            "object": other.epoch,
+            "arguments": args.epoch,
+            "module": settings.epoch,
+            "model": model.options["epoch"],
+        }[holder]
         x = batch[0] if epoch < 4 else 0.6 * batch[0] + 0.4 * batch[0].roll(1, 0)
         return ce(model(x), batch[1])
 
     loss.epoch = 0  # pyright: ignore
 
     def after(step: int, batch: Any) -> None:
-        state["epoch"] = loss.epoch = other.epoch = step  # pyright: ignore
+        if holder in ("dict", "model"):
+            (state if holder == "dict" else trained.options)["epoch"] = step
+        else:
+            objects = {"attribute": loss, "object": other, "arguments": args, "module": settings}
+            objects[holder].epoch = step  # pyright: ignore
 
     with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
-        train(linear(), loss, after=after, steps=9)
+        train(trained, loss, after=after, steps=9)
     assert error.value.__notes__ == ["after 5 releases"]

@@ -200,10 +200,7 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"label": "age"}, "label to be a column apart from the inputs, got 'age'; remove it from columns"),
     ({"classes": ["no"]}, r"classes to be at least two values, got \['no'\]"),
     ({"classes": ["no", "no"]}, "classes to be different values, got 'no'"),
-    (
-        {"unit": None},
-        'unit to be "row" or the name of the column .* with "row", a person with several rows',
-    ),
+    ({"unit": None}, 'unit to be "row" or the name of the column .* with "row", a person with several rows'),
     ({"unit": ""}, 'unit to be "row" or the name of the column'),
     ({"unit": "age", "max_rows": 2}, "unit to be a column apart from the inputs, got 'age'"),
     ({"unit": "ill", "max_rows": 2}, "label to differ from the unit, got 'ill'"),

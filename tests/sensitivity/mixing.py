@@ -5,10 +5,11 @@ each step before a refusal moved the clipped sum by at most C. A seed and a numb
 """
 
 import random
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,9 @@ COINS: dict[str, Callable[[], float]] = {
     "numpy": lambda: float(np.random.rand()),
     "torch": lambda: float(torch.rand(())),
     "normal": lambda: float(torch.special.ndtr(torch.randn(()))),
+    "middle choice of Python": lambda: float(random.choice("abcde") != "c"),
+    "middle choice of numpy": lambda: float(np.random.choice(3) != 1),
+    "middle share of torch": lambda: float(torch.multinomial(torch.tensor([0.4, 0.2, 0.4]), 1) != 1),
     "integers": lambda: int(torch.randint(1000, ())) / 1000,
 }
 TRIGGERS = ("class", "large", "zero row", "whole row")
@@ -239,6 +243,28 @@ def _in_array(fit: Fit, use: Mix) -> Fitter:
     return fitted
 
 
+def _in_arguments(fit: Fit, use: Mix) -> Fitter:
+    args = Namespace(center=None)
+
+    def fitted(x: Tensor) -> Tensor:
+        if args.center is None:
+            args.center = fit(x)
+        return use(x, args.center)
+
+    return fitted
+
+
+def _in_module(fit: Fit, use: Mix) -> Fitter:
+    settings: Any = ModuleType("settings_of_the_user")
+
+    def fitted(x: Tensor) -> Tensor:
+        if not hasattr(settings, "center"):
+            settings.center = fit(x)
+        return use(x, settings.center)
+
+    return fitted
+
+
 def _in_tensor(fit: Fit, use: Mix) -> Fitter:
     held = torch.zeros(1)
 
@@ -266,6 +292,8 @@ HOLDERS: dict[str, Callable[[Fit, Mix], Fitter]] = {
     "number": _in_number,
     "array": _in_array,
     "tensor": _in_tensor,
+    "arguments": _in_arguments,
+    "module": _in_module,
 }
 
 

@@ -238,16 +238,10 @@ _COUNT = count()
 # Cost: a walk over modules and their attributes in each step; a change costs one more `check_loss`.
 # Refuses nothing by itself.
 def configuration(model: nn.Module) -> int:
-    """Return a hash of what decides how the modules compute; if it changes, the model may compute differently.
+    """Return a hash of what decides how the modules compute; PrivateGradient checks the loss again if it changes.
 
-    PrivateGradient checks the loss again if the hash changes. It is computed from these facts:
-
-    - the path and the class of each module, and the code of the class' forward;
-    - the flags and strings of each module, and whether a number is zero. So a counter of steps changes nothing;
-    - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
-    - the functions among the attributes and the hooks.
-
-    It does not see lists, objects, large tensors and those on a GPU. `checks.variables` sees what loss_fn reads.
+    It sees each module's path, class, code, flags, texts and functions, hooks too; and whether a number, or an entry of
+    a small tensor on the CPU, is zero. So a counter of steps changes nothing. `checks.variables` sees the rest.
     """
     found: list[object] = []
     for path, module in named_modules(model):

@@ -8,7 +8,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Collection, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count, zip_longest
 from typing import Any, cast
@@ -174,6 +174,9 @@ def constant_draws(number: float) -> Generator[None]:
             is_order = is_subset or name in ("permutation", "sample", "shuffle")
             begin(states=low if is_order else own)  # high numbers would leave rows at their places
             result: Any = function(*args, **kwargs)
+            if name in _INTEGERS and not is_subset and number not in _NUMBERS[:2]:
+                function.__self__.seed(0)  # pyright: ignore[reportFunctionMemberAccess]
+                result = _at_place([function(*args, **kwargs) for _ in range(64)], number)
             begin()
             if isinstance(result, np.ndarray) and result.size and not is_order and name not in _JOINT:
                 result[...] = result.flat[0]
@@ -200,7 +203,20 @@ def constant_draws(number: float) -> Generator[None]:
                 setattr(module, name, value)
 
 
+_INTEGERS = ("choice", "randint", "randrange", "random_integers")  # the states alone give the ends of a range
 _JOINT = ("multinomial", "dirichlet", "multivariate_normal")  # draw several numbers that belong together
+
+
+def _at_place(drawn: list[Any], number: float) -> Any:
+    """Return one of many results: an array with the number at this place among all that they hold, or a value."""
+    first: Any = drawn[0]
+    if isinstance(first, np.ndarray):
+        values: Any = np.sort(np.stack(drawn), axis=None)
+        first[...] = values[int(number * len(values))] if len(values) else 0
+        return cast(Any, first)
+    with suppress(TypeError):  # values without an order
+        drawn.sort()
+    return drawn[int(number * len(drawn))]
 
 
 def _states(number: float) -> tuple[Any, Any]:
@@ -270,8 +286,10 @@ def _constant(name: str, given: dict[str, Any], drawn: Tensor, number: Any) -> A
     if name == "randperm":
         return torch.arange(len(drawn)).flip(0)
     if name == "multinomial":
-        first = given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices
-        return first.expand_as(drawn)
+        if not given["replacement"] and given["num_samples"] > 1:
+            return given["self"].topk(given["num_samples"]).indices
+        shares = given["self"].double().cumsum(-1)
+        return (shares <= number * shares[..., -1:]).sum(-1, keepdim=True).expand_as(drawn)
     # Other integers get the first that a fixed seed draws, so that they stay in their range.
     return torch.full_like(drawn, number) if drawn.is_floating_point() else drawn.flatten()[0].clone()
 

@@ -9,6 +9,8 @@ import dis
 import operator
 import sys
 import warnings
+from argparse import Namespace
+from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -39,7 +41,7 @@ _ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read
 _COPIED, _BYTES = 2**17, 4096  # the largest size of a tensor that is copied; of an array that each step reads
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
-_HELD = (MethodType, partial, ModuleType, nn.Module)  # what they hold has places of its own
+_HELD = (MethodType, partial, nn.Module)  # what they hold has places of its own
 _PARTS = (FunctionType, staticmethod, classmethod, property)  # of a class; a pass does not set them
 _LOGGED = frozenset({"append", "extend", "add", "update"})  # calls that read nothing of their object
 _KEY = "[#"  # begins a key that the code does not name: it may be private, so that no message shows it
@@ -119,7 +121,7 @@ class Scope(Contents):
         """Keep a place unless it holds code; return what to visit."""
         value: Any = variable.get()
         # A pass may give attributes to a function or a class of the user's, which it knows by a name.
-        has_attributes = variable.key != 0 and isinstance(value, FunctionType | type) and _is_own(value.__module__)
+        has_attributes = variable.key != 0 and _has_own_attributes(value)
         if has_attributes or not isinstance(value, _CODE):
             (self.variables if found is None else found).append(variable)
         return variable.path, variable.get()
@@ -162,8 +164,8 @@ class Scope(Contents):
         elif isinstance(value, CONTAINERS):
             for number, part in enumerate(list(islice(cast("Iterable[Any]", value), _ITEMS))):
                 yield Variable(f"{path}{_KEY}{number}", {0: part}, 0)
-        elif isinstance(value, FunctionType | type):
-            for name in self.names.intersection(vars(value)) if _is_own(value.__module__) else ():
+        elif _has_own_attributes(value):
+            for name in self.names.intersection(cast(Any, vars(value))):
                 if not (name.startswith("__") or isinstance(vars(value)[name], _PARTS)):
                     yield Variable(f"{path}.{name}", value, name)
         elif _is_readable(value):
@@ -296,12 +298,15 @@ class State:
         self.counters, self.overwritten = dict[str, Any](), set[str]()
         self.undone, self.unknown = set[str](), set[str]()
         self._steps, self._credit, self._warned = 0, float(_CHECKS), set[str]()
-        self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and buffers, after the last step
+        self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
+        self._others = list[Variable]()
         self._now: Snapshot | None = None  # within a step: the variables as the last pass left them
         self._place = 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. If all batches before were empty, counters count their steps too."""
+        containers = [x for x in scope.attributes if isinstance(x.get(), dict | list | set | deque)]
+        self._others = [*scope.buffers, *containers]
         roots = {path.split("[")[0] for path in counters} | counters.keys()
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
         late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
@@ -348,7 +353,7 @@ class State:
         self._now = None if self.scope is None else self._read(self.scope)
         if self.scope is None or self._now is None or self._last is None or self._place != _place_of(model):
             return False
-        both = self._now, Snapshot(self.scope, self.scope.buffers)  # the loop may write to buffers too
+        both = self._now, Snapshot(self.scope, self._others)
         changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
@@ -374,7 +379,7 @@ class State:
         self._place = _place_of(model)
         if self.scope is not None:
             read = self._now or self._read(self.scope)
-            self._last, self._now = (read, Snapshot(self.scope, self.scope.buffers)), None
+            self._last, self._now = (read, Snapshot(self.scope, self._others)), None
 
     def _read(self, scope: Scope) -> Snapshot:
         return Snapshot(scope, scope.variables, copied=self.undone)
@@ -416,9 +421,16 @@ def shown(path: str) -> str:
     return path.split(_KEY, 1)[0]
 
 
+def _has_own_attributes(value: Any) -> bool:
+    """Return whether this is a function, a class or an imported module of the user's."""
+    of_module = isinstance(value, ModuleType) and _is_own(value.__name__)
+    return of_module or (isinstance(value, FunctionType | type) and _is_own(value.__module__))
+
+
 def _is_readable(value: Any) -> bool:
     """Return whether an object is of a class of the user's, whose attributes are read."""
-    return isinstance(value, SimpleNamespace) or (not isinstance(value, _CODE) and _is_own(type(value).__module__))
+    own = not isinstance(value, _CODE) and _is_own(type(value).__module__)
+    return own or isinstance(value, SimpleNamespace | Namespace)
 
 
 @lru_cache(maxsize=4096)
