@@ -581,10 +581,7 @@ class PrivateGradient:
     def _with_distribution(
         self, gradient: NoisyGradient, raw_mean: Tensor | None
     ) -> tuple[NoisyGradient, Tensor | None]:
-        """Return the gradient with its distribution of norms apart from the parameters, and move C. Post-processing.
-
-        It also returns the shares without noise, if their statistic is given.
-        """
+        """Move C; return the gradient apart from its distribution of norms, and the shares without noise, if given."""
         if self._statistic is None:
             return gradient, None
         tensors, noise_std, bound = dict(gradient), cast(float, gradient.noise_std), self.max_grad_norm
@@ -696,10 +693,7 @@ class PrivateGradient:
         return transform
 
     def _noise_std(self) -> float:
-        """Return the standard deviation of the noise in one coordinate, at the current C and without the grid.
-
-        With a correlation it is that of the plan's last step.
-        """
+        """Return the noise's standard deviation at the current C, without the grid; of the last step if correlated."""
         bound = self.max_grad_norm if self._statistic is None else self._statistic.sensitivity(self.max_grad_norm)
         return self._plan.noise_std * bound / self._plan.max_grad_norm if self._plan.noise_std > 0 else 0.0
 

@@ -258,10 +258,7 @@ class _Sums:
 def _add_clipped(
     sums: _Sums, chunk: Factors, clip: Clipping, max_grad_norm: float, inverse_scales: Named, names: Sequence[str]
 ) -> RawClipping:
-    """Clip one chunk of gradients and add it to `sums`; return its norms and factors.
-
-    The rule gets a norm for each of `names`, which is 0 for parameters that no example of the chunk reaches.
-    """
+    """Clip a chunk of gradients and add it to `sums`; return its norms, 0 for unreached `names`, and its factors."""
     norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
     nonfinite, apart = 0, list[tuple[Tensor, RawClipping]]()
     if not math.isfinite(float(norms.joint_B.sum())):  # if the sum is finite, so is every norm
@@ -298,10 +295,7 @@ def _add_clipped(
 
 
 def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the factors of the norms that were found; refuse a user's rule whose factors depend on other examples.
-
-    The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
-    """
+    """Return the factors of the norms; refuse a user's rule that gives others for half of the examples alone."""
     norms, missing = found, [name for name in names if name not in found]
     if missing:
         norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
@@ -363,10 +357,7 @@ def _terms(
 
 
 def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -> Tensor:
-    """Return the lengths of the contributions, shape (B,); raise PrivacyError unless each is within C.
-
-    The check uses the factors that the sum uses, not the promise of the rule.
-    """
+    """Return the contributions' lengths, shape (B,), by the factors of the sum; raise PrivacyError if one exceeds C."""
     used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
     if len(used) == 1:  # one factor for all parameters comes out of the norm
         contribution_B = next(iter(used.values())).abs() * joint_norm_of(norms)
@@ -383,11 +374,7 @@ def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -
 
 
 class _Norms(dict[str, Tensor]):
-    """Norms by parameter name, each of shape (B,), with the joint norm of all parameters.
-
-    Attributes:
-        joint_B: shape (B,). Checks and rules use it several times, so it is computed once.
-    """
+    """Norms by parameter name, each of shape (B,), with the joint norm of all parameters, which is computed once."""
 
     def __init__(self, norms: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(norms)

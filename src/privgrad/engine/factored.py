@@ -235,11 +235,7 @@ class Factored:
                 return factors
 
     def _falling_back(self, compute: Callable[[], Result]) -> Result:
-        """Return compute(). As long as it refuses a unit, take this or a module above whole, and compute again.
-
-        Raises:
-            UnsupportedModuleError: it refuses the model for another reason, or no more modules may be taken whole.
-        """
+        """Return compute(). As long as it refuses a unit, take this or a module above whole, and compute again."""
         while True:
             try:
                 found = compute()

@@ -450,10 +450,7 @@ def _require_unwritten(tap: Tap) -> None:
 
 
 def _require_seen(losses: Tensor, capture: Capture) -> None:
-    """Raise an error if the graph of the losses reaches a parameter: the capture has not seen some use of it.
-
-    Units and copies are computed from detached parameters.
-    """
+    """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
     names = {id(parameter): name for name, parameter in capture.trained.items()}
     for source in sources([losses]):
         name = names.get(id(source))

@@ -189,10 +189,7 @@ def per_sample_gradients(
 
 
 def _gradient_of_one(bound: BoundLoss, rest: Named, exact: bool) -> Callable[[Named, Named, Any], Named]:
-    """Return a function (parameters, along, example) -> gradient, for vmap.
-
-    The function captures `rest` (frozen parameters and buffers), so that torch.func refuses writes to it.
-    """
+    """Return a function (parameters, along, example) -> gradient, for vmap, which refuses writes to `rest`."""
 
     def loss_of_one(parameters: Named, example: Any) -> Tensor:
         state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
