@@ -44,7 +44,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "noise": 571,  # two normals of a GPU
         "optim": 1917,  # checks of decays and shares
         "perturb": 687,
-        "precondition": 1026,
+        "precondition": 1027,
         "sampling": 1000,  # visible repeats, extremes tried first, names of parts
         "statement": 836,  # what each gradient was released with
         "training": 1593,  # no epsilon for batches of fixed size

@@ -113,9 +113,7 @@ class WithoutNoise(Changed):
 )
 def test_a_statistic_of_the_users_that_breaks_its_bound_releases_nothing(statistic: NormStatistic, words: str):
     class Rule(pg.clip.TargetFraction):
-        def _statistic(
-            self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: Any
-        ) -> NormStatistic:
+        def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: Any) -> NormStatistic:
             return statistic
 
     plan, data = make_plan(max_grad_norm=100.0), make_data()

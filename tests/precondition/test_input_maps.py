@@ -339,6 +339,24 @@ def test_models_and_data_without_matrices_are_refused():
         maps_of(nn.Linear(2, 2), torch.ones(4, 2), forward=lambda model, x: model(x).sum())
 
 
+class Slope(nn.Module):
+    """A layer whose output is its derivative by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.inner(x).sin().sum(), x, create_graph=True)
+        return slope
+
+
+def test_other_layers_have_maps_where_one_differentiates_by_its_inputs():
+    maps, layers = maps_of(nn.Sequential(nn.Linear(4, 3), Slope()), torch.randn(8, 4))
+    assert set(maps) == {"0.weight"}
+    assert layers["1.inner.weight"] == "unchanged"
+
+
 def test_users_with_local_training_are_refused():
     plan = pg.PrivacyPlan.for_users(
         noise_multiplier=1.0, max_update_norm=1.0, num_users=4, expected_cohort_size=4, rounds=1, delta=1e-5

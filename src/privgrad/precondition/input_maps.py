@@ -151,7 +151,7 @@ class Inputs(Preconditioner):
         def batch(part: Tensor) -> Any:
             return map_examples(lambda tensor: tensor[part].to(device), self._examples)
 
-        with evaluating(model):
+        with evaluating(model), torch.enable_grad():  # the loss may differentiate by its inputs
             biases = _biases(model)
             # In parts, as a private batch is, so that it takes no more memory.
             size = engine.microbatch_size(batch(chosen[:16]), len(chosen))
@@ -271,6 +271,7 @@ def _rows(most: int, seed: int, count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most]
 
 
+@torch.no_grad()
 def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: Callable[[int], Tensor]) -> _Moment | None:
     """Return the second moment of a layer's inputs, with the constant 1 appended if asked; None without inputs."""
     if isinstance(factor, RowRanges):
