@@ -351,10 +351,12 @@ class Slope(nn.Module):
         return slope
 
 
-def test_other_layers_have_maps_where_one_differentiates_by_its_inputs():
-    maps, layers = maps_of(nn.Sequential(nn.Linear(4, 3), Slope()), torch.randn(8, 4))
-    assert set(maps) == {"0.weight"}
-    assert layers["1.inner.weight"] == "unchanged"
+def test_a_model_that_is_computed_whole_is_refused_by_name():
+    with (
+        pytest.warns(UserWarning, match="computes the whole model for each example by itself"),
+        pytest.raises(pg.PrivacyError, match="the model to have a layer with inputs|gradients of whole losses"),
+    ):
+        maps_of(nn.Sequential(nn.Linear(4, 3), Slope()), torch.randn(8, 4))
 
 
 def test_users_with_local_training_are_refused():
