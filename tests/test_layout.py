@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 719,
         "engine": 7374,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1922,
-        "gradient": 2827,  # `novelty`, `state`, hooks in copies
+        "gradient": 2828,  # `novelty`, `state`, hooks in copies
         "heads": 962,
         "integrations": 1622,  # the task for which a head has no known loss
         "ledger": 1423,

@@ -12,7 +12,7 @@ from privgrad.gradient.probes import COLUMNS
 _EXTRA = 10
 _VALUES = 64  # a column with more different values has no new ones
 _FEW = 8  # the same in a tensor whose columns together have more than _VALUES values
-_READ = 512  # most numbers of a row that are looked at: of wider rows, every second, third ... column
+_READ, _MOST = 512, 2**19  # most numbers of a row, and of all wide rows, that are looked at: every k-th column
 
 
 class Novelty:
@@ -40,7 +40,8 @@ class Novelty:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() and not leaf.is_complex():
                 columns = leaf.numel() // len(leaf)
                 x = leaf.detach().reshape(len(leaf), columns)
-                x = x[:, :: -(-columns // _READ)].float()
+                most = min(_READ, max(_MOST // len(leaf), COLUMNS + 1))
+                x = x[:, :: -(-columns // most) if columns > _READ else 1].float()
                 zeros, values = (x == 0).sum(1), self._values.get((place, x.shape[1]))
                 if x.shape[1] <= COLUMNS and values is None:  # the first batch of this shape: all is new
                     self._values[place, x.shape[1]] = _Values(x)
