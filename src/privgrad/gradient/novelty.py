@@ -41,7 +41,7 @@ class Novelty:
                 columns = leaf.numel() // len(leaf)
                 x = leaf.detach().reshape(len(leaf), columns)
                 most = min(_READ, max(_MOST // len(leaf), COLUMNS + 1))
-                x = x[:, :: -(-columns // most) if columns > _READ else 1].float()
+                x = x[:, :: -(-columns // most) if columns > _READ else 1].float().contiguous()
                 zeros, values = (x == 0).sum(1), self._values.get((place, x.shape[1]))
                 if x.shape[1] <= COLUMNS and values is None:  # the first batch of this shape: all is new
                     self._values[place, x.shape[1]] = _Values(x)
