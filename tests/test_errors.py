@@ -286,9 +286,6 @@ def test_a_class_or_a_number_for_a_clipping_rule_is_refused():
     rule: Any = pg.clip.Flat
     with pytest.raises(pg.PrivacyError, match=r"expected clip to be a clipping rule, got .*; give clip\.Flat\(\)"):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(), clip=rule)
-    share: Any = 2.0
-    with pytest.raises(pg.PrivacyError, match=r"expected shares to be a mapping .*, got 2\.0.*; give"):
-        pg.clip.PerLayer(share)
 
 
 def test_a_loss_module_is_not_taken_for_a_loss_function():

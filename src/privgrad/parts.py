@@ -77,21 +77,15 @@ class Parts:
         if self.memory_mb is not None:
             require_positive("PrivateGradient", "memory_mb", self.memory_mb, "None lets the engine choose")
         require_choice("PrivateGradient", "engine", self.engine, ("factored", "vmap"))
-        if self.clip is not None and not _has(self.clip, "factors"):
-            remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
-            raise expected("PrivateGradient", "clip", "to be a clipping rule", described(self.clip), remedy)
-        if self.perturb is not None and not isinstance(self.perturb, Contribution):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(self.perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
-            raise expected("PrivateGradient", "perturb", "to be a Contribution", got, remedy)
-        if self.precondition is not None and not isinstance(self.precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(self.precondition).__name__, "wrap the scales: privgrad.precondition.fixed(scales)"
-            raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
-        if self.filter is not None and not _has(self.filter, "moved_on"):
-            remedy = "give filters.EMA(0.1), say"
-            raise expected("PrivateGradient", "filter", "to be a LinearFilter", described(self.filter), remedy)
-        if self.adaptive_clip is not None and not isinstance(self.adaptive_clip, AdaptiveClip):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = described(self.adaptive_clip), "give clip.TargetFraction()"
-            raise expected("PrivateGradient", "adaptive_clip", "to be an AdaptiveClip", got, remedy)
+        for part, name, kind, method, remedy in (
+            (self.clip, "clip", "clipping rule", "factors", "clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"),
+            (self.perturb, "perturb", "Contribution", "losses", "perturb.BAM(radius) or perturb.SAT(radius)"),
+            (self.precondition, "precondition", "Preconditioner", "transform", "precondition.fixed(scales)"),
+            (self.filter, "filter", "LinearFilter", "moved_on", "filters.EMA(0.1), say"),
+            (self.adaptive_clip, "adaptive_clip", "rule of privgrad.clip", "update", "clip.TargetFraction()"),
+        ):
+            if part is not None and (isinstance(part, type) or not callable(getattr(part, method, None))):
+                raise expected("PrivateGradient", name, f"to be a {kind}", described(part), f"give {remedy}")
         if self.adaptive_clip is not None and isinstance(self.clip, Automatic):
             condition = "to depend on C for adaptive_clip (here, C scales signal and noise alike)"
             remedy = "leave adaptive_clip out, or give clip.Flat()"
@@ -152,8 +146,3 @@ class Parts:
             "filter": self.filter,
         }
         return {name: part for name, part in parts.items() if part is not None}
-
-
-def _has(part: object, method: str) -> bool:
-    """Return whether an object, not a class, has a method."""
-    return not isinstance(part, type) and callable(getattr(part, method, None))

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
+from privgrad.checks import variables
 
 ROWS = 12
 STATS: dict[str, Tensor] = {}
@@ -447,6 +449,51 @@ def test_a_tensor_in_a_closure_that_the_loop_writes_warns_once():
     with pytest.warns(UserWarning, match=r"queue\['keys'\] changed between two steps") as found:
         train(linear(), loss, after=lambda _, batch: queue.update(keys=batch.examples[0].mean(0)))
     assert sum("between two steps" in str(warning.message) for warning in found) == 1
+
+
+class Kept:
+    """An object whose attributes a loss reads."""
+
+    def __init__(self) -> None:
+        self.number, self.texts, self.inner = 2.0, ["a", "b"], {"mean": torch.zeros(2), "deep": [1, {"x": 2}]}
+        self.array, self.queue, self.seen = np.zeros(3), deque([1, 2]), {1}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda kept: setattr(kept, "number", 3.0),
+    "an item of a list": lambda kept: kept.texts.__setitem__(0, "c"),
+    "one item more": lambda kept: kept.texts.append("c"),
+    "an entry": lambda kept: kept.inner.update(mean=torch.zeros(2)),
+    "a new key for an old one": lambda kept: kept.inner.update(late=kept.inner.pop("mean")),
+    "an item inside": lambda kept: kept.inner["deep"][1].update(x=3),
+    "a tensor": lambda kept: kept.inner["mean"].add_(1),
+    "an array": lambda kept: kept.array.fill(1),
+    "a queue": lambda kept: kept.queue.append(3),
+    "a set": lambda kept: kept.seen.add(2),
+    "an attribute that is new": lambda kept: setattr(kept, "late", 1),
+    "an attribute that is gone": lambda kept: delattr(kept, "number"),
+    "an attribute of the function": lambda kept: setattr(kept.loss, "late", 1),
+    "the object": lambda kept: setattr(kept, "loss", None),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_snapshot_is_current_until_something_changes(kind: str):
+    kept: Any = Kept()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = kept.number, kept.texts, kept.inner, kept.array, kept.queue, kept.seen, getattr(kept, "late", 0)
+        return ce(model(batch[0]), batch[1]) + len(found) * len(loss.__name__) + (kept.loss is None)
+
+    kept.loss = loss
+    scope = variables.Scope(linear(), loss)
+    before = variables.Snapshot(scope, scope.variables)
+    assert before.is_current()
+    CHANGES[kind](kept)
+    assert not before.is_current()
+    after = variables.Snapshot(scope, scope.variables)
+    assert before.changed(after)
+    assert after.is_current()
 
 
 @pytest.mark.filterwarnings("ignore:a fixed seed")

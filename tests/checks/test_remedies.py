@@ -167,18 +167,6 @@ def overwriting(*, copied: bool) -> nn.Module:
     return With(call, inner=inner)
 
 
-def routed() -> nn.Module:
-    """Experts that are called with the examples that are sent to them."""
-
-    def call(model: Any, x: Tensor) -> Tensor:
-        output, chosen = x.new_zeros(len(x), 3), (x[:, 0] > 0).long()
-        for index, expert in enumerate(model.experts):
-            output = output.index_add(0, (at := torch.nonzero(chosen == index)[:, 0]), expert(x[at]))
-        return output + 0.1 * sum(expert(x) for expert in model.experts)
-
-    return With(call, experts=nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]))
-
-
 def recurrent(*, packed: bool = False, plain: bool = False) -> nn.Module:
     def call(model: Any, x: Tensor) -> Tensor:
         if packed:
@@ -355,7 +343,6 @@ TAKEN: dict[str, Case] = {
         [VMAP],
         x=vectors(3, 4),
     ),
-    "routed": Case(routed, r"the whole model.*'experts.\d' must hold examples in dimension 0", [VMAP]),
 }
 
 

@@ -296,7 +296,7 @@ def test_rules_know_the_noise_of_groups(name: str):
     [
         (lambda: pg.clip.TargetFraction(0.0), "target"),
         (lambda: pg.clip.TargetFraction(1.0), "to be below 1"),
-        (lambda: pg.clip.TargetFraction(True), "to be a number, got True"),
+        (lambda: pg.clip.TargetFraction(True), "to be below 1, got True"),
         (lambda: pg.clip.TargetFraction(rate=-1.0), "rate"),
         (lambda: pg.clip.TargetFraction(steps=0), "steps to be an integer >= 1, got 0"),
         (lambda: pg.clip.TargetFraction(steps=cast("Any", 2.5)), "steps to be an integer >= 1, got 2.5"),
@@ -306,9 +306,9 @@ def test_rules_know_the_noise_of_groups(name: str):
         (lambda: private_grad_with(pg.clip.Quantile(count_std=0.4)), "above sigma / 2"),
         (lambda: private_grad_with(pg.clip.Quantile(), norm_bins=5), "norm_bins"),
         (lambda: private_grad_with(pg.clip.SquaredError(), norm_bins="auto"), "norm_bins"),
-        (lambda: private_grad_with(pg.clip.TargetFraction), "AdaptiveClip"),
+        (lambda: private_grad_with(pg.clip.TargetFraction), "rule of privgrad.clip"),
         (lambda: private_grad_with(pg.clip.TargetFraction(), clip=pg.clip.Automatic()), "depend on C"),
-        (lambda: private_grad_with(pg.clip.Flat()), "AdaptiveClip"),
+        (lambda: private_grad_with(pg.clip.Flat()), "rule of privgrad.clip"),
         (lambda: private_grad_with(pg.clip.TargetFraction(), max_grad_norm=math.inf, noise_multiplier=0.0), "finite"),
     ],
 )

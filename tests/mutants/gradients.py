@@ -969,6 +969,12 @@ GRADIENTS = [
         "test_fitted_state.test_a_counter_that_changes_by_another_amount_is_refused_before_its_release",
     ),
     Mutant(
+        "a snapshot of state taken for current after a change",
+        lambda patch: patch.setattr(variables.Snapshot, "is_current", lambda self: True),
+        "test_fitted_state.test_mixing_that_a_number_of_the_loop_switches_on_is_refused_at_that_step",
+        {"holder": "dict"},
+    ),
+    Mutant(
         "a penalty on the gradient left out",
         lambda patch: patch.setattr(capture.Capture, "_backward", lambda self, run, *rest, **more: run(*rest, **more)),
         "test_second_derivatives.test_a_penalty_that_comes_late_is_noticed_at_once",

@@ -575,7 +575,7 @@ def test_a_schedule_gives_the_radius_of_each_step():
 
 
 def test_what_is_no_perturbation_is_refused():
-    with pytest.raises(pg.PrivacyError, match=r"perturb to be a Contribution, got float; give perturb.BAM"):
+    with pytest.raises(pg.PrivacyError, match=r"perturb to be a Contribution, got 0\.1; give perturb.BAM"):
         pg.PrivateGradient(mlp(), loss_fn, sat_plan(1), perturb=0.1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="mode to be 'sam' or 'exact'"):
         pg.perturb.BAM(0.1, mode="both")  # pyright: ignore[reportArgumentType]

@@ -33,6 +33,7 @@ from privgrad.gradient.functional import (
     held_in,
     named_modules,
     own_parameters,
+    same,
     spectral_norms,
     version_of,
 )
@@ -221,11 +222,19 @@ class Snapshot(Contents):
     def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: Collection[str] | None = ()) -> None:
         super().__init__()
         self._scope, self._copied = scope, copied
-        self.values: dict[str, Any] = {}  # literals, because each pass makes them twice
-        self.places: dict[str, Variable] = {}
-        self.tensors: dict[int, str] = {}
-        self._held: list[tuple[Variable, Any]] = []
+        self.values, self.places, self.tensors = dict[str, Any](), dict[str, Variable](), dict[int, str]()
+        self._held, self._writes = list[tuple[Variable, Any]](), list[tuple[Any, Any]]()
+        self._forms: list[tuple[Collection[Any], tuple[Any, ...]]] = []  # items, keys, or names of attributes
         self.read(map(self._entry, variables))
+
+    def is_current(self) -> bool:
+        """Return whether all is as it was; this costs far less than another snapshot."""
+        return (
+            not self.copies
+            and all((x[1].get(x[2], ABSENT) if type(x[1]) is dict else x.get()) is value for x, value in self._held)
+            and all(same(tuple(form), held) for form, held in self._forms)
+            and all(_trace_of(value) == trace for value, trace in self._writes)
+        )
 
     def _entry(self, variable: Variable) -> tuple[str, Any]:
         """Note a variable; return its path and value."""
@@ -235,11 +244,9 @@ class Snapshot(Contents):
         return variable.path, value
 
     def inside(self, label: str, value: Any) -> Iterable[tuple[str, Any]]:
-        if type(value) in SCALARS:
-            self.values[label] = value
-        elif isinstance(value, TENSORS):
+        if isinstance(value, TENSORS):
             self._note(label, value)
-        elif isinstance(value, (int, float, str)):
+        elif type(value) in SCALARS or isinstance(value, (int, float, str)):
             self.values[label] = value
         elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _HELD):
             self.seen.add(id(value))
@@ -247,6 +254,8 @@ class Snapshot(Contents):
                 self.values[label] = range(len(cast("Collection[Any]", value)))  # no number that counts
                 if not isinstance(value, tuple | dict):
                     self.containers.append((shown(label), value, held_in(value)))
+            form = cast(Any, value) if isinstance(value, CONTAINERS) else getattr(cast(Any, value), "__dict__", ())
+            self._forms.append((form, tuple(form)))
             return map(self._entry, self._scope.contents(label, value))
         return ()
 
@@ -255,7 +264,7 @@ class Snapshot(Contents):
         self.tensors[id(value)] = path
         if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
             return  # `functional.parameters_kept` watches it
-        trace = version_of(value) if is_tensor else value.tobytes() if value.nbytes <= _BYTES else b""
+        self._writes.append((value, trace := _trace_of(value)))
         self.values[path] = id(value), trace
         wanted = self._copied is None or shown(path) in self._copied
         if wanted and (value.numel() if is_tensor else value.size) <= _COPIED:
@@ -264,7 +273,7 @@ class Snapshot(Contents):
 
     def changed(self, after: "Snapshot") -> set[str]:
         """Return the paths whose values differ in another snapshot, up to a key that the code does not name."""
-        if not (self.copies or after.copies) and self.values == after.values:
+        if after is self or (not (self.copies or after.copies) and self.values == after.values):
             return set()
         paths = self.values.keys() | after.values.keys()
         return {shown(x) for x in paths if not equal(self.values.get(x, ABSENT), after.values.get(x, ABSENT))}
@@ -334,7 +343,7 @@ class State:
         try:
             yield
         finally:
-            after = self._read(self.scope)
+            after = self._read(self.scope, before)
             wrong += [path for path, place, value in counted if amount(value, place.get()) != self.counters[path]]
             changed = before.changed(after) - self.counters.keys() - self.overwritten
             if changed or counted:
@@ -350,10 +359,10 @@ class State:
         Warn once of each tensor that was written or replaced since; but not if the model was moved. At most
         _CHECKS + steps / _EVERY checks are due, because a loop may set a number at every step.
         """
-        self._now = None if self.scope is None else self._read(self.scope)
-        if self.scope is None or self._now is None or self._last is None or self._place != _place_of(model):
+        self._now = None
+        if self.scope is None or self._last is None or self._place != _place_of(model):
             return False
-        both = self._now, Snapshot(self.scope, self._others)
+        self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
@@ -378,11 +387,16 @@ class State:
         self._advance(self.counters)
         self._place = _place_of(model)
         if self.scope is not None:
-            read = self._now or self._read(self.scope)
-            self._last, self._now = (read, Snapshot(self.scope, self._others)), None
+            self._last, self._now = self._both(self.scope), None
 
-    def _read(self, scope: Scope) -> Snapshot:
-        return Snapshot(scope, scope.variables, copied=self.undone)
+    def _both(self, scope: Scope) -> tuple[Snapshot, Snapshot]:
+        """Return the variables, and what else the loop may set: the last snapshots, where nothing changed."""
+        last, others = self._last or (None, None)
+        others = others if others and others.is_current() else Snapshot(scope, self._others)
+        return self._now or self._read(scope, last), others
+
+    def _read(self, scope: Scope, last: Snapshot | None = None) -> Snapshot:
+        return last if last and last.is_current() else Snapshot(scope, scope.variables, copied=self.undone)
 
     def _advance(self, amounts: Mapping[str, Any]) -> None:
         if self.scope is not None and any(amounts.values()):
@@ -414,6 +428,11 @@ def amount(before: Any, after: Any) -> Any:
 def _place_of(model: nn.Module) -> int:
     """Return where the first parameter lies in memory; `model.to` changes it."""
     return next(x.data_ptr() for x in model.parameters())
+
+
+def _trace_of(value: Any) -> Any:
+    """Return what a write to a tensor or an array changes; nothing for a large array."""
+    return version_of(value) if isinstance(value, Tensor) else value.tobytes() if value.nbytes <= _BYTES else b""
 
 
 def shown(path: str) -> str:

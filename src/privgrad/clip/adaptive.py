@@ -257,8 +257,6 @@ class SquaredError(AdaptiveClip):
 
 def _require_fraction(function: str, name: str, value: float, remedy: str) -> None:
     """Raise PrivacyError unless a share is in (0, 1)."""
-    if isinstance(value, bool):
-        raise expected(function, name, "to be a number", value, remedy)
     require_positive(function, name, value, remedy)
     if value >= 1:
         raise expected(function, name, "to be below 1", value, f"{remedy}; clip.Automatic() normalizes every gradient")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from privgrad.clip.clipping import Flat, joint_norm_of
-from privgrad.errors import described, expected, require_positive
+from privgrad.errors import expected, require_positive
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,6 @@ class PerLayer:
 
     def __post_init__(self) -> None:
         remedy = "give {prefix: share}, or use Flat()"
-        if not isinstance(self.shares, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            condition = "to be a mapping from prefixes to numbers"
-            raise expected("PerLayer", "shares", condition, described(self.shares), remedy)
         if not self.shares:
             raise expected("PerLayer", "shares", "to name at least one group", "{}", remedy)
         for prefix, share in self.shares.items():

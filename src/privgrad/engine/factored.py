@@ -94,9 +94,9 @@ class Fallback:
             raise StepChangedError from None
 
     def accept(self, *, computed: bool = False) -> None:
-        """Note that an attempt has succeeded, and warn of the modules that were taken whole."""
-        if self._new:
-            _warn_of(self._new, self.reasons[self._new[-1]].condition)
+        """Note that an attempt has succeeded, and warn of the modules that were taken whole, if there is a remedy."""
+        if self._new and self.reasons[self._new[-1]].remedy:
+            _warn_of(self._new, self.reasons[self._new[-1]])
         self._new = []
         if computed and self._computed is not None:
             self._computed += 1
@@ -131,16 +131,13 @@ class Fallback:
         return ""
 
 
-def _warn_of(taken: Sequence[str], reason: str) -> None:
+def _warn_of(taken: Sequence[str], reason: Reason) -> None:
     """Warn that modules are taken whole and slow, with the last reason. No value of the examples is in it."""
     last = [path for path in taken if not any(_is_above(other, path) for other in taken)]
     names = ", ".join(f"'{path}'" if path else "the whole model" for path in dict.fromkeys(last[:3]))
     more = f" and {len(last) - 3} more" if len(last) > 3 else ""
-    warnings.warn(
-        f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For the "
-        f"fast engine, {reason}",
-        stacklevel=5,
-    )
+    what = f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For the fast"
+    warnings.warn(f"{what} engine, {reason.condition}: {reason.remedy}", stacklevel=5)
 
 
 def _is_above(one: str, other: str) -> bool:

@@ -49,7 +49,7 @@ def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
 def require_rows(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
     """Return x, whose dimension 0 holds the examples, with the rows of each example side by side."""
     if examples.dim != 0:
-        raise misplaced(path, f"dimension {examples.dim}")
+        raise misplaced(path, f"dimension {examples.dim}", elsewhere=True)
     if len(x) != size * examples.rows:
         raise CallSequenceChangedError(path)
     return side_by_side(path, x, examples, size)

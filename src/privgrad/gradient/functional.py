@@ -343,7 +343,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 now[name] = value
         found = inside.undo()
         for path, now, attributes in before:
-            if not (_same(now, attributes) and _same(now.values(), attributes.values())):
+            if not (same(now, attributes) and same(now.values(), attributes.values())):
                 both = now.keys() | attributes.keys()
                 names = {name for name in both if now.get(name, ABSENT) is not attributes.get(name, ABSENT)}
                 found |= {(path, name) for name in names - weight_hooks(now).keys()}
@@ -414,7 +414,7 @@ class Contents:
         """Restore what differs, except under the labels in `but`; return the labels of what differed."""
         found = set[Any]()
         for label, container, held in self.containers:
-            if (held or container) and label not in but and not _same(held_in(container), held):
+            if (held or container) and label not in but and not same(held_in(container), held):
                 refill(container, held)
                 found.add(label)
         return found | {label for label, value, copy in self.copies if label not in but and restore(value, copy)}
@@ -474,7 +474,7 @@ def refill(container: Any, held: tuple[Any, ...]) -> None:
         container.update(zip(held[::2], held[1::2], strict=True) if isinstance(container, dict) else held)
 
 
-def _same(one: Collection[object], other: Collection[object]) -> bool:
+def same(one: Collection[object], other: Collection[object]) -> bool:
     """Return whether two collections hold the same objects in the same order."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 

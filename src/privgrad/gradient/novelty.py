@@ -12,7 +12,8 @@ from privgrad.gradient.probes import COLUMNS
 _EXTRA = 10
 _VALUES = 64  # a column with more different values has no new ones
 _FEW = 8  # the same in a tensor whose columns together have more than _VALUES values
-_READ, _MOST = 512, 2**19  # most numbers of a row, and of all wide rows, that are looked at: every k-th column
+_READ, _MOST = 512, 2**14  # most numbers of a row, and of all wide rows, that are looked at
+_RUN = 8  # columns in a run of a wide row; of the runs, every k-th is read, because memory comes in lines
 
 
 class Novelty:
@@ -41,7 +42,8 @@ class Novelty:
                 columns = leaf.numel() // len(leaf)
                 x = leaf.detach().reshape(len(leaf), columns)
                 most = min(_READ, max(_MOST // len(leaf), COLUMNS + 1))
-                x = x[:, :: -(-columns // most) if columns > _READ else 1].float().contiguous()
+                x = x.unfold(1, _RUN, _RUN * -(-columns // most)).flatten(1) if columns > _READ else x
+                x = x.float().contiguous()
                 zeros, values = (x == 0).sum(1), self._values.get((place, x.shape[1]))
                 if x.shape[1] <= COLUMNS and values is None:  # the first batch of this shape: all is new
                     self._values[place, x.shape[1]] = _Values(x)
@@ -78,8 +80,9 @@ class _Values:
         if min(self._counts) > _VALUES:
             return x.new_zeros(())
         self._known = self._known.to(x.device)
-        closed = torch.tensor([count > _VALUES for count in self._counts], device=x.device)
-        return (~((x[:, :, None] == self._known).any(2) | closed)).sum().float()
+        is_open = [column for column, count in enumerate(self._counts) if count <= _VALUES]
+        x, known = (x, self._known) if len(is_open) == len(self._counts) else (x[:, is_open], self._known[is_open])
+        return (~(x[:, :, None] == known).any(2)).sum()
 
     def learn(self, x: Tensor) -> list[int]:
         """Note the values of a tensor, and return the first row with a new one for each column."""

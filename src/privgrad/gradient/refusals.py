@@ -39,9 +39,9 @@ class StepChangedError(Exception):
     """The engine now computes otherwise than it computed earlier examples of the step, which must start again."""
 
 
-def misplaced(path: str, got: str) -> UnsupportedModuleError:
-    """Return the error for a unit whose tensors do not hold examples in dimension 0."""
-    remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}"
+def misplaced(path: str, got: str, *, elsewhere: bool = False) -> UnsupportedModuleError:
+    """Return the error for a unit whose tensors do not hold examples in dimension 0, but perhaps in another one."""
+    remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}" if elsewhere else REMEDY
     return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", got, remedy, unit=path)
 
 

@@ -342,7 +342,7 @@ class Budget:
 
     def _commit(self, wanted: Commitment) -> None:
         """Write a commitment, unless it is there already."""
-        if not isinstance(wanted.name, str) or not wanted.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not wanted.name:
             raise expected("Budget.commit", "name", "to be a text", described(wanted.name), "name the training")
         if not any(mechanisms_of("Budget.commit", own) for own in each_group("Budget.commit", wanted.releases)):
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
