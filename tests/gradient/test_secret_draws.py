@@ -292,7 +292,7 @@ def test_each_operation_that_draws_takes_its_numbers_from_the_whole_state(name: 
         values = {one: argument(name, one, kinds[one]) for one in given}
         with secret_draws(KEY):
             torch.default_generator.set_state(state)
-            result = operation(**values, **({"generator": None} if "generator" in kinds else {}))
+            result = operation(**values, **{name: None for name in ("generator", "names") if name in kinds})
         found = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
         return b"".join(
             x.contiguous().numpy().tobytes()

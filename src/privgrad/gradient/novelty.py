@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.gradient.probes import COLUMNS
 
 _EXTRA = 10
+_STEPS = 64  # a row has more zeros than any before, or fewer, if a share of 1 / _STEPS of its numbers says so
 _VALUES = 64  # a column with more different values has no new ones
 _FEW = 8  # the same in a tensor whose columns together have more than _VALUES values
 _READ, _MOST = 512, 2**14  # most numbers of a row, and of all wide rows, that are looked at
@@ -54,13 +55,12 @@ class Novelty:
         measured = cast("list[list[float]]", torch.stack(together).tolist() if found else [])
         for (place, x, _), (largest, *zeros, unknown) in zip(found, measured, strict=True):
             now = [math.inf if math.isnan(largest) else largest, *zeros]
-            before = self._records.setdefault(place, now)
-            if now[0] > 2 * before[0]:
-                rows.append(int(x.abs().amax(1).nan_to_num(math.inf).argmax()))
-            for record, sign in ((1, 1), (2, -1)):
-                if now[record] > before[record] and x.shape[1] > 1:  # of a single column, the values say the same
-                    rows.append(int((sign * (x == 0).sum(1)).argmax()))
-            self._records[place] = list(map(max, before, now))
+            records = self._records.setdefault(place, now)
+            step = x.shape[1] / _STEPS if x.shape[1] > 1 else math.inf  # of a single column, the values say the same
+            for record, most in enumerate((2 * records[0], records[1] + step, records[2] + step)):
+                if now[record] > most:
+                    records[record], sizes = now[record], x.abs().amax(1).nan_to_num(math.inf)
+                    rows.append(int((x == 0).sum(1).mul(3 - 2 * record).argmax() if record else sizes.argmax()))
             if unknown:
                 rows += self._values[place, x.shape[1]].learn(x)
         return list(dict.fromkeys(rows))
