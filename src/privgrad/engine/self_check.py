@@ -98,20 +98,20 @@ def _changes(
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
-    """Return a row with something new or a rare value, or a random one; and the last.
+    """Return a row with something new or a rare value, or a random one.
 
-    Unless the check is brief, also return the first row, and the one of the smallest norm of a sample, because a
-    gradient with a wrongly small norm would stay unclipped.
+    Unless the check is brief, also return the first row, the last one, and the one of the smallest norm of a sample,
+    because a gradient with a wrongly small norm would stay unclipped.
     """
     size, salt = count_examples(examples), schedule.calls
     between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
-    rows = {next(iter((*schedule.novel, *rare_rows(examples))), between), size - 1}
+    row = next(iter((*schedule.novel, *rare_rows(examples))), between)
     if schedule.depth == 0 or not found:  # the latter: no example reaches a trainable parameter
-        return sorted(rows)
+        return [row]
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
-    return sorted({0, *rows, int(least)})
+    return sorted({0, row, size - 1, int(least)})
 
 
 def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
