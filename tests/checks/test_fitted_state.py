@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -238,6 +239,32 @@ def test_fitted_state_is_refused_by_name_before_a_release(kind: str, engine: Any
     model, loss, name = FITTED[kind]()
     with pytest.raises(pg.PrivacyError, match=f"expected {name} not to be set from private") as error:
         train(model, loss, engine=engine)
+    assert error.value.__notes__ == ["after 0 releases"]
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("is_fitted", [False, True])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_an_estimator_that_a_pass_fits_is_refused(engine: Any, is_fitted: bool, partial: bool):
+    """Scikit-learn's own objects: three private rows would stay in the scaler for all steps."""
+    scaler = StandardScaler()
+    if is_fitted:
+        scaler.fit(np.random.default_rng(0).normal(size=(50, 5)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].detach().numpy()
+        if partial:
+            scaler.partial_fit(x)
+        elif not hasattr(scaler, "mean_"):
+            scaler.fit(x)
+        return ce(model(torch.as_tensor(scaler.transform(x))), batch[1])
+
+    if is_fitted and not partial:
+        assert train(linear(), loss, engine=engine)[0] == 3
+        return
+    with pytest.raises(pg.PrivacyError, match=r"scaler\.mean_ .* not to be set from private examples") as error:
+        train(linear(), loss, engine=engine)
     assert error.value.__notes__ == ["after 0 releases"]
 
 

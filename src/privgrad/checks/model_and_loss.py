@@ -306,7 +306,7 @@ def _serial(value: object) -> int:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 5 forward passes of a few examples; 9 with dropout, 23 with other draws.
+# Cost: 5 forward passes of a few examples; 9 with dropout, 29 with other draws.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too

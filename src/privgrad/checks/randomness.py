@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count, groupby, zip_longest
 from typing import Any, cast
 
 import numpy as np
@@ -28,9 +28,9 @@ from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 # In place of numbers between 0 and 1. A coin of any rate between the first two is heads under one, tails under the
-# other. Under the third, rates below it drop and mask nothing. More of them choose each of up to four layers or losses.
-_NUMBERS = (1e-4, 1 - 1e-4, 0.7)
-_MORE = (0.3, 0.5)
+# other. Under the third, rates below it drop and mask nothing. With more of them, each of up to five values is chosen.
+_NUMBERS = (1e-4, 1 - 1e-4, 0.77)
+_MORE = (0.1, 0.3, 0.5, 0.9)
 _MOST = 10_000  # draws of a pass that are constant; a loop that draws until a number suits then gets others, and ends
 _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
@@ -203,20 +203,27 @@ def constant_draws(number: float) -> Generator[None]:
                 setattr(module, name, value)
 
 
-_INTEGERS = ("choice", "randint", "randrange", "random_integers")  # the states alone give the ends of a range
+_INTEGERS = (
+    "choice",
+    "choices",
+    "randint",
+    "randrange",
+    "random_integers",
+)  # the states alone give the ends of a range
 _JOINT = ("multinomial", "dirichlet", "multivariate_normal")  # draw several numbers that belong together
 
 
 def _at_place(drawn: list[Any], number: float) -> Any:
-    """Return one of many results: an array with the number at this place among all that they hold, or a value."""
+    """Return one of many results, in which each value is the one at this place among all that occur."""
     first: Any = drawn[0]
-    if isinstance(first, np.ndarray):
-        values: Any = np.sort(np.stack(drawn), axis=None)
-        first[...] = values[int(number * len(values))] if len(values) else 0
-        return cast(Any, first)
+    is_array, is_list = isinstance(first, np.ndarray), isinstance(first, list)
+    values = [x for one in drawn for x in (one.flat if is_array else one)] if is_array or is_list else drawn
     with suppress(TypeError):  # values without an order
-        drawn.sort()
-    return drawn[int(number * len(drawn))]
+        values = [value for value, _ in groupby(sorted(values))]
+    value = values[int(number * len(values))] if values else 0
+    if is_array:
+        first[...] = value
+    return first if is_array else [value] * len(first) if is_list else value
 
 
 def _states(number: float) -> tuple[Any, Any]:
@@ -288,8 +295,8 @@ def _constant(name: str, given: dict[str, Any], drawn: Tensor, number: Any) -> A
     if name == "multinomial":
         if not given["replacement"] and given["num_samples"] > 1:
             return given["self"].topk(given["num_samples"]).indices
-        shares = given["self"].double().cumsum(-1)
-        return (shares <= number * shares[..., -1:]).sum(-1, keepdim=True).expand_as(drawn)
+        choices = (given["self"] > 0).cumsum(-1)
+        return (choices <= (number * choices[..., -1:]).floor()).sum(-1, keepdim=True).expand_as(drawn)
     # Other integers get the first that a fixed seed draws, so that they stay in their range.
     return torch.full_like(drawn, number) if drawn.is_floating_point() else drawn.flatten()[0].clone()
 
@@ -360,17 +367,13 @@ def random_state() -> tuple[bytes, Any]:
 
 def torch_states() -> Tensor:
     """Return the states of torch's random streams, on the CPU and on CUDA devices."""
-    return torch.cat([torch.get_rng_state(), *(state.cpu() for state in _of_devices())])
-
-
-def _of_devices() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.cat([torch.get_rng_state(), *(state.cpu() for state in torch.cuda.get_rng_state_all())])
 
 
 def streams() -> Callable[[], None]:
     """Return a function that sets the global random streams of torch, numpy and Python back to where they are now."""
     of_numpy, of_python, of_torch = np.random.get_state(), random.getstate(), torch.get_rng_state()
-    of_devices = _of_devices()
+    of_devices = torch.cuda.get_rng_state_all()
 
     def set_back() -> None:
         np.random.set_state(of_numpy)

@@ -171,8 +171,11 @@ class Scope(Contents):
                     yield Variable(f"{path}.{name}", value, name)
         elif _is_readable(value):
             own = getattr(value, "__dict__", {})
+            named = (
+                {*own} if hasattr(type(cast(Any, value)), "get_params") else self.names
+            )  # an estimator's code is not read
             for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
-                yield from (Variable(f"{path}.{name}", holder, name) for name in self.names.intersection(names))
+                yield from (Variable(f"{path}.{name}", holder, name) for name in named.intersection(names))
 
     def _of_class(self, owner: type) -> Iterator[tuple[str, Any]]:
         """Keep a class, and yield those of its methods and attributes that some code names."""
@@ -447,8 +450,10 @@ def _has_own_attributes(value: Any) -> bool:
 
 
 def _is_readable(value: Any) -> bool:
-    """Return whether an object is of a class of the user's, whose attributes are read."""
-    own = not isinstance(value, _CODE) and _is_own(type(value).__module__)
+    """Return whether attributes of an object are read: one of the user's classes, or an estimator of scikit-learn."""
+    own = not isinstance(value, _CODE) and (
+        _is_own(type(value).__module__) or hasattr(type(cast(Any, value)), "get_params")
+    )
     return own or isinstance(value, SimpleNamespace | Namespace)
 
 
