@@ -53,8 +53,7 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
             return losses
 
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of attributes; later passes warn
+            with warnings.catch_warnings(action="ignore"):  # of attributes; later passes warn
                 losses = losses_on_copies(model, passes, batches[-1]).detach()
         finally:
             start.undo_since(Snapshot(scope, everything, copied=None))

@@ -39,7 +39,7 @@ from privgrad.gradient.functional import (
 )
 
 _ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read at one time
-_COPIED, _BYTES = 2**17, 4096  # the largest size of a tensor that is copied; of an array that each step reads
+_COPIED = 2**17  # the largest size of a tensor that is copied
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
 _HELD = (MethodType, partial, nn.Module)  # what they hold has places of its own
@@ -172,7 +172,7 @@ class Scope(Contents):
         elif _is_readable(value):
             own = getattr(value, "__dict__", {})
             named = (
-                {*own} if hasattr(type(cast(Any, value)), "get_params") else self.names
+                {*own} if hasattr(type(cast("object", value)), "get_params") else self.names
             )  # an estimator's code is not read
             for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
                 yield from (Variable(f"{path}.{name}", holder, name) for name in named.intersection(names))
@@ -236,7 +236,7 @@ class Snapshot(Contents):
             not self.copies
             and all((x[1].get(x[2], ABSENT) if type(x[1]) is dict else x.get()) is value for x, value in self._held)
             and all(same(tuple(form), held) for form, held in self._forms)
-            and all(_trace_of(value) == trace for value, trace in self._writes)
+            and all(version_of(value) == trace for value, trace in self._writes)
         )
 
     def _entry(self, variable: Variable) -> tuple[str, Any]:
@@ -267,7 +267,7 @@ class Snapshot(Contents):
         self.tensors[id(value)] = path
         if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
             return  # `functional.parameters_kept` watches it
-        self._writes.append((value, trace := _trace_of(value)))
+        self._writes.append((value, trace := version_of(value)))
         self.values[path] = id(value), trace
         wanted = self._copied is None or shown(path) in self._copied
         if wanted and (value.numel() if is_tensor else value.size) <= _COPIED:
@@ -433,11 +433,6 @@ def _place_of(model: nn.Module) -> int:
     return next(x.data_ptr() for x in model.parameters())
 
 
-def _trace_of(value: Any) -> Any:
-    """Return what a write to a tensor or an array changes; nothing for a large array."""
-    return version_of(value) if isinstance(value, Tensor) else value.tobytes() if value.nbytes <= _BYTES else b""
-
-
 def shown(path: str) -> str:
     """Return a path up to the first key that the code does not name."""
     return path.split(_KEY, 1)[0]
@@ -451,10 +446,9 @@ def _has_own_attributes(value: Any) -> bool:
 
 def _is_readable(value: Any) -> bool:
     """Return whether attributes of an object are read: one of the user's classes, or an estimator of scikit-learn."""
-    own = not isinstance(value, _CODE) and (
-        _is_own(type(value).__module__) or hasattr(type(cast(Any, value)), "get_params")
-    )
-    return own or isinstance(value, SimpleNamespace | Namespace)
+    kind = type(cast("object", value))
+    is_known = issubclass(kind, SimpleNamespace | Namespace) or hasattr(kind, "get_params")
+    return is_known or (not isinstance(value, _CODE) and _is_own(kind.__module__))
 
 
 @lru_cache(maxsize=4096)

@@ -50,9 +50,8 @@ class PerLayer:
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        remedy = "give {prefix: share}, or use Flat()"
         if not self.shares:
-            raise expected("PerLayer", "shares", "to name at least one group", "{}", remedy)
+            raise expected("PerLayer", "shares", "to name at least one group", "{}", "give {prefix: share}")
         for prefix, share in self.shares.items():
             require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
 

@@ -27,7 +27,7 @@ from privgrad.gradient.refusals import written_to
 from privgrad.rng import numpy_and_python_kept
 from privgrad.types import LossFunction
 
-_COMPARED = 2**17  # the largest size of a frozen parameter that is compared at each step
+_COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of an array, compared at each step
 
 
 @contextmanager
@@ -479,9 +479,11 @@ def same(one: Collection[object], other: Collection[object]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def version_of(x: Tensor) -> int:
-    """Return autograd's count of in-place writes; 0 for a tensor of inference mode, which has none."""
-    return 0 if x.is_inference() else x._version
+def version_of(x: Any) -> Any:
+    """Return autograd's count of in-place writes, or the bytes of a small array; 0 for what has neither."""
+    if isinstance(x, Tensor):
+        return 0 if x.is_inference() else x._version
+    return x.tobytes() if x.nbytes <= _BYTES else 0
 
 
 @contextmanager

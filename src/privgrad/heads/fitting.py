@@ -166,8 +166,7 @@ def fit_head(
 def _tensor(name: str, values: object) -> Tensor:
     """Return an array as a tensor that shares its memory."""
     if isinstance(values, np.ndarray):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a file that is open for reading: nothing here writes to it
+        with warnings.catch_warnings(action="ignore"):  # of a file that is open for reading: nothing here writes to it
             try:
                 return torch.from_numpy(values)
             except TypeError as error:

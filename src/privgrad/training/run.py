@@ -224,8 +224,7 @@ class TrainingRun:
             warnings.warn(f"{lost} {reason}: this run ends with {updates} updates of {plan.steps}", stacklevel=4)
         self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
         if self.scheduler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were lost
+            with warnings.catch_warnings(action="ignore"):  # torch misses the optimizer's steps, which were lost
                 for _ in range(spent - self.scheduler.last_epoch):  # also past earlier calls without a checkpoint
                     self.scheduler.step()
 
