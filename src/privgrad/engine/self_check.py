@@ -98,16 +98,16 @@ def _changes(
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
-    """Return a row: the last one if another holds something new, because it may change the others; or a random one.
+    """Return a row with something new, and the last one, which it may change; else one with a rare value, or any.
 
-    Unless the check is brief, return that with something new or a rare value, the first, the last, and the one of the
-    smallest norm of a sample, because a gradient with a wrongly small norm would stay unclipped.
+    Unless the check is brief, also return the first row, the last one, and the one of the smallest norm of a sample,
+    because a gradient with a wrongly small norm would stay unclipped.
     """
     size, salt = count_examples(examples), schedule.calls
     between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
     row = next(iter((*schedule.novel, *rare_rows(examples))), between)
     if schedule.depth == 0 or not found:  # the latter: no example reaches a trainable parameter
-        return [size - 1 if row in schedule.novel else row]
+        return sorted({row, size - 1} if schedule.novel else {row})
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]

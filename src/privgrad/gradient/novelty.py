@@ -115,7 +115,7 @@ class CheckSchedule:
     Attributes:
         calls: the number of calls so far.
         is_due: whether the current call must be checked.
-        depth: 0 (2nd, 8th ... call): losses, one row; 1 (4th, 16th ...): more; 2 (on request): all comparisons.
+        depth: 0 (2nd, 8th ... call): losses, one row or two; 1 (4th, 16th ...): more; 2 (on request): all comparisons.
         novel: rows of the current call with what no earlier one held; private.
     """
 
