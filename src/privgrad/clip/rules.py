@@ -51,9 +51,7 @@ class PerLayer:
 
     def __post_init__(self) -> None:
         if not self.shares:
-            raise expected(
-                "PerLayer", "shares", "to name at least one group", "{}", "give {prefix: share}, or use Flat()"
-            )
+            raise expected("PerLayer", "shares", "to name at least one group", "{}", "give {prefix: share}, or Flat()")
         for prefix, share in self.shares.items():
             require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
 
