@@ -201,6 +201,7 @@ class PrivateGradient:
             if not isinstance(ledger, Ledger):  # nobody else could close it
                 self._ledger.close()
             raise
+        Parts.checks.note_base(model, self._ledger)
         Parts.checks.note_training(model, self._ledger)
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw

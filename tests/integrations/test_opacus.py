@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from scripts import example
 
 pytest.importorskip("opacus")
@@ -279,6 +279,57 @@ def test_scripts_that_no_plan_describes_are_refused():
         plan_of(optimizer, loader, num_examples=32, epochs=1, delta=1e-3)
 
 
+def step(module: nn.Module, optimizer: Any, data: TensorDataset, times: int = 1) -> None:
+    inputs, labels = data[:BATCH]
+    for _ in range(times):
+        optimizer.zero_grad()
+        F.cross_entropy(module(inputs), labels).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+@pytest.mark.parametrize("way", ["connect", "plan_of", "plan_of, and later steps", "both"])
+def test_a_model_that_opacus_trained_is_known_as_trained(way: str, accountant: str):
+    data, model = make_data(), make_model()
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way != "plan_of" and not way.startswith("plan_of,"):
+        inner = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    engine = PrivacyEngine(accountant=accountant)
+    loader: Any = DataLoader(data, batch_size=BATCH)
+    made: Any = engine.make_private(
+        module=model, optimizer=inner, data_loader=loader, noise_multiplier=SIGMA, max_grad_norm=C
+    )
+    module, optimizer, loader = made
+    if way in ("connect", "both"):
+        connect(optimizer)
+    step(module, optimizer, data, 3)
+    if way != "connect":
+        plan_of(optimizer, loader, num_examples=32, epochs=2, delta=1e-3)
+    if way == "plan_of, and later steps":
+        step(module, optimizer, data, 2)
+    (ledger,) = pg.ledgers_of(module.to_standard_module())
+    assert ledger.releases == (5 if "later" in way else 3)
+    assert [(one.noise_multiplier, one.sample_rate, one.count) for one in ledger.charged] == engine.accountant.history
+    assert ledger.plan_facts["num_examples"] == 32
+    assert ledger.plan_facts["delta"] == (None if way == "connect" else 1e-3)
+    plan, wider = make_plan(sample_rate=1.0, expected_batch_size=32, num_examples=32), nn.Sequential(model)
+    for later, before in ((wider, ledger.releases), (model, ledger.releases + 1)):  # the parameters decide
+        with pytest.warns(UserWarning, match=f"trained before, with {before} releases"):
+            pg.PrivateGradient(later, loss_fn, plan)(first_batch(plan, data))
+
+
+def test_releases_under_a_schedule_of_opacus_are_known():
+    data, model = make_data(), make_model()
+    module, optimizer, _ = private(model, pg.optim.SGD(model.named_parameters(), lr=0.1))
+    connect(optimizer)
+    schedule = ExponentialNoise(optimizer, gamma=0.5)
+    for _ in range(3):
+        step(module, optimizer, data)
+        schedule.step()
+    found = {ledger.plan_facts["noise_multiplier"]: ledger.releases for ledger in pg.ledgers_of(model)}
+    assert found == {SIGMA: 1, SIGMA / 2: 1, SIGMA / 4: 1}
+
+
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(privacy_engine, "get_noise_multiplier", lambda **_: SIGMA)
     theirs, ours = example("opacus_bridge", monkeypatch)(epochs=1)
@@ -299,7 +350,11 @@ def test_the_documents_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch
         if "make_private_with_epsilon" in code:
             names["model"] = make_model()
         exec(code, names)
-    theirs, bridged_epsilon, ours = map(float, capsys.readouterr().out.split()[-3:])
+    theirs, bridged_epsilon, ours, together = map(float, capsys.readouterr().out.split()[-4:])
+    both = [release for ledger in pg.ledgers_of(names["model"]) for release in ledger.charged]
+    assert [release.count for release in both] == [20, 20]
+    assert together == pytest.approx(pg.accounting.epsilon(both, delta=1e-5))
+    assert together > 1.2 * ours
     assert theirs == bridged_epsilon
     assert ours == pytest.approx(theirs, rel=0.05)
     assert names["plan"].expected_batch_size == 20

@@ -12,13 +12,14 @@ from privgrad.checks.randomness import share_draws
 from privgrad.checks.state import require_no_memory
 from privgrad.checks.variables import State
 from privgrad.gradient.probes import few_of
-from privgrad.ledger.lineage import note_training, warn_if_trained
+from privgrad.ledger.lineage import note_base, note_training, warn_if_trained
 from privgrad.types import LossFunction
 
 __all__ = [
     "State",
     "check_loss",
     "configuration",
+    "note_base",
     "note_training",
     "require_no_memory",
     "require_supported",

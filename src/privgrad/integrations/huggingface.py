@@ -25,7 +25,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.datasets import ask_about_rows
 from privgrad.sampling.loading import Collate
-from privgrad.statement.model_card import note_base, write_privacy
+from privgrad.statement.model_card import write_privacy
 from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.training.external_loop import ExternalLoopStep
 from privgrad.training.run import StopData, charge_unused
@@ -123,7 +123,6 @@ class PrivateTrainer(Trainer):
             **(private_options or {}),
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
-        note_base(model, self.private_grad.ledger)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
         # By itself, TensorBoard's callback chooses its folder when training begins. An evaluation before that would
         # make it write all events up to the end of training to `runs/` in the working directory.

@@ -1,5 +1,11 @@
-"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan."""
+"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan.
 
+Opacus' releases are noted on the parameters that they move, so that `ledgers_of` counts them in any later training.
+"""
+
+import inspect
+import math
+from collections import Counter
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -10,7 +16,10 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from privgrad.accounting.mechanisms import Release
 from privgrad.errors import SamplingError, expected
+from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import note_training
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.types import NoisyGradient
@@ -24,6 +33,8 @@ _KNOWN = (
 )
 
 _connected = WeakKeyDictionary[PrivateOptimizer, RemovableHandle]()
+# By optimizer inside of Opacus', the records of its releases: one for each noise and rate, which Opacus may schedule.
+_recorded = WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[float, float], Ledger]]()
 
 
 def connect(optimizer: Any) -> Any:
@@ -48,7 +59,7 @@ def connect(optimizer: Any) -> Any:
             step: a gradient holds no noise of Opacus.
     Privacy:
         The guarantee is Opacus' own: its sampling, clipping, noise and accounting are unchanged. The values that are
-        read (noise multiplier, clipping norm, divisor) are public.
+        read (noise multiplier, clipping norm, divisor) are public. `ledgers_of(model)` has Opacus' releases.
     """
     if type(optimizer) not in _KNOWN:
         got, remedy = type(optimizer).__name__, "pass what make_private returns, with clipping='flat' or 'per_layer'"
@@ -61,6 +72,7 @@ def connect(optimizer: Any) -> Any:
     def give(within: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         return (within,), {"grad": _released(optimizer)}
 
+    _record(optimizer, None)
     if inner in _connected:  # two hooks would both use one noised sum, and the second would refuse it
         _connected[inner].remove()
     _connected[inner] = inner.register_step_pre_hook(give)
@@ -85,7 +97,8 @@ def plan_of(
         PrivacyError: the script's numbers do not agree with num_examples, or a plan cannot describe its mechanism.
     Privacy:
         Sample rate, noise, clipping norm and divisor are the script's, so epsilon is the same. They are read once: the
-        plan is wrong for a script whose schedulers change noise or clipping norm.
+        plan is wrong for a script whose schedulers change noise or clipping norm. `ledgers_of(model)` has the releases
+        that Opacus makes with this optimizer, before and after.
     """
     if type(optimizer) not in (DPOptimizer, DPOptimizerFastGradientClipping) or optimizer.loss_reduction != "mean":
         got = f"{type(optimizer).__name__} with loss_reduction {getattr(optimizer, 'loss_reduction', None)!r}"
@@ -95,7 +108,7 @@ def plan_of(
         got = type(data_loader).__name__
         remedy = "call make_private with poisson_sampling=True: the accountant covers no other sampling"
         raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
-    return PrivacyPlan(
+    plan = PrivacyPlan(
         sample_rate=data_loader.sample_rate,
         steps=epochs * len(data_loader),
         expected_batch_size=cast(int, optimizer.expected_batch_size),
@@ -105,14 +118,54 @@ def plan_of(
         delta=delta,
         seed=seed,
     )
+    _record(optimizer, plan)
+    return plan
+
+
+def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
+    """Note the releases of Opacus so far on the parameters that they moved, and each later one.
+
+    Without a plan, the records hold what Opacus knows, and no delta. A deep copy of a module lacks them.
+    """
+    inner = cast(torch.optim.Optimizer, optimizer.original_optimizer)
+
+    def note(*_: Any) -> None:
+        # `make_private` attaches a closure, which holds the accountant. It has counted a step before the step is made.
+        hook, ledgers = optimizer.step_hook, _recorded[inner]
+        accountant = inspect.getclosurevars(hook).nonlocals.get("self") if inspect.isfunction(hook) else None
+        counts = Counter[tuple[float, float]]()
+        for noise, rate, steps in getattr(accountant, "history", ()):
+            counts[noise, rate] += steps
+        parameters = nn.ParameterList(p for group in inner.param_groups for p in group["params"])
+        for (noise, rate), steps in counts.items():
+            if (noise, rate) not in ledgers:
+                size = optimizer.expected_batch_size * optimizer.accumulated_iterations * _processes(optimizer)
+                numbers = {"expected_batch_size": max(1, round(size)), "max_grad_norm": float(optimizer.max_grad_norm)}
+                numbers |= {"sample_rate": rate, "noise_multiplier": noise, "num_examples": math.floor(size / rate)}
+                ledgers[noise, rate] = Ledger()
+                ledgers[noise, rate].bind(PrivacyPlan(steps=steps, **numbers).public_facts)
+            ledger = ledgers[noise, rate]
+            if plan is not None and (noise, rate) == (plan.noise_multiplier, plan.sample_rate):
+                ledger.plan_facts |= plan.public_facts  # which also state delta
+            for step in range(ledger.releases, steps):
+                ledger.charge(Release(noise, rate), draw=f"opacus:{step}", limit=steps)
+            note_training(parameters, ledger)
+
+    if inner not in _recorded:
+        _recorded[inner] = {}
+        inner.register_step_post_hook(note)
+    note()
+
+
+def _processes(optimizer: Any) -> int:
+    return getattr(optimizer, "world_size", 1)
 
 
 def _released(optimizer: Any) -> NoisyGradient:
     """Return the noised gradient that Opacus stored in .grad, with the scale of its noise, and mark it as used."""
     divisor = 1.0
     if optimizer.loss_reduction == "mean":
-        processes = getattr(optimizer, "world_size", 1)
-        divisor = float(optimizer.expected_batch_size) * optimizer.accumulated_iterations * processes
+        divisor = float(optimizer.expected_batch_size) * optimizer.accumulated_iterations * _processes(optimizer)
     values: dict[str, Tensor] = {}
     sums: list[Any] = []  # marked at the end: an error in between must not use them up
     for group in optimizer.original_optimizer.param_groups:

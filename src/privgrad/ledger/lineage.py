@@ -6,16 +6,20 @@ release. Lineage is kept in two places, because neither knows every way that wei
 - with each trained parameter, which may become a part of another module;
 - in each module that holds one: a deep copy has other parameters, but its modules have the same attributes.
 
-Nothing tells where weights came from that were loaded from a state dict, or from a pickle.
+Nothing tells where weights came from that were loaded from a state dict, or from a pickle. Folders with a statement of
+ours are read again by `load`, and by `from_pretrained` of transformers.
 """
 
+import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from privgrad.accounting.accountant import rounded_up
 from privgrad.ledger.ledger import Ledger
 
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
@@ -73,6 +77,20 @@ def note_loaded(model: nn.Module, said: str) -> None:
         lineage.loaded.append(said)
 
 
+def note_base(model: nn.Module, ledger: Ledger) -> None:
+    """Note the privacy of weights that transformers loaded from a folder, if its README.md states one."""
+    for part in model.modules():  # `from_pretrained` notes the folder in a model's configuration
+        folder = str(getattr(getattr(part, "config", None), "_name_or_path", None) or "")
+        path = Path(folder) / "README.md"
+        section = re.search(r"(?m)^privacy:\n((?:  .*\n)+)", path.read_text("utf-8") if path.is_file() else "")
+        facts = dict[str, str](re.findall(r"(?m)^  (\w+): (.*)$", section[1] if folder and section else ""))
+        # After an interruption, the folder is the training's own.
+        if facts and not ledger.went_through(facts.get("ledger_digest", "").strip("'\"")):
+            epsilon, delta = facts.get("epsilon"), facts.get("delta")
+            said = f"epsilon = {rounded_up(float(epsilon), 3)} and delta = {delta}" if epsilon else "an unknown epsilon"
+            note_loaded(part, said)
+
+
 def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Lineage]:
     """Return the lineages of some parameters and of the modules that hold them; make those that are missing."""
     found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in parameters]
@@ -101,14 +119,17 @@ def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
     others = [one for one in ledgers_of(model) if not covers(ledger, one)]
     if ledger.budget:  # it counts all ledgers that it opened
         others = [one for one in others if one.budget != ledger.budget]
-    if others:
-        releases = sum(one.releases for one in others)
-        warnings.warn(
-            f"the model was trained before, with {releases:,} releases that this ledger does not count: the weights "
-            f"cost the epsilon of all together. Build a new model; or give `statement` and `save` all ledgers, "
-            f"privgrad.ledgers_of(model)",
-            stacklevel=5,
-        )
+    loaded = [one for held in _lineages(model) for one in held.loaded]
+    if not (others or loaded):
+        return
+    known = [f"with {sum(one.releases for one in others):,} releases"] if others else []
+    known += [f"at {one} (its files say so)" for one in dict.fromkeys(loaded)]
+    ledgers = "privgrad.ledgers_of(model)" + (", and those of the files" if loaded else "")
+    warnings.warn(
+        f"the model was trained before, {' and '.join(known)}, which this ledger does not count: the weights cost the "
+        f"epsilon of all together. Build a new model; or give `statement` and `save` all ledgers, {ledgers}",
+        stacklevel=5,
+    )
 
 
 def ledgers_of(model: nn.Module) -> list[Ledger]:

@@ -6,19 +6,19 @@ Readers may act on them, so a number that protects nobody is not called epsilon.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCard
-from torch import nn
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.errors import PrivacyError
 from privgrad.ledger.ledger import Ledger
-from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
+from privgrad.ledger.lineage import covers, ledgers_of, loaded_into
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.statement.text import Statement, released_beside, statement
+from privgrad.statement.text import Section, Statement, if_planned, released_beside, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
@@ -52,25 +52,11 @@ def write_privacy(
     card.data["privacy"] = _facts(plan, ledgers, found) | {"updates": updates}
     path.write_text(str(card), encoding="utf-8")
     if found is not None:
-        (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
+        begun = (Section("Earlier trainings", tuple(lines)),) if (lines := loaded_into(private_grad.model)) else ()
+        text = replace(found, sections=(*found.sections, *begun))
+        (folder / _STATEMENT).write_text(f"{text}\n", encoding="utf-8")
     elif ledgers[1:] and own.commitment is None:  # an earlier call may have stated fewer trainings
         (folder / _STATEMENT).unlink(missing_ok=True)
-
-
-def note_base(model: nn.Module, ledger: Ledger) -> None:
-    """Note the privacy of the weights that a training begins with, if their folder has a README of `write_privacy`."""
-    # `from_pretrained` notes the folder in the model's configuration.
-    folder = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
-    path = Path(folder) / "README.md"
-    if not folder or not path.is_file():
-        return
-    facts = cast("dict[str, Any]", ModelCard(path.read_text(encoding="utf-8")).data.get("privacy") or {})
-    # After an interruption, the folder is the training's own.
-    if facts and not ledger.went_through(str(facts.get("ledger_digest"))):
-        epsilon, cost = facts.get("epsilon"), "without a number"
-        if epsilon is not None:
-            cost = f"epsilon = {rounded_up(epsilon, 3)} and delta = {facts.get('delta')}"
-        note_loaded(model, cost)
 
 
 def _statement_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Statement | None:
@@ -121,7 +107,8 @@ def _guarantee(private_grad: PrivateGradient, ledgers: Sequence[Ledger], found: 
     """Return sentences on what is protected, and on loaded weights; without a statement, how to get one."""
     begun = loaded_into(private_grad.model)
     if found is not None:
-        return [*found.sections[0].sentences, *begun, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+        caveats = [*if_planned(ledgers), *begun]
+        return [*found.sections[0].sentences, *caveats, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
     ledger, *others = ledgers
     if ledger.commitment is not None:
         lines = ["The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."]

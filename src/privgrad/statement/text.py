@@ -327,7 +327,7 @@ def _computed(facts: _Facts, ledgers: Sequence[Ledger]) -> list[str]:
         lines.append(f"The RDP accountant gives {by_rdp}. It is a looser bound on the same quantity.")
     else:
         lines.append("The RDP accountant does not cover truncated batches.")
-    lines += _if_planned(ledgers)
+    lines += if_planned(ledgers)
     for ledger, plan in zip(ledgers, plans, strict=True):
         generator = plan.get("noise_generator", "an unknown generator")
         moved = f", moved by {plan['adaptive_clip']}" if plan.get("adaptive_clip") else ""
@@ -351,7 +351,7 @@ def _computed(facts: _Facts, ledgers: Sequence[Ledger]) -> list[str]:
     return lines
 
 
-def _if_planned(ledgers: Sequence[Ledger]) -> list[str]:
+def if_planned(ledgers: Sequence[Ledger]) -> list[str]:
     """Return what must not have followed from results, so that epsilon is a guarantee, where a ledger leaves doubt."""
     lines = [
         f"Of {max(one.planned_steps):,} planned steps, {one.releases:,} are released. If results decided when to stop, "
