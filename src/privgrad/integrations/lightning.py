@@ -8,23 +8,33 @@ from typing import Any, Never, cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
     DeviceStatsMonitor,
     EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
+    SpikeDetection,
     ThroughputMonitor,
     Timer,
 )
+from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
+from torchmetrics import Metric
 
 from privgrad.checks.data import share_rows
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import ledgers_of, note_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.datasets import ask_about_rows
@@ -34,6 +44,7 @@ from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
 _KEY = "privgrad"  # of the private step's state, in a checkpoint
+_TRAINED = "privgrad_trained"  # of the trainings behind its weights
 _LOG_ELSEWHERE = "log in validation_step, of public or held-out data"
 
 
@@ -87,6 +98,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             condition = f"to be among {', '.join(PRIVATE_OPTIONS)}"
             raise expected("PrivateStrategy", "private_options", condition, ", ".join(unknown), "leave the others out")
         self._options = dict(private_options or {})
+        self._metrics: list[tuple[str, Metric]] = []  # of the module
         self._further: tuple[Any, ...] = ()  # arguments of the module's training_step, besides the batch
         self._resumed = False
 
@@ -120,7 +132,9 @@ class PrivateStrategy(SingleDeviceStrategy):
         _require_options(trainer, module, self._plan, self.optimizers)
         held: Sequence[object] = cast("Any", trainer).callbacks
         kinds = {"EarlyStopping" for one in held if isinstance(one, EarlyStopping)}
-        kinds |= {"ModelCheckpoint(monitor=...)" for one in held if isinstance(one, ModelCheckpoint) and one.monitor}
+        saved = [one.monitor for one in held if isinstance(one, ModelCheckpoint)]
+        if {*saved} - {None, "step", "epoch"}:  # by a step or an epoch, it keeps the last ones
+            kinds.add("ModelCheckpoint(monitor=...)")
         if wrong := undeclared_selection(self._selection_data, sorted(kinds), "these callbacks"):
             raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", *wrong)
         _weigh_equally(trainer)
@@ -132,6 +146,8 @@ class PrivateStrategy(SingleDeviceStrategy):
             **self._options,
         )
         self.private_step = ExternalLoopStep("PrivateStrategy", module, self.private_grad, self.optimizers[0])
+        parts: dict[str, object] = dict(cast(Any, module).named_modules())
+        self._metrics = [(name, part) for name, part in parts.items() if isinstance(part, Metric)]
         self._resumed = False
 
     def on_train_start(self) -> None:
@@ -191,6 +207,12 @@ class PrivateStrategy(SingleDeviceStrategy):
         """Save a checkpoint as Lightning does, with the state of the private step."""
         if "optimizer_states" in checkpoint:  # a checkpoint of weights only cannot be resumed
             checkpoint[_KEY] = self.private_step.state_dict()
+        trainings = [
+            f"{one.releases:,} noisy gradients with noise multiplier {one.plan_facts['noise_multiplier']:.4g} and "
+            f"sampling rate {one.plan_facts['sample_rate']:.4g}"
+            for one in ledgers_of(cast(LightningModule, self.lightning_module))
+        ]
+        checkpoint[_TRAINED] = ", ".join(trainings)  # an epsilon would take seconds
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -221,18 +243,25 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._held_out = loaders
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
-        """Return one loss per example, from the module's own training_step, which may log nothing meanwhile."""
+        """Return one loss per example, from the module's own training_step, which may log and measure nothing."""
         trainer = module.trainer
         loggers, hook = trainer.loggers, module._current_fx_name
         trainer.loggers = [_Closed("a logger in training_step", _LOG_ELSEWHERE)]
         module.log = module.log_dict = _refuse_to_log
         module._current_fx_name = None  # otherwise super().log refuses as well
+        before = [metric.update_count for _, metric in self._metrics]
         try:
-            return module.training_step(examples, *self._further)
+            losses = module.training_step(examples, *self._further)
         finally:
             trainer.loggers = loggers
             module._current_fx_name = hook
             del module.log, module.log_dict
+        # The update will be undone. Without an error, a hook would log the empty metric's 0.0 as if it was measured.
+        for (name, metric), count in zip(self._metrics, before, strict=True):
+            if metric.update_count != count:
+                remedy = "update a metric in validation_step, with public or held-out data"
+                raise expected("PrivateStrategy", "training_step", "to update no metric", f"a change of {name}", remedy)
+        return losses
 
 
 class Epochs:
@@ -253,6 +282,7 @@ class Epochs:
         yield from step.batches(self._dataset, updates=updates, collate=self._collate, **self._loading)
         if step.is_spent:
             trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
+            trainer.fit_loop.epoch_loop.min_steps = None  # nor min_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the strategy stores the position. Lightning resumes only a loader that has this method."""
@@ -262,12 +292,41 @@ class Epochs:
         """Do nothing."""
 
 
+def _note_trained(load_state: Any) -> Any:
+    """Return Lightning's function behind load_from_checkpoint, which then also notes what the weights went through."""
+
+    def load_and_note(cls: type, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loaded = load_state(cls, checkpoint, *args, **kwargs)
+        if isinstance(loaded, LightningModule) and (said := checkpoint.get(_TRAINED)):
+            note_loaded(loaded, said)
+        return loaded
+
+    return load_and_note
+
+
+# No hook would do: a module that overrides on_load_checkpoint need not call Lightning's own.
+cast(Any, saving)._load_state = _note_trained(cast(Any, saving)._load_state)
+
+_MEMORY = "private_options={'microbatch_size': 16} limits memory"
 # Callbacks that would spend steps of the plan, or log what depends on the private batches.
 _REFUSED: dict[type, str] = {
     LearningRateFinder: "its steps would be charged; give optimizers of privgrad a noise_step",
+    BatchSizeFinder: f"the plan decides the batch size, and {_MEMORY}",
+    GradientAccumulationScheduler: f"the plan decides the batch size, and {_MEMORY}",
+    ModelPruning: "it renames parameters; prune the trained model",
+    SpikeDetection: "the losses that it watches are private; clipping limits each example's effect",
     ThroughputMonitor: "it logs the sizes of private batches",
     DeviceStatsMonitor: "the memory that it logs depends on the sizes of private batches",
     Timer: "the time of a step depends on the size of its private batch, and max_time would end the training by it",
+}
+
+
+# Hooks of modules and callbacks that would be skipped, or would change the released gradient's noise.
+_REFUSED_HOOKS: dict[str, str] = {
+    "configure_gradient_clipping": "the plan's max_grad_norm clips each example, and its noise must stay as it is",
+    "backward": "the private step computes the gradient; change the loss in training_step",
+    "on_before_backward": "the loss is private; public numbers can be logged in on_train_batch_end",
+    "on_after_backward": "parameters hold no gradient; public numbers can be logged in on_train_batch_end",
 }
 
 
@@ -307,10 +366,21 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
     # The requested devices are stored only here: Trainer.num_devices reports the strategy's single device.
     requested: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
     devices = requested if isinstance(requested, int) else len(requested)
-    if devices != 1:
-        remedy = "set devices=1, or use fit with PrivateGradient(processes=...)"
-        raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
-    for callback in cast("Any", trainer).callbacks:
+    nodes: int = getattr(getattr(trainer, "_accelerator_connector", None), "_num_nodes_flag", 1)
+    for name, count in (("devices", devices), ("num_nodes", nodes)):
+        if count != 1:
+            remedy = f"set {name}=1, or use fit with PrivateGradient(processes=...)"
+            raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"{name}={count}", remedy)
+    if tried := cast(Any, trainer).fast_dev_run:
+        remedy = "leave it out, and try dataclasses.replace(plan, steps=2) with max_steps=2 and limit_val_batches=2"
+        raise expected("PrivateStrategy", "fast_dev_run", "to be False: it sets max_steps", tried, remedy)
+    callbacks: list[Callback] = cast("Any", trainer).callbacks
+    for one, base in ((module, LightningModule), *((callback, Callback) for callback in callbacks)):
+        for name, why in _REFUSED_HOOKS.items():
+            if hasattr(base, name) and is_overridden(name, cast(Any, one), cast(Any, base)):
+                condition, got = f"to override no {name}", f"{type(one).__name__}.{name}"
+                raise expected("PrivateStrategy", "modules and callbacks", condition, got, f"leave it out: {why}")
+    for callback in callbacks:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
                 condition, got = f"to hold no {kind.__name__}", f"a {kind.__name__}"
@@ -325,9 +395,15 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
         "limit_train_batches": 1.0,
         "overfit_batches": 0.0,
     }
-    if wrong := {name: value for name, value in required.items() if getattr(trainer, name) != value}:
+    wrong = {name: value for name, value in required.items() if getattr(trainer, name) != value}
+    if isinstance(trainer.limit_train_batches, int):  # 1 is one batch, and 1.0 is all of them
+        wrong["limit_train_batches"] = 1.0
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs * plan.epoch_steps < plan.steps:
+        wrong["max_epochs"] = -1
+    if wrong:
         got = ", ".join(f"{name}={getattr(trainer, name)!r}" for name in wrong)
-        remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
+        remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}: the plan decides steps, "
+        remedy += f"batches and clipping, and {_MEMORY}"
         raise expected("PrivateStrategy", "the Trainer", "to leave the private step to the plan", got, remedy)
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise expected("PrivateStrategy", "precision", "to scale no gradients", trainer.precision, "take 'bf16-mixed'")
@@ -338,3 +414,9 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
         got = f"{len(optimizers)} optimizers" if module.automatic_optimization else "manual optimization"
         remedy = "write the loop by hand with PrivateGradient for anything else"
         raise expected("PrivateStrategy", "the module", "to optimize automatically, with one optimizer", got, remedy)
+    held = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}
+    left = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
+    if left and any(isinstance(callback, BaseFinetuning) for callback in callbacks):
+        got = f"an optimizer without {', '.join(left[:3])}{', ...' if left[3:] else ''}"  # the callback gives no names
+        remedy = "give it all named parameters, those that the callback unfreezes as the last param group"
+        raise expected("PrivateStrategy", "optimizer", "to hold also what BaseFinetuning unfreezes", got, remedy)
