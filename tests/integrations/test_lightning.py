@@ -1,5 +1,6 @@
 """PrivateStrategy: the step is the private_grad's, the rest is Lightning's; killed runs go on."""
 
+import dataclasses
 import gc
 import os
 import signal
@@ -22,17 +23,19 @@ pytest.importorskip("lightning")
 from lightning import pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     DeviceStatsMonitor,
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ThroughputMonitor,
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
+from torchmetrics.classification import MulticlassAccuracy
 
 from privgrad.integrations.lightning import PrivateStrategy
+from privgrad.ledger.lineage import loaded_into
 
 STEPS = 12
 pytestmark = [
@@ -372,6 +375,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another precision": ({"precision": "bf16-true"}, "take '32-true' or 'bf16-mixed'"),
     "several devices": ({"devices": 2}, "set devices=1, or use fit"),
     "few examples": ({"overfit_batches": 2}, "set .*overfit_batches=0.0"),
+    "too few epochs": ({"max_epochs": 2}, "set max_epochs=-1"),
+    "one batch an epoch": ({"limit_train_batches": 1}, "set limit_train_batches=1.0"),
+    "several machines": ({"num_nodes": 2}, "set num_nodes=1, or use fit"),
 }
 
 
@@ -379,9 +385,148 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[str, Any], remedy: str):
     with pytest.raises(
         pg.PrivacyError,
-        match=f"to (leave the private step|leave batches as they|train on one device, got devices=2).*; {remedy}",
+        match=f"to (leave the private step|leave batches as|train on one device, got (devices|num_nodes)=2).*; {remedy}",
     ):
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
+
+
+class Cosine(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = pg.optim.AdamBC(self.named_parameters(), noise_step=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
+
+
+FOLLOWED: dict[str, tuple[dict[str, Any], Any]] = {
+    "max_epochs": ({"max_epochs": -1}, Classifier),
+    "enough epochs": ({"max_epochs": 3}, Classifier),
+    "numbers of the plan": ({"accumulate_grad_batches": 1, "gradient_clip_val": None}, Classifier),
+    "whole epochs": ({"limit_train_batches": 1.0, "overfit_batches": 0.0}, Classifier),
+    "one device": ({"devices": 1, "num_nodes": 1}, Classifier),
+    "a noise step, without a metric": ({"precision": "32-true"}, Cosine),
+    "a small microbatch": ({"strategy": {"microbatch_size": 16}}, Classifier),
+}
+
+
+@pytest.mark.parametrize(("options", "module"), FOLLOWED.values(), ids=FOLLOWED)
+def test_the_remedies_train_all_steps(tmp_path: Path, options: dict[str, Any], module: Any):
+    strategy = PrivateStrategy(planned(), device="cpu", private_options=options.get("strategy"))
+    trainer = make_trainer(tmp_path, planned(), **options | {"strategy": strategy})
+    fit(trainer, module())
+    assert trainer.global_step == strategy.private_grad.ledger.releases == STEPS
+
+
+def test_a_development_run_needs_a_short_plan(tmp_path: Path):
+    plan = planned()
+    with pytest.raises(pg.PrivacyError, match=r"expected fast_dev_run to be False: .*replace\(plan, steps=2\)"):
+        fit(make_trainer(tmp_path / "a", plan, fast_dev_run=True), Classifier())
+    trainer = make_trainer(tmp_path / "b", dataclasses.replace(plan, steps=2), max_steps=2, limit_val_batches=2)
+    fit(trainer, Classifier())
+    assert trainer.global_step == trainer.strategy.private_grad.ledger.releases == 2
+
+
+class Measures(Classifier):
+    """Measures the training by a metric, as is usual without privacy."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.seen, self.where = MulticlassAccuracy(3), where
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.where == "training":
+            self.seen(self.net(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", self.seen)
+
+
+def test_a_metric_of_private_batches_is_refused_and_not_logged_as_zero(tmp_path: Path):
+    refused = make_trainer(tmp_path / "a", planned())
+    with pytest.raises(pg.PrivacyError, match=r"to update no metric, got a change of seen; update .* in validation"):
+        fit(refused, Measures("training"))
+    assert refused.strategy.private_grad.ledger.releases == 0
+    trainer = make_trainer(tmp_path / "b", planned())
+    fit(trainer, Measures("validation"))
+    assert trainer.callback_metrics["seen"] > 0
+
+
+def test_the_last_checkpoints_are_no_choice_by_evaluations(tmp_path: Path):
+    for monitor in ("step", "epoch"):
+        last = ModelCheckpoint(tmp_path / monitor, monitor=monitor, mode="max", save_top_k=2, filename="{epoch}")
+        trainer = make_trainer(tmp_path / f"{monitor}s", planned(), callbacks=[last], enable_checkpointing=True)
+        fit(trainer, Classifier())
+        assert {path.name for path in (tmp_path / monitor).iterdir()} == {"epoch=1.ckpt", "epoch=2.ckpt"}
+
+
+class OfParts(Classifier):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self, *groups: str) -> None:
+        super().__init__()
+        self.backbone, self.groups = self.net[0], groups
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = {"backbone": [one for one in named if one[0].startswith("net.0")]}
+        groups["head"] = [one for one in named if one not in groups["backbone"]]
+        return pg.optim.AdamBC([{"params": groups[name]} for name in self.groups], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+def test_unfreezing_needs_all_parameters_in_the_optimizer(tmp_path: Path):
+    class LowersRate(BackboneFinetuning):
+        def __init__(self) -> None:
+            super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, lambda_func=lambda epoch: 0.5)
+
+    trainer = make_trainer(tmp_path / "a", planned(), callbacks=[LowersRate()])
+    with pytest.raises(pg.PrivacyError, match=r"what BaseFinetuning unfreezes, got an optimizer without .*last param"):
+        fit(trainer, OfParts("head"))
+    assert not hasattr(trainer.strategy, "private_grad")
+    trainer, module = make_trainer(tmp_path / "b", planned(), callbacks=[LowersRate()]), OfParts("head", "backbone")
+    before = cast(Tensor, module.net[0].weight).detach().clone()
+    fit(trainer, module)
+    assert not torch.equal(before, cast(Tensor, module.net[0].weight))
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.005]
+
+
+def test_an_interrupted_run_ends_in_spite_of_min_steps(tmp_path: Path):
+    plan, options = planned(seed=None), saving(tmp_path)
+    options["callbacks"].append(Watch(stop_at=7))
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(make_trainer(tmp_path, plan, **options), Classifier())
+    trainer = make_trainer(tmp_path, plan, min_steps=STEPS, min_epochs=3)
+    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint"):
+        module = fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
+    assert trainer.global_step == 10
+    assert loaded_into(module) == []  # to resume is no second training
+
+
+class ReadsItself(Classifier):
+    """Overrides a hook without a call of Lightning's own."""
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.read = True
+
+
+def test_a_loaded_module_knows_what_its_weights_went_through(tmp_path: Path):
+    said = "12 noisy gradients with noise multiplier 0.5 and sampling rate 0.25"
+    trainer = make_trainer(tmp_path, planned(seed=None), **saving(tmp_path))
+    fit(trainer, Classifier())
+    for weights_only in (True, False):
+        trainer.save_checkpoint(tmp_path / "end.ckpt", weights_only=weights_only)
+        for kind in (Classifier, ReadsItself):
+            (note,) = loaded_into(kind.load_from_checkpoint(tmp_path / "end.ckpt"))
+            assert f"were loaded into the model: {said}." in note
+
+
+def test_a_module_without_a_private_training_is_saved_and_loaded_as_usual(tmp_path: Path):
+    trainer, module = make_trainer(tmp_path, planned()), Classifier()
+    trainer.validate(module, DataLoader(make_data(), batch_size=32), verbose=False)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    assert loaded_into(Classifier.load_from_checkpoint(tmp_path / "plain.ckpt")) == []
 
 
 @pytest.mark.parametrize(
@@ -467,7 +612,11 @@ def test_private_losses_are_not_logged(tmp_path: Path):
 
 
 def test_a_gradient_that_made_no_update_stops_the_run_before_the_next_is_paid_for(tmp_path: Path):
-    trainer = make_trainer(tmp_path, planned(), callbacks=[GradientAccumulationScheduler({0: 2})])
+    class Accumulates(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.accumulate_grad_batches = 2
+
+    trainer = make_trainer(tmp_path, planned(), callbacks=[Accumulates()])
     with pytest.raises(pg.PrivacyError, match="each released gradient to be used by one update, got 0"):
         fit(trainer, Classifier())
     assert trainer.strategy.private_grad.ledger.releases == 1

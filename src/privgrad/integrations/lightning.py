@@ -205,7 +205,7 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as Lightning does, with the state of the private step."""
-        if "optimizer_states" in checkpoint:  # a checkpoint of weights only cannot be resumed
+        if "optimizer_states" in checkpoint and hasattr(self, "private_step"):  # else it cannot be resumed
             checkpoint[_KEY] = self.private_step.state_dict()
         trainings = [
             f"{one.releases:,} noisy gradients with noise multiplier {one.plan_facts['noise_multiplier']:.4g} and "
