@@ -2,7 +2,8 @@
 
 Shows   PrivateGradient in place of accelerator.backward. Accelerate starts the processes, chooses the device and splits
         the held-out data. Do not prepare the model or the optimizer: the private step adds up the processes' gradients
-        itself, and DistributedDataParallel would exchange gradients without noise.
+        itself, and DistributedDataParallel would exchange gradients without noise. If you end the loop because of its
+        results, report plan.epsilon().
 Needs   pip install '.[hf,experiments]'. Nothing is downloaded. Fifteen seconds.
 Run     python examples/accelerate_loop.py, or accelerate launch --num_processes 2 examples/accelerate_loop.py
 Prints  accuracy on held-out digits and epsilon every 50 steps.

@@ -55,18 +55,19 @@ class PrivateStrategy(SingleDeviceStrategy):
         trainer = Trainer(strategy=strategy, max_steps=plan.steps)
         trainer.fit(module, strategy.batches(train_set), val_loader)
 
-    The module's `training_step` returns one loss per example, shape (B,), and logs nothing: its losses are private. Its
-    `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers if
-    needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` work as in
-    Lightning. Hooks that run before `training_step` see the private batch: they must not log or keep anything of it.
-    Training hooks may log public numbers. Means over an epoch weigh steps equally, unless a `batch_size` is given.
+    The module's `training_step` returns one loss per example, shape (B,). It logs nothing and updates no metric: its
+    losses are private. Its `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(),
+    and schedulers if needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and
+    `ckpt_path` work as in Lightning. Hooks that run before `training_step` see the private batch: they must not log or
+    keep anything of it. Training hooks may log public numbers. Means over an epoch weigh steps equally, unless a
+    `batch_size` is given.
 
     Args:
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
         device: the device to train on; None takes the GPU if there is one.
         ledger: path of the ledger's file, which resuming needs; None keeps the ledger in memory.
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
-            privgrad.EarlyStopping. Required with EarlyStopping, and with a ModelCheckpoint that monitors a number.
+            privgrad.EarlyStopping. Required with EarlyStopping, and with a ModelCheckpoint that monitors a metric.
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
             memory_mb, norm_bins, adaptive_clip and filter.
     Raises:

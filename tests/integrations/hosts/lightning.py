@@ -66,11 +66,12 @@ FATES: dict[str, str] = {
         """
         configure_callbacks configure_model configure_sharded_model forward lr_scheduler_step on_predict_model_eval
         on_test_model_eval on_test_model_train on_validation_model_eval on_validation_model_train
-        on_validation_model_zero_grad optimizer_step optimizer_zero_grad predict_dataloader predict_step prepare_data
+        on_validation_model_zero_grad optimizer_step optimizer_zero_grad predict_dataloader prepare_data
         test_dataloader test_step val_dataloader validation_step
         """,
     ),
     "LightningModule.configure_optimizers": "taken: one optimizer of privgrad.optim over self.named_parameters()",
+    "LightningModule.predict_step": "taken: outputs for training rows have no noise; keep them private",
     "LightningModule.train_dataloader": "taken: it returns strategy.batches(train_set)",
     "LightningModule.training_step": "taken: one loss per example; it logs and measures nothing",
     "LightningModule.on_before_batch_transfer": "taken: it gets a privgrad.Batch, with the data in batch.examples",
