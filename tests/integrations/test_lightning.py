@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import privgrad as pg
@@ -444,12 +445,20 @@ class Measures(Classifier):
 
 def test_a_metric_of_private_batches_is_refused_and_not_logged_as_zero(tmp_path: Path):
     refused = make_trainer(tmp_path / "a", planned())
-    with pytest.raises(pg.PrivacyError, match=r"to update no metric, got a change of seen; update .* in validation"):
+    with pytest.raises(pg.PrivacyError, match=r"to update no metric, got self.seen; update .* in validation"):
         fit(refused, Measures("training"))
     assert refused.strategy.private_grad.ledger.releases == 0
     trainer = make_trainer(tmp_path / "b", planned())
     fit(trainer, Measures("validation"))
     assert trainer.callback_metrics["seen"] > 0
+
+
+def test_a_trained_model_is_pruned_afterwards(tmp_path: Path):
+    trainer = make_trainer(tmp_path, planned())
+    module = fit(trainer, Classifier())
+    prune.l1_unstructured(module.net[0], "weight", 0.5)
+    trainer.validate(module, DataLoader(make_data(), batch_size=32), verbose=False)
+    assert (module.net[0].weight == 0).float().mean() == 0.5
 
 
 def test_the_last_checkpoints_are_no_choice_by_evaluations(tmp_path: Path):
@@ -511,7 +520,7 @@ class ReadsItself(Classifier):
 
 
 def test_a_loaded_module_knows_what_its_weights_went_through(tmp_path: Path):
-    said = "12 noisy gradients with noise multiplier 0.5 and sampling rate 0.25"
+    said = "noise multiplier 0.5, sampling rate 0.25 and 12 releases"
     trainer = make_trainer(tmp_path, planned(seed=None), **saving(tmp_path))
     fit(trainer, Classifier())
     for weights_only in (True, False):
@@ -633,7 +642,12 @@ def test_a_saved_module_counts_the_trainings_of_strategies_that_are_gone(tmp_pat
     plan, module = planned(steps=2, delta=1e-3), Classifier()
     for _ in range(2):
         strategy = PrivateStrategy(plan, device="cpu")
-        fit(make_trainer(tmp_path, plan, strategy=strategy), module)
+        trainer = make_trainer(tmp_path, plan, strategy=strategy)
+        fit(trainer, module)
+        trainer.save_checkpoint(tmp_path / "end.ckpt", weights_only=True)
+        del trainer
+    (note,) = loaded_into(Classifier.load_from_checkpoint(tmp_path / "end.ckpt"))
+    assert note.count("and 2 releases") == 2
     ledger = strategy.private_grad.ledger  # pyright: ignore[reportPossiblyUnboundVariable]
     gc.collect()
     with pytest.raises(pg.PrivacyError, match=r"cover every training .* got a training with 2 releases"):

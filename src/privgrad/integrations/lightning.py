@@ -209,11 +209,11 @@ class PrivateStrategy(SingleDeviceStrategy):
         if "optimizer_states" in checkpoint and hasattr(self, "private_step"):  # else it cannot be resumed
             checkpoint[_KEY] = self.private_step.state_dict()
         trainings = [
-            f"{one.releases:,} noisy gradients with noise multiplier {one.plan_facts['noise_multiplier']:.4g} and "
-            f"sampling rate {one.plan_facts['sample_rate']:.4g}"
+            f"noise multiplier {one.plan_facts['noise_multiplier']:.4g}, sampling rate "
+            f"{one.plan_facts['sample_rate']:.4g} and {one.releases:,} releases"
             for one in ledgers_of(cast(LightningModule, self.lightning_module))
         ]
-        checkpoint[_TRAINED] = ", ".join(trainings)  # an epsilon would take seconds
+        checkpoint[_TRAINED] = " and at ".join(trainings)  # an epsilon would take seconds
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         for (name, metric), count in zip(self._metrics, before, strict=True):
             if metric.update_count != count:
                 remedy = "update a metric in validation_step, with public or held-out data"
-                raise expected("PrivateStrategy", "training_step", "to update no metric", f"a change of {name}", remedy)
+                raise expected("PrivateStrategy", "training_step", "to update no metric", f"self.{name}", remedy)
         return losses
 
 
