@@ -1,5 +1,6 @@
 """PrivateStrategy: the federated step over Flower's messages, in one process and in ten."""
 
+import copy
 import dataclasses
 import logging
 import os
@@ -7,7 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 pytest.importorskip("flwr")
 from flower_job import FAULTS, LOCAL, NORM, USERS, make_app, make_plan, make_strategy, make_users, row, run_everything
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from privgrad.integrations.flower import client_app
+from privgrad.integrations.flower import PrivateStrategy, client_app
 from privgrad.ledger.ledger import Ledger
 from privgrad.perturb.local_training import local_update
 
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower.py"
 FIRST = 1000  # id of the first user's node
+FROZEN = ("0.weight", "0.bias")
 
 
 class DirectGrid(Grid):
@@ -56,9 +59,18 @@ class DirectGrid(Grid):
         for message in stamped(messages):
             self.sent.append(message)
             node = message.metadata.dst_node_id
-            answer = self.app(message, Context(1, node, {}, RecordDict(), {}))
+            answer = answered(self.app, message, node)
             (self.kept if node in self.late else answers).append(answer)
         return [*kept, *reversed(answers), *answers]  # each twice, in another order
+
+
+def answered(app: Any, message: Message, node: int) -> Message:
+    """A device's answer; Flower's SuperNode sends an app's exception as such an error."""
+    try:
+        return app(message, Context(1, node, {}, RecordDict(), {}))
+    except Exception as error:
+        reason = f"{type(error)}:<'{error}'>"
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def stamped(messages: Iterable[Message]) -> list[Message]:
@@ -73,12 +85,22 @@ def echo(message: Message, context: Context) -> Message:
     """An app that trains nothing, and tells on its user."""
     config = message.content.config_records["config"]
     told = MetricRecord({"num-examples": 10**6, "loss": float(str(config["user"]))})
-    return Message(RecordDict({"arrays": message.content.array_records["arrays"], "told": told}), reply_to=message)
+    return sent(message, lambda name, value: torch.full_like(value, 0.01), told=told)
 
 
-def simulated(plan: pg.PrivacyPlan, *, without: Iterable[int] = (), **options: Any) -> torch.nn.Module:
+def sent(message: Message, change: Callable[[str, Tensor], Tensor | None], **further: Any) -> Message:
+    """An answer with what `change` makes of each array of the message."""
+    arrays = message.content.array_records["arrays"].to_torch_state_dict()
+    changed = {name: change(name, value) for name, value in arrays.items()}
+    update = ArrayRecord({name: value for name, value in changed.items() if value is not None})
+    return Message(RecordDict({"arrays": update, **further}), reply_to=message)
+
+
+def simulated(
+    plan: pg.PrivacyPlan, *, without: Iterable[int] = (), frozen: Iterable[str] = (), **options: Any
+) -> torch.nn.Module:
     """The in-process training; some users' devices send nothing."""
-    model = make_model()
+    model = freeze(make_model(), frozen)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=LOCAL, **options)
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
     *tensors, count = make_users().tensors
@@ -86,6 +108,17 @@ def simulated(plan: pg.PrivacyPlan, *, without: Iterable[int] = (), **options: A
     for batch in plan.batches(TensorDataset(*tensors, count)):
         optimizer.step(grad=private_grad(batch))
     return model
+
+
+def freeze(model: torch.nn.Module, names: Iterable[str]) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+    return model
+
+
+def make_frozen_strategy(plan: pg.PrivacyPlan, **options: Any) -> PrivateStrategy:
+    model = freeze(make_model(), FROZEN)
+    return PrivateStrategy(model, pg.optim.SGD(model.named_parameters(), lr=1.0), plan, **options)
 
 
 def start(strategy: Any, grid: Any, **options: Any) -> Any:
@@ -164,7 +197,8 @@ def test_only_an_answer_to_this_round_counts():
     strategy.aggregate_train(1, answers)
     first = strategy.arrays
     stamped(strategy.configure_train(2, first, ConfigRecord(), grid))
-    strategy.aggregate_train(2, answers)
+    with pytest.warns(UserWarning, match="8 x no reply in time"):
+        strategy.aggregate_train(2, answers)
     assert strategy.arrays.object_id == first.object_id != make_strategy(make_plan()).arrays.object_id
     with pytest.raises(pg.PrivacyError, match="to be configured first"):
         strategy.aggregate_train(2, answers)
@@ -184,7 +218,8 @@ def test_nobody_answers_for_another(forged: str):
     if forged != "sender":
         known = messages[1].metadata.message_id if forged == "message" else ""
         posing.metadata.__dict__["_reply_to_message_id"] = known
-    strategy.aggregate_train(1, [posing, *(Message(RecordDict({"arrays": still}), reply_to=m) for m in messages)])
+    with pytest.warns(UserWarning, match="8 x an update of zero"):
+        strategy.aggregate_train(1, [posing, *(Message(RecordDict({"arrays": still}), reply_to=m) for m in messages)])
     assert all(torch.equal(value, before[name]) for name, value in strategy.arrays.to_torch_state_dict().items())
 
 
@@ -274,13 +309,160 @@ def test_what_clients_report_stays_unread_unless_asked_for_as_raw(caplog: pytest
     result = start(make_strategy(plan), grid)
     assert not result.train_metrics_clientapp
     assert not result.evaluate_metrics_clientapp
-    result = start(make_strategy(plan, raw_metrics=["loss", "absent"]), grid)
+    with pytest.warns(UserWarning, match="no reply reports 'absent' of raw_metrics"):
+        result = start(make_strategy(plan, raw_metrics=["loss", "absent"]), grid)
     users = next(plan.batches(TensorDataset(torch.arange(USERS)))).examples[0]
     assert dict(result.train_metrics_clientapp[1]) == {"raw_loss": pytest.approx(users.float().mean().item())}
     logging.getLogger("flwr").removeHandler(caplog.handler)
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if "loss" in line] == [line for line in told if "raw_loss" in line] != []
     assert not any("1000000" in line or "node" in line for line in told)
+
+
+def test_what_the_server_freezes_is_frozen_on_devices():
+    strategy = make_frozen_strategy(make_plan())
+    start(strategy, DirectGrid())
+    require_equal(simulated(make_plan(), frozen=FROZEN), strategy._model)
+
+
+def app_of(**changed: Any) -> Any:
+    parts: dict[str, Any] = {"loss_fn": loss_fn, "data_of": row, **changed}
+    return client_app(make_model, parts["loss_fn"], parts["data_of"], LOCAL)
+
+
+# By case: what is told of the eight users, and the grid in which it happens.
+LOST: dict[str, tuple[str, Callable[[], DirectGrid]]] = {
+    "offline": ("8 x not connected", lambda: DirectGrid(echo, offline=range(USERS))),
+    "late": ("8 x no reply in time", lambda: DirectGrid(echo, late=range(USERS))),
+    "frozen parameters, too": (
+        r"8 x names that the server does not train \['0.bias', '0.weight'\] and missing names \[\]",
+        lambda: DirectGrid(echo),
+    ),
+    "other names": (
+        r"8 x names that .* \['x2.bias', 'x2.weight'\] and missing names \['2.bias', '2.weight'\]",
+        lambda: DirectGrid(lambda m, _: renamed(m)),
+    ),
+    "other shapes": (
+        r"8 x '2.weight' of shape \(1, 4\) of torch.float32, not \(3, 4\)",
+        lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, value[:1]))),
+    ),
+    "integers": (
+        r"8 x '2.weight' of shape \(3, 4\) of torch.int32, not",
+        lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, value.int()))),
+    ),
+    "plain data": (
+        "8 x error CLIENT_APP_RAISED_EXCEPTION, which the device's log explains",
+        lambda: DirectGrid(app_of(data_of=lambda *_: make_users().tensors[:2])),
+    ),
+    "zero": (
+        "8 x an update of zero, from no examples or a local training that diverged",
+        lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, 0 * value))),
+    ),
+    "not finite": (
+        "8 x an update that is not finite",
+        lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, value / 0))),
+    ),
+}
+
+
+def trained(name: str, value: Tensor) -> Tensor | None:
+    return None if name in FROZEN else value
+
+
+def renamed(message: Message) -> Message:
+    arrays = message.content.array_records["arrays"].to_torch_state_dict()
+    update = ArrayRecord({f"x{name}": value for name, value in arrays.items() if name not in FROZEN})
+    return Message(RecordDict({"arrays": update}), reply_to=message)
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_rounds_in_which_no_update_counts_warn_once_and_end_the_run(case: str, tmp_path: Path):
+    told, grid = LOST[case]
+    plan, states = make_plan(expected_cohort_size=USERS, rounds=12), list[Any]()
+    nodes = [FIRST + user for user in range(USERS)]
+    strategy = make_frozen_strategy(plan, nodes=nodes, ledger=tmp_path / "ledger.jsonl")
+
+    def keep(*_: object) -> None:
+        states.append(copy.deepcopy(strategy.state_dict()))
+
+    with (
+        pytest.warns(UserWarning, match=f"no user's update counts in this round.*{told}") as warned,
+        pytest.raises(pg.PrivacyError, match=f"users to send updates that count, got 10 rounds in a row .*{told}"),
+    ):
+        start(strategy, grid(), evaluate_fn=keep)
+    assert len(warned) == 1
+    assert strategy.private_grad.ledger.releases == 10
+    # The remedy: with another app and all devices, the run ends.
+    strategy.private_grad.ledger.close()
+    resumed = make_frozen_strategy(plan, nodes=nodes, ledger=tmp_path / "ledger.jsonl")
+    resumed.load_state_dict(states[-1])
+    mended = DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, 0.01 * torch.randn(value.shape))))
+    resumed.start(mended, resumed.arrays, num_rounds=2)
+    assert resumed.private_grad.ledger.releases == 12
+
+
+def test_a_local_training_that_diverges_warns():
+    strategy = make_strategy(make_plan(rounds=1))
+    with pytest.warns(UserWarning, match="an update of zero"):
+        start(strategy, DirectGrid(app_of(loss_fn=lambda model, rows: torch.nan * loss_fn(model, rows))))
+
+
+def test_one_update_that_counts_ends_the_row():
+    strategy = make_strategy(make_plan(expected_cohort_size=USERS, rounds=15, noise_multiplier=0.0))
+    failing = [*range(1, 10), *range(11, 16)]
+
+    def app(message: Message, context: Context) -> Message:
+        if int(message.metadata.group_id) in failing or context.node_id != FIRST:
+            raise ValueError
+        return echo(message, context)
+
+    with pytest.warns(UserWarning, match="8 x error CLIENT_APP_RAISED_EXCEPTION"):
+        start(strategy, DirectGrid(app))
+    assert strategy.private_grad.ledger.releases == 15
+
+
+def test_the_text_of_an_error_is_not_told():
+    def data_of(*_: object) -> Any:
+        raise RuntimeError("the label of my third example is 2")
+
+    with pytest.warns(UserWarning, match="no user's update counts") as warned:
+        start(make_strategy(make_plan(expected_cohort_size=USERS, rounds=1)), DirectGrid(app_of(data_of=data_of)))
+    assert "label" not in str(warned[0].message)
+
+
+def test_weights_in_place_of_updates_warn_once():
+    apps = {name: ClientApp() for name in ("weights", "updates")}
+
+    @apps["weights"].train()
+    def of_weights(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        return sent(message, lambda name, value: value + 0.1 * torch.randn(value.shape))
+
+    @apps["updates"].train()
+    def of_updates(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        return sent(message, lambda name, value: value - (value + 0.1 * torch.randn(value.shape)))
+
+    plan = make_plan(expected_cohort_size=USERS, rounds=2)
+    with pytest.warns(UserWarning, match="near the weights themselves; send w - w_last") as warned:
+        start(make_strategy(plan), DirectGrid(apps["weights"]))
+    assert len(warned) == 1
+    start(make_strategy(plan), DirectGrid(apps["updates"]))
+
+
+def test_raw_metrics_need_an_app_that_reports_them():
+    plan = make_plan(rounds=2)
+    with pytest.warns(UserWarning, match="no reply reports 'loss' .* client_app reports no metrics") as warned:
+        assert not start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid()).train_metrics_clientapp
+    assert len(warned) == 1
+    inner, app = app_of(), ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        reply = inner(message, context)
+        reply.content["metrics"] = MetricRecord({"loss": 0.5})
+        return reply
+
+    result = start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid(app))
+    assert [dict(result.train_metrics_clientapp[number]) for number in (1, 2)] == [{"raw_loss": 0.5}] * 2
 
 
 def test_a_run_goes_on_from_its_state(tmp_path: Path):

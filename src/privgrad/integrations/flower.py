@@ -3,6 +3,8 @@
 import os
 import secrets
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -10,12 +12,13 @@ from typing import Any, cast
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, Metadata, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad.errors import BudgetExceededError, expected
+from privgrad.errors import BudgetExceededError, did_you_mean, expected
 from privgrad.gradient.transform import Preconditioner
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
@@ -26,8 +29,23 @@ from privgrad.training.external_loop import ExternalLoopStep
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
-_ROUND, _USER, _NORM, _NONCE = "round", "user", "max-update-norm", "nonce"
+_ROUND, _USER, _NORM, _NONCE, _TRAINED = "round", "user", "max-update-norm", "nonce", "trained"
 _POLL = 1.0  # seconds between queries for the connected nodes
+_PATIENCE = 10  # rounds in a row in which no user's update counts: they spend epsilon on noise alone
+_OPTIONS = ("ledger", "nodes", "raw_metrics")
+_COHORT = "give the plan num_users and expected_cohort_size"
+_EVALUATE = "evaluate on public data with start's evaluate_fn"
+_INSTEAD = {  # of arguments of FedAvg, and of overrides that would go around the private step
+    **dict.fromkeys(("fraction_train", "min_train_nodes", "min_available_nodes"), _COHORT),
+    **dict.fromkeys(("fraction_evaluate", "min_evaluate_nodes", "evaluate_metrics_aggr_fn"), _EVALUATE),
+    **dict.fromkeys(("configure_evaluate", "aggregate_evaluate"), _EVALUATE),
+    "train_metrics_aggr_fn": "name the numbers in raw_metrics",
+    "weighted_by_key": "leave it out: all users have the same weight",
+    "arrayrecord_key": "leave it out: the record is 'arrays'",
+    "configrecord_key": "leave it out: the record is 'config'",
+    "aggregate_train": "use each round's weights in start's evaluate_fn",
+}
+_ERRORS = {code: name for name, code in vars(ErrorCode).items() if isinstance(code, int)}
 
 
 class PrivateStrategy(Strategy):
@@ -53,12 +71,15 @@ class PrivateStrategy(Strategy):
         raw_metrics: names of numbers that clients report. Flower logs and keeps their plain means over a round's
             replies as raw_<name>. NOT private: no epsilon covers them.
     Raises:
-        PrivacyError: a plan for examples, an optimizer of another model, or nodes that are not one per user. In the
-            first round: a ledger that already holds releases and was not resumed.
+        PrivacyError: a plan for examples, an optimizer of another model, nodes that are not one per user, an argument
+            of FedAvg, or a subclass that overrides aggregate_train or client-side evaluation. In the first round: a
+            ledger that already holds releases and was not resumed. In start: ten rounds in a row without an update
+            that counts; the first such round warns.
         BudgetExceededError: (in start) more rounds than the plan allows.
     Privacy:
         The guarantee of PrivateGradient, for users: the ledger is charged before a new model is sent. The server, its
-        SuperLink and the connections must be trusted: they see each clipped update (central privacy).
+        SuperLink and the connections must be trusted: they see each clipped update (central privacy). Warnings and
+        errors about replies are for the server only. If results or replies decide when to stop, report plan.epsilon().
     Attributes:
         private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
     """
@@ -72,7 +93,15 @@ class PrivateStrategy(Strategy):
         ledger: Ledger | str | os.PathLike[str] | None = None,
         nodes: Sequence[int] | None = None,
         raw_metrics: Sequence[str] = (),
+        **others: Any,
     ) -> None:
+        own = type(self)
+        overridden = [name for name in _INSTEAD if getattr(own, name, None) is not getattr(PrivateStrategy, name, None)]
+        if refused := [*others, *overridden]:
+            condition = "to leave the private step as it is"
+            ways = [_INSTEAD.get(name) or did_you_mean(name, _OPTIONS, "leave it out") for name in refused]
+            remedy = "; ".join(f"for {name}, {way}" for name, way in zip(refused, ways, strict=True))
+            raise expected("PrivateStrategy", "arguments and overrides", condition, ", ".join(refused), remedy)
         self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
         self.private_step = ExternalLoopStep("PrivateStrategy", model, self.private_grad, optimizer)
         self._model, self._optimizer, self._plan = model, optimizer, plan
@@ -80,7 +109,9 @@ class PrivateStrategy(Strategy):
         self._raw_metrics = tuple(raw_metrics)
         self._draws: Iterator[Batch] | None = None
         self._drawn: Batch | None = None
-        self._sent = list[tuple[Metadata, int]]()  # metadata of this round's messages, each with its user
+        self._sent = dict[int, Metadata]()  # metadata of this round's messages, by user
+        self._lost = list[str]()  # why no update counted, of each of the last rounds in a row
+        self._warned = set[str]()
 
     @property
     def arrays(self) -> ArrayRecord:
@@ -91,16 +122,20 @@ class PrivateStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return one message for each connected user in the plan's draw."""
+        if len(self._lost) >= _PATIENCE:
+            got = f"{len(self._lost)} rounds in a row without one ({self._lost[-1]})"
+            remedy = "repair this and resume with load_state_dict, or begin again with a new ledger"
+            raise expected("PrivateStrategy", "users", "to send updates that count", got, remedy)
         self._model.load_state_dict(arrays.to_torch_state_dict())
         if self._nodes is None:
             while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
                 time.sleep(_POLL)
             self._nodes = _require_nodes(nodes, self._plan)
         self._drawn = drawn = self._draw()
-        self._sent = []
+        self._sent = {}
         online = set(grid.get_node_ids())
         # Flower counts rounds from each start; the plan counts them over the whole run.
-        public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm}
+        public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm, _TRAINED: [*self._trained()]}
         messages: list[Message] = []
         for user in cast("list[int]", drawn.examples[0].tolist()):
             if (node := self._nodes[user]) in online:
@@ -108,7 +143,7 @@ class PrivateStrategy(Strategy):
                 own = ConfigRecord({**public, _USER: user, _NONCE: secrets.token_hex(16)})
                 content = RecordDict({_ARRAYS: arrays, _CONFIG: own})
                 messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
-                self._sent.append((messages[-1].metadata, user))
+                self._sent[user] = messages[-1].metadata
         return messages
 
     def aggregate_train(
@@ -116,21 +151,24 @@ class PrivateStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Release the round's mean update and step with it; return metrics only if raw_metrics were requested."""
         if self._drawn is None:
-            remedy = "let start() run the rounds"
+            remedy = "let start() run the rounds, and call super().configure_train in an override of it"
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
-        answers = self._answers(replies)
-        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        # Sorted by user, because a sum's rounding depends on the order.
-        found = [_update(answers[user], parameters) for user in sorted(answers)]
-        updates = [update for update in found if update is not None]
         batch, self._drawn = self._drawn, None
+        answers, parameters = self._answers(replies), self._trained()
+        held = {user: _update(reply, parameters) for user, reply in answers.items()}
+        # Sorted by user, because a sum's rounding depends on the order.
+        users = sorted(cast("list[int]", batch.examples[0].tolist()))
+        away = {user: "no reply in time" if user in self._sent else "not connected" for user in users}
+        found = [held.get(user, away[user]) for user in users]
+        updates = [update for update in found if not isinstance(update, str)]
+        self._suspect(updates, [reason for reason in found if isinstance(reason, str)])
         rows = {
-            name: torch.stack([update[name] for update in updates]) if updates else p.detach().new_zeros(0, *p.shape)
+            name: torch.stack([update[name] for update in updates]) if updates else p.new_zeros(0, *p.shape)
             for name, p in parameters.items()
         }
         self.private_step.release(replace(batch, examples=rows, size=len(updates)))
         self._optimizer.step(grad=self.private_step.take())
-        return self.arrays, self._raw_means(answers.values())
+        return self.arrays, self._raw_means([reply for reply in answers.values() if reply.has_content()])
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -165,7 +203,29 @@ class PrivateStrategy(Strategy):
         self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._draws = self._begin()
+        self._draws, self._lost = self._begin(), []
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return the trained parameters by name."""
+        return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
+
+    def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
+        """Warn once if no update of a round counts, and once if most look like weights."""
+        if updates:
+            self._lost = []
+        elif reasons:
+            self._lost.append(", ".join(f"{number} x {reason}" for reason, number in Counter(reasons).most_common(3)))
+            told = f"no user's update counts in this round, which adds noise only and is charged ({self._lost[-1]})"
+            self._warn_once("none counts", told)
+        parameters = self._trained()
+        if 2 * sum(_is_near(update, parameters) for update in updates) > len(updates):
+            told = "most updates are near the weights themselves; send w - w_last, while FedAvg's clients send w_last"
+            self._warn_once("weights", told)
+
+    def _warn_once(self, topic: str, told: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(f"PrivateStrategy: {told}", stacklevel=3)
 
     def _begin(self) -> Iterator[Batch]:
         """Return the plan's draws of users, from the next round on."""
@@ -183,21 +243,21 @@ class PrivateStrategy(Strategy):
         raise expected("PrivateStrategy", "rounds", condition, self._plan.steps + 1, remedy, BudgetExceededError)
 
     def _answers(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """Return the first valid reply to each of this round's messages, by user."""
+        """Return the first reply to each of this round's messages, by user."""
         # The bound on one user's contribution rests on this: each user counts at most once, and cannot reply for
         # another. The SuperLink does not check the sender that a message claims: the id of the answered one decides.
-        sent = {metadata.message_id: (metadata.dst_node_id, user) for metadata, user in self._sent}
-        if missing := sum(metadata.message_id == "" for metadata, _ in self._sent):
-            got, remedy = f"{missing} without an id", "use Flower's own grids, which set the ids when they send"
+        sent = {metadata.message_id: (metadata.dst_node_id, user) for user, metadata in self._sent.items()}
+        if missing := sum(metadata.message_id == "" for metadata in self._sent.values()):
+            got, remedy = f"{missing} without an id", "send all that configure_train returns, by a grid of Flower"
             raise expected("PrivateStrategy", "messages", "to have ids once they are sent", got, remedy)
         answers: dict[int, Message] = {}
         for reply in replies:
             node, user = sent.get(reply.metadata.reply_to_message_id, (None, -1))
-            if node == reply.metadata.src_node_id and reply.has_content():
+            if node == reply.metadata.src_node_id:
                 answers.setdefault(user, reply)
         return answers
 
-    def _raw_means(self, answers: Iterable[Message]) -> MetricRecord | None:
+    def _raw_means(self, answers: Sequence[Message]) -> MetricRecord | None:
         """Return the mean of each of raw_metrics over the replies that report it. NOT private: no epsilon covers it."""
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
         means: dict[str, float] = {}
@@ -205,6 +265,11 @@ class PrivateStrategy(Strategy):
             numbers = [value for record in reported if isinstance(value := record.get(name), int | float)]
             if numbers:
                 means[f"raw_{name}"] = sum(numbers) / len(numbers)
+            elif answers:
+                told = (
+                    f"no reply reports {name!r} of raw_metrics; client_app reports no metrics, an app of your own can"
+                )
+                self._warn_once(name, told)
         return MetricRecord(cast("dict[str, Any]", means)) if means else None
 
 
@@ -242,6 +307,8 @@ def client_app(
         config = message.content.config_records[_CONFIG]
         model = make_model()
         model.load_state_dict(message.content.array_records[_ARRAYS].to_torch_state_dict())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in cast("list[str]", config[_TRAINED]))
         update = local_update(
             model,
             loss_fn,
@@ -266,18 +333,33 @@ def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the one update of these parameters that a reply holds, or None for any other reply; never raise."""
+def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
+    """Return the one update of these parameters that a reply holds, or why it holds none; never raise."""
+    if reply.has_error():  # its text may quote data
+        return f"error {_ERRORS.get(reply.error.code, reply.error.code)}, which the device's log explains"
     try:
         (record,) = reply.content.array_records.values()
         values = {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
     except Exception:  # untrusted bytes may raise anything
-        return None
+        return "not one readable ArrayRecord"
     if values.keys() != parameters.keys():
-        return None
-    if any(not values[n].is_floating_point() or values[n].shape != p.shape for n, p in parameters.items()):
-        return None
+        more, missing = sorted(values.keys() - parameters.keys()), sorted(parameters.keys() - values.keys())
+        return f"names that the server does not train {more[:3]} and missing names {missing[:3]}"
+    for name, p in parameters.items():
+        if not values[name].is_floating_point() or values[name].shape != p.shape:
+            got = f"{tuple(values[name].shape)} of {values[name].dtype}"
+            return f"{name!r} of shape {got}, not {tuple(p.shape)} of floating-point numbers"
+    if not all(bool(value.isfinite().all()) for value in values.values()):
+        return "an update that is not finite"
+    if not any(bool(value.any()) for value in values.values()):
+        return "an update of zero, from no examples or a local training that diverged"
     return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
+
+
+def _is_near(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> bool:
+    """Return whether an update would move the weights to less than half of their length: it may be weights."""
+    left = sum(float((p - update[name]).square().sum()) for name, p in parameters.items())
+    return left < 0.25 * sum(float(p.square().sum()) for p in parameters.values())
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:
