@@ -508,11 +508,21 @@ def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_example_trains_over_flowers_own_commands(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=590, check=False
-    )
-    assert "for each user" in done.stdout, done.stdout[-3000:]
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("tuple(rows[user : user + 1] for rows in users.tensors)", "for each user"),
+        ("images[:20], labels[:20]", "x error CLIENT_APP_RAISED_EXCEPTION, which the device's log explains"),
+    ],
+)
+def test_the_example_trains_over_flowers_own_commands_and_tells_of_errors(row: str, told: str, tmp_path: Path):
+    text = EXAMPLE.read_text()
+    assert text.count("    return tuple(rows[user : user + 1] for rows in users.tensors)\n") == 1
+    script = tmp_path / "flower.py"
+    script.write_text(text.replace("tuple(rows[user : user + 1] for rows in users.tensors)", row))
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=590, check=False)
+    assert told in done.stdout + done.stderr, (done.stdout + done.stderr)[-3000:]
 
 
 @pytest.mark.slow
