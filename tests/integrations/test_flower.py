@@ -295,6 +295,17 @@ def test_the_ledger_is_charged_before_a_model_leaves(tmp_path: Path):
         start(make_strategy(make_plan(), ledger=path), DirectGrid())
 
 
+def test_a_stop_by_results_costs_all_planned_rounds_but_the_ledger_has_fewer():
+    def evaluate(server_round: int, _arrays: ArrayRecord) -> None:
+        if server_round == 1:
+            raise StopIteration("good enough")
+
+    strategy = make_strategy(make_plan())
+    with pytest.raises(StopIteration):
+        start(strategy, DirectGrid(echo), evaluate_fn=evaluate)
+    assert strategy.private_grad.ledger.epsilon(delta=1e-3) < strategy.private_grad.plan.epsilon()
+
+
 def test_no_more_rounds_than_planned():
     strategy = make_strategy(make_plan(rounds=1))
     with pytest.raises(pg.BudgetExceededError, match="at most the plan's 1"):
@@ -450,7 +461,7 @@ def test_weights_in_place_of_updates_warn_once():
 
 def test_raw_metrics_need_an_app_that_reports_them():
     plan = make_plan(rounds=2)
-    with pytest.warns(UserWarning, match="no reply reports 'loss' .* client_app reports no metrics") as warned:
+    with pytest.warns(UserWarning, match="no reply reports 'loss' .* client_app reports none") as warned:
         assert not start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid()).train_metrics_clientapp
     assert len(warned) == 1
     inner, app = app_of(), ClientApp()

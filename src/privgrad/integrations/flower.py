@@ -59,7 +59,7 @@ class PrivateStrategy(Strategy):
     update of this model. A reply counts only if it answers the message that was sent to its user; nobody else is sent
     the message's id. The sum is noised once, on the server, and divided by the public expected cohort size, however
     many users reply. An empty cohort makes a normal round. Everything else that clients send (num-examples, losses,
-    error reasons) is ignored.
+    error texts) is ignored.
 
     Args:
         model: its trainable parameters are trained; Flower's initial arrays are loaded into it.
@@ -210,7 +210,11 @@ class PrivateStrategy(Strategy):
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
-        """Warn once if no update of a round counts, and once if most look like weights."""
+        """Warn once if no update of a round counts, and once if most look like weights.
+
+        Found so: devices that train other parameters or raise, and clients of FedAvg. A small cohort of users who are
+        offline, or a local training that brings the weights near 0, warns wrongly.
+        """
         if updates:
             self._lost = []
         elif reasons:
@@ -266,10 +270,8 @@ class PrivateStrategy(Strategy):
             if numbers:
                 means[f"raw_{name}"] = sum(numbers) / len(numbers)
             elif answers:
-                told = (
-                    f"no reply reports {name!r} of raw_metrics; client_app reports no metrics, an app of your own can"
-                )
-                self._warn_once(name, told)
+                told = f"no reply reports {name!r} of raw_metrics; client_app reports none, an app of your own can"
+                self._warn_once(f"raw_{name}", told)
         return MetricRecord(cast("dict[str, Any]", means)) if means else None
 
 
@@ -307,7 +309,7 @@ def client_app(
         config = message.content.config_records[_CONFIG]
         model = make_model()
         model.load_state_dict(message.content.array_records[_ARRAYS].to_torch_state_dict())
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters():  # make_model may not freeze what the server does
             parameter.requires_grad_(name in cast("list[str]", config[_TRAINED]))
         update = local_update(
             model,
