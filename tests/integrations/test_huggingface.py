@@ -927,11 +927,47 @@ def test_a_card_names_the_private_training_that_the_weights_come_from(tmp_path: 
     first.save_model()
     later = BertForSequenceClassification.from_pretrained(tmp_path / "a")
     second = make_trainer(tmp_path / "b", later, texts(), **options)
-    second.train()
+    with pytest.warns(UserWarning, match=r"trained before, at epsilon = [\d.]+ and delta = 0.001 \(its files say so\)"):
+        second.train()
     second.save_model()
     said = "Weights with a privacy statement of their own were loaded into the model: epsilon = "
-    assert said in (tmp_path / "b" / "README.md").read_text()
-    assert said not in (tmp_path / "a" / "README.md").read_text()
+    for file in ("README.md", "statement.txt"):
+        assert said in (tmp_path / "b" / file).read_text()
+        assert said not in (tmp_path / "a" / file).read_text()
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_loop_of_ones_own_warns_of_weights_that_were_trained_before(tmp_path: Path, is_part: bool):
+    first = make_trainer(tmp_path, bert(), texts(), planned={"seed": None, "delta": 1e-3})
+    first.train()
+    first.save_model()
+    model: Any = BertForSequenceClassification.from_pretrained(tmp_path)
+    whole: Any = torch.nn.ModuleDict({"encoder": model}) if is_part else model
+
+    def losses(_: Any, batch: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
+
+    ids, labels = torch.stack([row["input_ids"] for row in texts()]), torch.zeros(len(texts()), dtype=torch.long)
+    plan = make_plan(sample_rate=1.0, expected_batch_size=len(ids), num_examples=len(ids))
+    private_grad = pg.PrivateGradient(whole, losses, plan)
+    with pytest.warns(UserWarning, match="trained before, at epsilon = "):
+        private_grad(next(iter(plan.batches(torch.utils.data.TensorDataset(ids, labels)))))
+    again = make_trainer(tmp_path / "new", bert(), texts(), planned={"seed": None, "delta": 1e-3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # weights of its own
+        again.train()
+
+
+def test_a_card_says_that_a_training_may_have_been_ended_by_results(tmp_path: Path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"seed": None, "delta": 1e-3}, callbacks=[Stop()])
+    trainer.train()
+    trainer.save_model()
+    said = "planned steps, 2 are released. If results decided when to stop, the number here is no guarantee."
+    assert said in (tmp_path / "README.md").read_text()
 
 
 def labeled(value: Any) -> list[dict[str, Any]]:
