@@ -28,9 +28,11 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 from huggingface_hub import ModelCard
 from peft import (
+    AutoPeftModelForSequenceClassification,
     IA3Config,
     LoraConfig,
     PeftConfig,
+    PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
@@ -956,6 +958,25 @@ def test_a_loop_of_ones_own_warns_of_weights_that_were_trained_before(tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # weights of its own
         again.train()
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_adapters_of_a_folder_are_known_as_trained(tmp_path: Path, is_auto: bool):
+    cast(Any, bert()).save_pretrained(tmp_path / "base")
+    load: Any = BertForSequenceClassification.from_pretrained
+    options: dict[str, Any] = {"planned": {"seed": None, "delta": 1e-3}}
+    adapted = get_peft_model(load(tmp_path / "base"), LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    first = make_trainer(tmp_path / "a", adapted, texts(), **options)
+    first.train()
+    first.save_model()
+    of_auto: Any = AutoPeftModelForSequenceClassification.from_pretrained
+    of_peft: Any = PeftModel.from_pretrained
+    folder = tmp_path / "a"
+    later = (
+        of_auto(folder, is_trainable=True) if is_auto else of_peft(load(tmp_path / "base"), folder, is_trainable=True)
+    )
+    with pytest.warns(UserWarning, match="trained before, at epsilon = "):
+        make_trainer(tmp_path / "b", later, texts(), **options).train()
 
 
 def test_a_card_says_that_a_training_may_have_been_ended_by_results(tmp_path: Path):

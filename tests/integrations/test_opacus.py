@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad.accounting.accountant import epsilon
 from scripts import example
 
 pytest.importorskip("opacus")
@@ -353,7 +354,7 @@ def test_the_documents_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch
     theirs, bridged_epsilon, ours, together = map(float, capsys.readouterr().out.split()[-4:])
     both = [release for ledger in pg.ledgers_of(names["model"]) for release in ledger.charged]
     assert [release.count for release in both] == [20, 20]
-    assert together == pytest.approx(pg.accounting.epsilon(both, delta=1e-5))
+    assert together == pytest.approx(epsilon(both, delta=1e-5))
     assert together > 1.2 * ours
     assert theirs == bridged_epsilon
     assert ours == pytest.approx(theirs, rel=0.05)

@@ -1,9 +1,11 @@
 """A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others."""
 
 import math
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import wraps
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +17,13 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingA
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
+from transformers.utils.import_utils import is_peft_available
 
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations import huggingface_models as models
 from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import note_folder
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -33,6 +37,24 @@ from privgrad.types import Batch
 
 _STATE = "privgrad.pt"  # the state of the private step, in the folder of a checkpoint
 _LOG = logging.get_logger(__name__)
+
+
+def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PEFT's loader of adapters, which keeps no trace of their folder, with a note of their privacy."""
+
+    @wraps(load)
+    def load_adapter(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        result = load(model, model_id, *args, **options)
+        note_folder(model, model_id)
+        return result
+
+    return load_adapter
+
+
+if is_peft_available():
+    from peft import PeftModel
+
+    PeftModel.load_adapter = _noting(cast(Any, PeftModel).load_adapter)
 
 
 class PrivateTrainer(Trainer):

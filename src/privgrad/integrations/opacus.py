@@ -140,10 +140,16 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
         for (noise, rate), steps in counts.items():
             if (noise, rate) not in ledgers:
                 size = optimizer.expected_batch_size * optimizer.accumulated_iterations * _processes(optimizer)
-                numbers = {"expected_batch_size": max(1, round(size)), "max_grad_norm": float(optimizer.max_grad_norm)}
-                numbers |= {"sample_rate": rate, "noise_multiplier": noise, "num_examples": math.floor(size / rate)}
+                of_step = PrivacyPlan(
+                    sample_rate=rate,
+                    steps=steps,
+                    expected_batch_size=max(1, round(size)),
+                    noise_multiplier=noise,
+                    max_grad_norm=float(optimizer.max_grad_norm),
+                    num_examples=math.floor(size / rate),
+                )
                 ledgers[noise, rate] = Ledger()
-                ledgers[noise, rate].bind(PrivacyPlan(steps=steps, **numbers).public_facts)
+                ledgers[noise, rate].bind(of_step.public_facts)
             ledger = ledgers[noise, rate]
             if plan is not None and (noise, rate) == (plan.noise_multiplier, plan.sample_rate):
                 ledger.plan_facts |= plan.public_facts  # which also state delta

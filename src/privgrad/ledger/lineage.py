@@ -7,9 +7,10 @@ release. Lineage is kept in two places, because neither knows every way that wei
 - in each module that holds one: a deep copy has other parameters, but its modules have the same attributes.
 
 Nothing tells where weights came from that were loaded from a state dict, or from a pickle. Folders with a statement of
-ours are read again by `load`, and by `from_pretrained` of transformers.
+ours are read again by `load`, and by `from_pretrained` of transformers and PEFT.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
@@ -78,17 +79,22 @@ def note_loaded(model: nn.Module, said: str) -> None:
 
 
 def note_base(model: nn.Module, ledger: Ledger) -> None:
-    """Note the privacy of weights that transformers loaded from a folder, if its README.md states one."""
+    """Note the privacy of weights that transformers loaded from a folder."""
     for part in model.modules():  # `from_pretrained` notes the folder in a model's configuration
-        folder = str(getattr(getattr(part, "config", None), "_name_or_path", None) or "")
-        path = Path(folder) / "README.md"
-        section = re.search(r"(?m)^privacy:\n((?:  .*\n)+)", path.read_text("utf-8") if path.is_file() else "")
-        facts = dict[str, str](re.findall(r"(?m)^  (\w+): (.*)$", section[1] if folder and section else ""))
-        # After an interruption, the folder is the training's own.
-        if facts and not ledger.went_through(facts.get("ledger_digest", "").strip("'\"")):
-            epsilon, delta = facts.get("epsilon"), facts.get("delta")
-            said = f"epsilon = {rounded_up(float(epsilon), 3)} and delta = {delta}" if epsilon else "an unknown epsilon"
-            note_loaded(part, said)
+        if folder := str(getattr(getattr(part, "config", None), "_name_or_path", None) or ""):
+            note_folder(part, folder, ledger)
+
+
+def note_folder(model: nn.Module, folder: str | os.PathLike[str], ledger: Ledger | None = None) -> None:
+    """Note the privacy that the README.md of a folder of weights states, if there is any, unless `ledger` counts it."""
+    path = Path(folder) / "README.md"
+    section = re.search(r"(?m)^privacy:\n((?:  .*\n)+)", path.read_text("utf-8") if path.is_file() else "")
+    facts = dict[str, str](re.findall(r"(?m)^  (\w+): (.*)$", section[1] if section else ""))
+    # After an interruption, the folder is the training's own.
+    if facts and not (ledger and ledger.went_through(facts.get("ledger_digest", "").strip("'\""))):
+        epsilon, delta = facts.get("epsilon"), facts.get("delta")
+        said = f"epsilon = {rounded_up(float(epsilon), 3)} and delta = {delta}" if epsilon else "an unknown epsilon"
+        note_loaded(model, said)
 
 
 def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Lineage]:
