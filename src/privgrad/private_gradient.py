@@ -107,7 +107,7 @@ class PrivateGradient:
         memory_mb: about how many MiB the engine may use for per-example values, in addition to an ordinary step; > 0.
             None lets the engine choose. Speed and memory only.
         ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
-            record, and the others count their steps in memory.
+            record. The others take it over, and count in memory.
         norm_bins: the number of bins, 1 to 1024, of a distribution of the clipped gradients' lengths, which each
             released gradient then has as `norm_distribution`. It is private, costs no epsilon and leaves the gradient
             as it is. "auto" takes 8 to 64, as the noise allows (see `norm_statistics.chosen_slots`). None: no
@@ -197,6 +197,7 @@ class PrivateGradient:
         try:
             with processes.all_succeed():
                 self._ledger.bind(facts)
+            self._ledger.follow_first(processes)
         except BaseException:
             if not isinstance(ledger, Ledger):  # nobody else could close it
                 self._ledger.close()
@@ -389,10 +390,11 @@ class PrivateGradient:
             step = batch.sampling.step if self._follows_draws else self._step
             try:
                 begins = self._begin_noise(batch.sampling)
-                mine = self._dropout_stream.uint64(step, 5).tobytes(), self.max_grad_norm, begins
-                key, bound, together = processes.broadcast_object(mine)
+                mine = self._dropout_stream.uint64(step, 5).tobytes(), self.max_grad_norm, self._ledger.releases, begins
+                key, bound, releases, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
+                    self._require_same_record(releases)
                     self._require_same_draw(begins, together)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
                     if self._state.unknown:  # such as a statistic that is fitted after a warm-up
@@ -655,6 +657,13 @@ class PrivateGradient:
             condition, remedy = f"to be {first:g} in all processes", "load the same state in every process"
             raise expected("PrivateGradient", "max_grad_norm", condition, f"{self.max_grad_norm:g}", remedy)
 
+    def _require_same_record(self, first: int) -> None:
+        """Raise PrivacyError unless this process counts as many releases as the first one, whose record is the one."""
+        if self._ledger.releases != first:
+            condition, remedy = f"to hold {first} releases", "give PrivateGradient(..., ledger=) from the start"
+            got = f"{self._ledger.releases} in process {self._processes.rank}"
+            raise expected("PrivateGradient", "the ledger", condition, got, remedy)
+
     def _other_plan(self, first: Mapping[str, Any], own: Mapping[str, Any]) -> Exception:
         """Return the error for a process whose plan differs from the first process's plan."""
         differing = [name for name in own if own[name] != first.get(name)]
@@ -723,7 +732,7 @@ class PrivateGradient:
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
-        if self.processes.rank == 0 and state["step"] > self._ledger.next_step:
+        if state["step"] > self._ledger.next_step:
             remedy = "give PrivateGradient(..., ledger=) the ledger file of the run that saved the state"
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
             raise expected(function, "the ledger", condition, got, remedy)

@@ -13,7 +13,9 @@ from mutants.mutant import Mutant, Patch, everywhere
 from privgrad.processes import require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling import draws as sampling
+from privgrad.training import run
 from privgrad.training.distributed import Distributed
+from privgrad.training.run import charge_unused
 from privgrad.types import NoisyGradient
 
 
@@ -68,9 +70,19 @@ def plans_of_their_own(patch: Patch) -> None:
     patch.setattr(pg.PrivateGradient, "_require_shared", lambda *_: None)
 
 
+def uncharged(patch: Patch) -> None:
+    def in_one(private_grad: pg.PrivateGradient) -> None:
+        if private_grad.processes.rank == 0:
+            charge_unused(private_grad)
+
+    patch.setattr(run, "charge_unused", in_one)
+
+
 _NOISE = "test_distributed.test_one_noise_whatever_the_number_of_processes"
 _DRAWS = "test_distributed.test_each_process_draws_its_own_examples_from_its_own_stream"
 _REFUSALS = "test_distributed.test_what_would_be_wrong_is_refused_in_every_process"
+_LEDGER = "test_distributed.test_all_processes_state_the_same_of_one_ledger"
+_STOP = {"job": "one_early_stop", "case": "early_stop"}
 PROCESSES = [
     Mutant("each of several processes adds a noise", received(added_up), _NOISE, {"job": "noise"}),
     Mutant("each of several processes goes by a noise of its own", received(own), _NOISE, {"job": "noise"}),
@@ -82,4 +94,5 @@ PROCESSES = [
     Mutant(
         "processes with plans of their own", plans_of_their_own, _REFUSALS, {"job": "refusals", "case": "other_plans"}
     ),
+    Mutant("a process without the charge of an early stop", uncharged, _LEDGER, _STOP),
 ]

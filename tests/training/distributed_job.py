@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
+from one_ledger import SCENARIOS, counted, early_stop
+from one_ledger import killed as killed  # a job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -66,12 +69,12 @@ class Changing(Dataset[tuple[Tensor, Tensor]]):
         return inputs * random.choice((-1, 1)), label
 
 
-def sharded(model: nn.Sequential) -> nn.Sequential:
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in model:
         if isinstance(part, nn.Sequential):
-            fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(part, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 
@@ -95,12 +98,13 @@ def released(
     model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
 ) -> dict[str, Tensor]:
     """The parameters after the plan's steps."""
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
     kind = getattr(pg.optim, optimizer)
     wanted = inspect.signature(kind).parameters
     extra: dict[str, Any] = {"horizon": 10} if "horizon" in wanted else {}
     if "public" in wanted:
         extra["public"] = public(model, processes)
+        options["side_information"] = extra["public"].source
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
     moved = kind(model.named_parameters(), lr=0.05, **extra)
     for batch in plan.batches(DATA, processes=processes):
         moved.step(grad=private_grad(batch))
@@ -324,6 +328,18 @@ def refusals(processes: Processes, folder: Path) -> Any:
             private_grad(mine[1])
         private_grad(mine[2])
 
+    def other_record() -> None:
+        """The first process moves to the file of an earlier attempt, in the middle of a loop."""
+        private_grad = pg.PrivateGradient(small_model(), loss_fn, fresh := make_plan(), processes=processes)
+        if processes.rank == 0:
+            private_grad.record_in(folder / f"{uuid4()}.jsonl")
+            private_grad.ledger.charge(private_grad.plan.release, draw="earlier:0", limit=fresh.steps)
+        private_grad(next(fresh.batches(data, processes=processes)))
+
+    def other_ledger() -> None:
+        ledger = pg.Ledger(folder / f"{uuid4()}.jsonl")
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, ledger=ledger)
+
     def fixed() -> None:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
@@ -341,6 +357,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
         wrapped_by_fsdp1,
     ]
     cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
+    cases += [other_record, other_ledger]
     for case in cases:
         try:
             case()
@@ -348,6 +365,14 @@ def refusals(processes: Processes, folder: Path) -> Any:
         except pg.PrivacyError as error:
             said[case.__name__] = str(error)
     return of_all(said)
+
+
+def one_ledger(processes: Processes, folder: Path) -> Any:
+    return of_all(counted(processes, folder, SCENARIOS))
+
+
+def one_early_stop(processes: Processes, folder: Path) -> Any:
+    return of_all(counted(processes, folder, [early_stop]))
 
 
 def losses(processes: Processes, folder: Path) -> list[float]:

@@ -4,9 +4,11 @@ import fcntl
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
+from one_ledger import SCENARIOS
 from scipy import stats
 from torch import Tensor
 
@@ -36,7 +39,7 @@ JOBS = [
 ]
 
 
-def started(count: int, folder: Path, *jobs: str) -> None:
+def started(count: int, folder: Path, *jobs: str, ends: Sequence[int] = ()) -> None:
     """Do the jobs in so many processes, forked from one that has imported everything."""
     context = forking()
     store = folder / f"store{uuid4()}"
@@ -45,7 +48,7 @@ def started(count: int, folder: Path, *jobs: str) -> None:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * count
+    assert [process.exitcode for process in processes] == list(ends or [0] * count)
 
 
 def launched(count: int, folder: Path, *jobs: str) -> None:
@@ -201,20 +204,41 @@ REFUSED = {
     "groups": "train in one process",
     "not_private": "train in one process",
     "fixed": "draw Poisson batches",
+    "other_record": "give PrivateGradient(..., ledger=) from the start",
+    "other_ledger": "give a ledger to the first process only",
 }
 
 
 @pytest.mark.parametrize(("case", "words"), REFUSED.items())
 def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, dict[str, Any]], case: str, words: str):
-    for rank, said in enumerate(together[1]["refusals"]):
+    count, results = together
+    for rank, said in enumerate(results["refusals"]):
         mine = said[case]
-        assert words in mine or (case.startswith("other_") and rank == 0 and "an exception in at least one" in mine), (
-            mine
-        )
+        of_another = case.startswith("other_") and rank < count - 1
+        assert words in mine or (of_another and "an exception in at least one" in mine), mine
 
 
 def test_a_data_set_that_changes_its_items_by_chance_is_the_same_everywhere(together: tuple[int, dict[str, Any]]):
     assert {said["changing"] for said in together[1]["refusals"]} == {"nothing"}
+
+
+@pytest.fixture(scope="module")
+def stated(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """What each of two processes states at the end of each scenario."""
+    folder = tmp_path_factory.mktemp("stated")
+    started(2, folder, "killed", ends=[0, -signal.SIGKILL])
+    started(2, folder, "one_ledger")
+    return 2, {"one_ledger": torch.load(folder / "one_ledger.pt")}
+
+
+@pytest.mark.parametrize("case", [scenario.__name__ for scenario in SCENARIOS])
+def test_all_processes_state_the_same_of_one_ledger(stated: tuple[int, dict[str, Any]], case: str):
+    (by_process,) = stated[1].values()
+    first, *others = (said[case] for said in by_process)
+    wanted, (epsilon, releases, *_) = first
+    assert others == [first]
+    assert releases == wanted
+    assert epsilon > 0 or wanted == 0
 
 
 ENDINGS = """
@@ -296,7 +320,7 @@ def test_planted_faults_of_several_processes_are_caught(tmp_path: Path):
     for name, mutant in FAULTS.items():
         given = {**cast("dict[str, Any]", mutant.given)}
         results = {given.pop("job"): torch.load(tmp_path / f"{name}.pt")}
-        if "case" in given:
+        if given.get("case") in REFUSED:
             given["words"] = REFUSED[given["case"]]
         with pytest.raises(AssertionError):
             globals()[mutant.caught_by.split(".")[1]]((2, results), **given)

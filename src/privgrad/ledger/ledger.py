@@ -27,12 +27,15 @@ from privgrad.errors import (
     require_rate,
 )
 from privgrad.ledger.file import VERSION, LedgerFile, not_open
+from privgrad.processes import Processes
 from privgrad.rng import this_process
 from privgrad.types import SamplingScheme
 
 # Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
 _PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
 _DERIVED = {"noise_generator"}
+# What a ledger knows of its releases, wherever it keeps them.
+_RECORD = ["plan_facts", "budget", "_committed", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
 _TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"
 _KEEP = f"keep the plan, or {_TWO_LEDGERS}"
 _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
@@ -203,6 +206,22 @@ class Ledger:
                 return
         if (other := _other_plan(self.plan_facts, plan_facts)) is not None:
             raise other
+
+    def follow_first(self, processes: Processes) -> None:
+        """Take over the record of the first process, from which all processes then count alike. Each must call it.
+
+        Raises:
+            PrivacyError: the ledger of another process has a file, or releases that the first process does not know.
+        """
+        first = processes.broadcast_object({name: getattr(self, name) for name in _RECORD})
+        with processes.all_succeed():
+            if processes.rank == 0:
+                return
+            if self.path is not None or self.releases > len(first["_draws"]):
+                condition, remedy = f"to be none in process {processes.rank}", "give a ledger to the first process only"
+                got = f"{self.releases} releases in {self.path or 'memory'}"
+                raise expected("PrivateGradient", "the ledger", condition, got, remedy)
+            vars(self).update(first)
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
         """Raise the error that `charge` would raise, before the gradient of the step is computed.

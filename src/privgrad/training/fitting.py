@@ -79,7 +79,7 @@ def fit(
             updates the decay is at most (1 + t) / (10 + t), so that the first weights are soon forgotten. None: no
             average.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
-            public or held-out data: its numbers are published as they are.
+            public or held-out data: its numbers are published as they are. Those of the first process count.
         num_evaluations: how many times to evaluate, evenly spread, the last after the last step.
         on_evaluate: called with each new row of the curve, in the first process: integrations.tensorboard, say.
         stop: an EarlyStopping, which ends the training once a number of `evaluate` has stopped improving. The unused
@@ -203,7 +203,7 @@ class _Evaluations:
             # A checkpoint can hold plain numbers, but no numpy numbers, and JSON no tensors either.
             is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
             row[name] = value.item() if is_number else value
-        return row
+        return self.private_grad.processes.broadcast_object(row)  # all must stop at the same step
 
 
 def _spent(private_grad: PrivateGradient, steps: int) -> float | None:
@@ -294,6 +294,7 @@ def _recording_beside(private_grad: PrivateGradient, checkpoint: Path | None) ->
             if opens:
                 private_grad.record_in(path)
     try:
+        private_grad.ledger.follow_first(private_grad.processes)
         yield
     finally:
         if opens:

@@ -121,14 +121,13 @@ def charge_unused(private_grad: PrivateGradient) -> None:
     plan, ledger = private_grad.plan, private_grad.ledger
     if plan.seed is not None:  # such a run has no guarantee
         return
-    if private_grad.processes.rank == 0:
-        release = release_of(ledger.plan_facts)
-        stream = secrets.token_hex(4)  # no two ledgers share a draw
-        for step in range(ledger.next_step, plan.steps):
-            try:
-                ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
-            except BudgetExceededError:  # more samplers than planned have used up what each person may cost
-                return
+    release = release_of(ledger.plan_facts)
+    stream = secrets.token_hex(4)  # no two ledgers share a draw
+    for step in range(ledger.next_step, plan.steps):
+        try:
+            ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
+        except BudgetExceededError:  # more samplers than planned have used up what each person may cost
+            return
     private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})
 
 
@@ -194,7 +193,7 @@ class TrainingRun:
             with damage_refused("fit", self.checkpoint):
                 self._load(state)
         if self.private_grad.plan.seed is None:
-            self._go_on_after_lost_steps(self.processes.broadcast_object(self.result.ledger.next_step))
+            self._go_on_after_lost_steps(self.result.ledger.next_step)
         self.start = self.private_grad.state_dict()["step"]
         self.save()
         return self.start
