@@ -211,11 +211,12 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     Processes: {
         "rank": "= 0",
         "count": "= 1",
-        "all_succeed": "self step",
+        "all_succeed": "self step weights",
         "reduce": "self values",
         "broadcast": "self gradient",
         "broadcast_object": "self value",
         "begin": "self model",
+        "fingerprint": "self model",
         "unsharded": "self model",
         "shard_like": "self values like",
         "gather_state": "self state",

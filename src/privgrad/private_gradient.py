@@ -383,6 +383,7 @@ class PrivateGradient:
             so do some errors of the network between processes.
         """
         processes = self._processes
+        weights = processes.fingerprint(self._model)
         with self._turn, processes.unsharded(self._model), advanced(self._model, keep=True):
             parameters = trainable(self._model)
             with processes.all_succeed():
@@ -392,7 +393,7 @@ class PrivateGradient:
                 begins = self._begin_noise(batch.sampling)
                 mine = self._dropout_stream.uint64(step, 5).tobytes(), self.max_grad_norm, self._ledger.releases, begins
                 key, bound, releases, together = processes.broadcast_object(mine)
-                with processes.all_succeed(step=step):
+                with processes.all_succeed(step=step, weights=weights):
                     self._require_bound(bound)
                     self._require_same_record(releases)
                     self._require_same_draw(begins, together)

@@ -46,16 +46,17 @@ class Processes:
     rank = 0
     count = 1
 
-    def all_succeed(self, *, step: int = 0) -> AbstractContextManager[None]:
+    def all_succeed(self, *, step: int = 0, weights: Sequence[float] = ()) -> AbstractContextManager[None]:
         """Return a context for this process's part of a step. It ends once the parts of all processes have succeeded.
 
         Args:
             step: index of the step; must be equal in all processes.
+            weights: from `fingerprint`; must agree in all processes.
         Raises:
-            PrivacyError: a different process failed, or is at a different step. An error of this process's own part is
-                raised as it is.
+            PrivacyError: a different process failed, is at a different step, or has other weights. An error of this
+                process's own part is raised as it is.
         """
-        del step
+        del step, weights
         return nullcontext()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -80,6 +81,11 @@ class Processes:
     def begin(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the first process to all processes."""
         del model
+
+    def fingerprint(self, model: nn.Module) -> Sequence[float]:
+        """Return a few numbers that agree in all processes as long as all update the model alike."""
+        del model
+        return ()
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is not sharded: plain parameters, complete in each process."""

@@ -78,6 +78,10 @@ def uncharged(patch: Patch) -> None:
     patch.setattr(run, "charge_unused", in_one)
 
 
+def unseen(patch: Patch) -> None:
+    patch.setattr(Distributed, "fingerprint", lambda *_: [])
+
+
 _NOISE = "test_distributed.test_one_noise_whatever_the_number_of_processes"
 _DRAWS = "test_distributed.test_each_process_draws_its_own_examples_from_its_own_stream"
 _REFUSALS = "test_distributed.test_what_would_be_wrong_is_refused_in_every_process"
@@ -95,4 +99,5 @@ PROCESSES = [
         "processes with plans of their own", plans_of_their_own, _REFUSALS, {"job": "refusals", "case": "other_plans"}
     ),
     Mutant("a process without the charge of an early stop", uncharged, _LEDGER, _STOP),
+    Mutant("a process that alone updates its model", unseen, _REFUSALS, {"job": "refusals", "case": "update_in_one"}),
 ]

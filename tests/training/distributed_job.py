@@ -21,7 +21,7 @@ from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
@@ -328,6 +328,81 @@ def refusals(processes: Processes, folder: Path) -> Any:
             private_grad(mine[1])
         private_grad(mine[2])
 
+    def alone(
+        update: Callable[[Any, pg.NoisyGradient, nn.Module], None], model: nn.Sequential | None = None, ranks: int = 1
+    ) -> None:
+        """Three steps, with an update in only so many processes after the first one."""
+        model = small_model() if model is None else model
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
+        for step, batch in enumerate(plan.batches(data, processes=processes)):
+            gradient = private_grad(batch)
+            if step != 1 or processes.rank < ranks:
+                update(optimizer, gradient, model)
+            if step == 2:
+                return
+
+    def update_in_one() -> None:
+        alone(lambda optimizer, gradient, model: optimizer.step(grad=gradient))
+
+    def update_in_all_but_one() -> None:
+        alone(lambda optimizer, gradient, model: optimizer.step(grad=gradient), ranks=processes.count - 1)
+
+    def update_of_one_shard() -> None:
+        alone(lambda optimizer, gradient, model: optimizer.step(grad=gradient), sharded(small_model()))
+
+    def schedule_in_one() -> None:
+        def update(optimizer: Any, gradient: pg.NoisyGradient, model: nn.Module) -> None:
+            optimizer.step(grad=gradient)
+            if processes.rank == 0:
+                optimizer.param_groups[0]["lr"] *= 0.9
+
+        alone(update, ranks=processes.count)
+
+    def loaded_in_one() -> None:
+        def update(optimizer: Any, gradient: pg.NoisyGradient, model: nn.Module) -> None:
+            if processes.rank == 0:
+                model.load_state_dict(small_model(seed=1).state_dict())
+
+        alone(update)
+
+    def averaged_in_one() -> None:
+        """Legitimate: the first process puts other weights in, evaluates, and takes them out, up to rounding."""
+
+        def update(optimizer: Any, gradient: pg.NoisyGradient, model: nn.Module) -> None:
+            optimizer.step(grad=gradient)
+            if processes.rank == 0:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(2).div_(2 - 1e-7)  # as float32 would round
+
+        alone(update, ranks=processes.count)
+
+    def frozen() -> None:
+        """Legitimate: only a bias is trained, and no process updates it at first."""
+        model = small_model()
+        for parameter in list(model.parameters())[1:]:
+            parameter.requires_grad_(False)
+        alone(lambda optimizer, gradient, model: None, model)
+
+    def cast_by_fsdp() -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        pg.PrivateGradient(sharded(small_model(), mp_policy=policy), loss_fn, plan, processes=processes)
+
+    def same_dtype_of_fsdp() -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float64)
+        pg.PrivateGradient(sharded(small_model(), mp_policy=policy), loss_fn, plan, processes=processes)
+
+    def autocast_of_fsdp() -> None:
+        """What the refusal of a cast advises."""
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss_fn(model, (batch[0].float(), batch[1]))
+
+        private_grad = pg.PrivateGradient(sharded(small_model().float()), loss, plan, processes=processes)
+        private_grad(next(plan.batches(data, processes=processes)))
+
     def other_record() -> None:
         """The first process moves to the file of an earlier attempt, in the middle of a loop."""
         private_grad = pg.PrivateGradient(small_model(), loss_fn, fresh := make_plan(), processes=processes)
@@ -357,7 +432,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
         wrapped_by_fsdp1,
     ]
     cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
-    cases += [other_record, other_ledger]
+    cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
+    cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
     for case in cases:
         try:
             case()

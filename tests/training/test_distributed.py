@@ -186,6 +186,7 @@ def test_a_failure_in_one_process_stops_the_step_in_all_and_charges_nothing(toge
         )
 
 
+_UPDATE = "call optimizer.step, scheduler.step and load_state_dict in all processes"
 REFUSED = {
     "untold": "pass processes=",
     "untold_batches": "pass processes=",
@@ -204,6 +205,12 @@ REFUSED = {
     "groups": "train in one process",
     "not_private": "train in one process",
     "fixed": "draw Poisson batches",
+    "update_in_one": _UPDATE,
+    "update_in_all_but_one": _UPDATE,
+    "update_of_one_shard": _UPDATE,
+    "schedule_in_one": _UPDATE,
+    "loaded_in_one": _UPDATE,
+    "cast_by_fsdp": "under torch.autocast(device, torch.bfloat16)",
     "other_record": "give PrivateGradient(..., ledger=) from the start",
     "other_ledger": "give a ledger to the first process only",
 }
@@ -220,6 +227,11 @@ def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, di
 
 def test_a_data_set_that_changes_its_items_by_chance_is_the_same_everywhere(together: tuple[int, dict[str, Any]]):
     assert {said["changing"] for said in together[1]["refusals"]} == {"nothing"}
+
+
+@pytest.mark.parametrize("case", ["averaged_in_one", "frozen", "same_dtype_of_fsdp", "autocast_of_fsdp"])
+def test_what_leaves_the_models_alike_is_accepted(together: tuple[int, dict[str, Any]], case: str):
+    assert {said[case] for said in together[1]["refusals"]} == {"nothing"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ keep a reference to the group, and destroy_process_group could not end the group
 
 import atexit
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -26,6 +26,9 @@ from privgrad.types import NoisyGradient
 
 _any = cast(Any, dist)  # torch types its collectives only in part
 _LAST_SECONDS = 0.1  # for gloo's threads to finish at exit
+_LOOKS = 8  # weights to compare in each step
+# More than rounding, where one process puts averaged weights in and takes them out again; less than most updates.
+_SAME = 1e-5
 T = TypeVar("T")
 
 
@@ -69,13 +72,13 @@ class Distributed(Processes):
             _let_gloo_finish()
 
     @contextmanager
-    def all_succeed(self, *, step: int = 0) -> Generator[None]:
+    def all_succeed(self, *, step: int = 0, weights: Sequence[float] = ()) -> Generator[None]:
         try:
             yield
         except BaseException:
-            self._any_failed(failed=True, step=step)
+            self._any_failed(failed=True, step=step, weights=weights)
             raise
-        if self._any_failed(failed=False, step=step):
+        if self._any_failed(failed=False, step=step, weights=weights):
             got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
             raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
 
@@ -97,15 +100,25 @@ class Distributed(Processes):
         return held[0]
 
     def begin(self, model: nn.Module) -> None:
-        """Refuse wrapped models, then copy the first process's weights and buffers to all processes."""
+        """Refuse wrapped models and casts, then copy the first process's weights and buffers to all processes."""
         for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
                 condition = "to be plain or sharded by fully_shard"
                 got = f"{type(module).__name__} at '{path}'"
                 remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
                 raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
+            if isinstance(module, FSDPModule):
+                _require_no_cast(path, module)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
+
+    def fingerprint(self, model: nn.Module) -> list[float]:
+        """Return how often the shards were changed in place, and a few weights that are whole."""
+        trained = [p for p in model.parameters() if p.requires_grad and p.numel() > 0]
+        whole = [p.detach() for p in trained if not isinstance(p, DTensor)]
+        changes = sum(p._version for p in trained if isinstance(p, DTensor))
+        looks = [p[(0,) * p.ndim].to(self._device, torch.float64) for p in whole[:: 1 + len(whole) // _LOOKS]]
+        return [changes, *torch.stack(looks).nan_to_num().tolist()] if looks else [changes]
 
     @contextmanager
     def unsharded(self, model: nn.Module) -> Generator[None]:
@@ -140,17 +153,28 @@ class Distributed(Processes):
         with _answered():
             return cast(T, tree_map(whole, state))
 
-    def _any_failed(self, *, failed: bool, step: int) -> bool:
-        """Return whether any process failed; raise PrivacyError if the processes are at different steps."""
-        shared = torch.tensor([int(failed), step, -step], device=self._device)
+    def _any_failed(self, *, failed: bool, step: int, weights: Sequence[float]) -> bool:
+        """Return whether any process failed; raise PrivacyError if their steps or their weights differ."""
+        own = [failed, step, *weights, *[0.0] * (1 + _LOOKS - len(weights))]
+        signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+        shared = (signs * torch.tensor(own, dtype=torch.float64)).to(self._device)
         with _answered():
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
-        any_failed, last, first = cast("list[int]", shared.tolist())
-        if last != -first and not any_failed:
-            got = f"steps {-first} to {last}"
+        largest, smallest = cast("list[list[float]]", (signs * shared.cpu()).tolist())
+        any_failed, last, changes, *most = largest
+        _, first, unchanged, *least = smallest
+        if any_failed:
+            return True
+        if last != first:
+            got = f"steps {first:.0f} to {last:.0f}"
             remedy = "give each process the same plan, and the batches of plan.batches in order"
             raise expected("PrivateGradient", "the processes", "to take the same step", got, remedy)
-        return bool(any_failed)
+        apart = max(high - low for high, low in zip(most, least, strict=True))
+        if changes != unchanged or apart > _SAME * max(map(abs, most + least)):
+            remedy = "call optimizer.step, scheduler.step and load_state_dict in all processes, not for `rank == 0`"
+            got = f"a difference of {apart:.2g}" if apart > 0 else f"{unchanged:.0f} to {changes:.0f} updates of shards"
+            raise expected("PrivateGradient", "the weights", "to be the same in all processes", got, remedy)
+        return False
 
     def _spread(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors with the values of the first process."""
@@ -180,6 +204,18 @@ def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> Non
     with _answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
+
+
+def _require_no_cast(path: str, module: FSDPModule) -> None:
+    """Raise PrivacyError if FSDP would cast in the forward pass, which privgrad computes without FSDP's hooks."""
+    policy = cast(Any, module)._get_fsdp_state()._mp_policy
+    held = {parameter.dtype for parameter in cast(nn.Module, module).parameters()}
+    for name in ("param_dtype", "output_dtype"):
+        dtype: torch.dtype | None = getattr(policy, name)
+        if dtype is not None and held != {dtype}:
+            remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
+            got, condition = f"{dtype} at '{path}'", "to be the dtype of the parameters"
+            raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
 
 
 def _hooks_of(module: nn.Module) -> dict[int, tuple[Any, Any]]:
