@@ -90,11 +90,11 @@ class Batch:
 
     # Habits of a DataLoader: `for x, y in batches` calls __getitem__, too.
     def __getitem__(self, key: object) -> Any:
-        remedy = "call private_grad(batch): loss_fn(model, examples) gets its parts, as examples[0] or x, y = examples"
-        raise TypeError(f"Batch: expected the whole batch to go to private_grad; {remedy}.")
+        remedy = "call private_grad(batch): loss_fn gets batch.examples, as examples[0] or x, y = examples"
+        raise TypeError(f"Batch: expected the whole batch, which is private, to go to private_grad; {remedy}.")
 
     def __len__(self) -> int:
-        remedy = "divide by plan.expected_batch_size, which is public"
+        remedy = "divide by plan.expected_batch_size, which is public; loss_fn may use the length of batch.examples"
         raise TypeError(f"Batch: expected the size of a batch to stay private; {remedy}.")
 
     def __bool__(self) -> bool:

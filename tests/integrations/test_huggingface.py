@@ -121,6 +121,7 @@ def make_trainer(
     optimizer: Any = None,
     arguments: dict[str, Any] | None = None,
     planned: dict[str, Any] | None = None,
+    kind: type[PrivateTrainer] = PrivateTrainer,
     **options: Any,
 ) -> PrivateTrainer:
     plan = make_plan(**({"steps": STEPS, "seed": 5, "noise_multiplier": 0.5} | (planned or {})))
@@ -136,7 +137,7 @@ def make_trainer(
     }
     args = TrainingArguments(str(folder), **(numbers | (arguments or {})))
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01) if optimizer is None else optimizer
-    return PrivateTrainer(
+    return kind(
         model, args, plan=plan, train_dataset=data, optimizers=options.pop("optimizers", (optimizer, None)), **options
     )
 
@@ -888,14 +889,14 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
     data = texts()
-    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset; evaluate other data"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset; evaluate other data"):
         make_trainer(tmp_path / "a", bert(), data, eval_dataset={"own": data} if named else data)
     later = make_trainer(tmp_path / "b", bert(), data)
     later.eval_dataset = cast(Any, data)
-    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
         later.train()
     assert later.private_grad.ledger.releases == 0
-    with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
         later.evaluate(cast(Any, Subset(cast(Any, data), [0, 1])))
 
 
@@ -905,7 +906,7 @@ def test_selections_of_the_training_data_are_not_evaluated(tmp_path: Path):
     split = datasets.Dataset.from_list(rows).train_test_split(test_size=8, seed=0)
     own, trainer = split["train"], make_trainer(tmp_path, bert(), split["train"], eval_dataset=split["test"])
     for some in (own.select(range(5)), own.shuffle(seed=1), own.shard(4, 0)):
-        with pytest.raises(pg.PrivacyError, match="an eval_dataset with rows of the train_dataset"):
+        with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
             trainer.evaluate(some)
     assert "eval_loss" in trainer.evaluate()
 

@@ -62,6 +62,8 @@ class PrivateTrainer(Trainer):
 
     Schedulers, callbacks, evaluation, logging, saving and resuming are the Trainer's. An epoch is 1 / sample_rate
     steps. The loss on private examples is never logged. `epsilon` is logged with each evaluation and at the end.
+    A subclass may redefine the Trainer's methods, except those that draw batches or make the private step: these are
+    refused by name. `create_optimizer` is called once, in the constructor.
 
     Args:
         model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
@@ -78,7 +80,8 @@ class PrivateTrainer(Trainer):
             pretrained layers, 0.025 for the pooler of a frozen encoder, and 0.06 for the head of a sequence classifier.
             A learning_rate of 5e-5, the default of transformers, counts as not set.
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
-            of sequence classification, or of causal language models (the mean over an example's own tokens).
+            of sequence classification, or of causal language models (the mean over an example's own tokens). The loss
+            of an evaluation is its mean over the rows; for persons (privacy_unit="user") it is the model's own.
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
             EarlyStopping. Required with EarlyStoppingCallback, load_best_model_at_end and save_strategy="best".
@@ -126,9 +129,10 @@ class PrivateTrainer(Trainer):
         )
         arguments.log_replaced(args, plan)
         ask_about_rows(train_dataset, plan.num_examples, plan.privacy_unit)
-        loss_fn = models.losses_of(model) if loss_fn is None else loss_fn
         self._noise_step, self._plan = noise_step, plan
-        self._losses, self._selection_data = loss_fn, selection_data
+        self._losses = models.losses_of(model) if loss_fn is None else loss_fn
+        self._own_loss = loss_fn is None or plan.privacy_unit == "user"  # a row of evaluation data is no person
+        self._selection_data = selection_data
         super().__init__(
             model=cast(Any, model),
             args=settled,
@@ -137,14 +141,18 @@ class PrivateTrainer(Trainer):
             data_collator=default_data_collator if data_collator is None else data_collator,
             **trainer_options,
         )
+        made = self.create_optimizer()
+        self.optimizer = made or self.optimizer
+        # The Trainer calls it again when training begins, and a subclass may make another one each time.
+        self.create_optimizer = lambda model=None: self.optimizer
         self.private_grad = PrivateGradient(
             model,
-            loss_fn,
+            self._losses,
             plan,
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
             **(private_options or {}),
         )
-        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
+        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.optimizer)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
         # By itself, TensorBoard's callback chooses its folder when training begins. An evaluation before that would
         # make it write all events up to the end of training to `runs/` in the working directory.
@@ -179,13 +187,6 @@ class PrivateTrainer(Trainer):
 
         return DataLoader(_Epoch(self, plain), batch_size=None)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the Trainer's loader of evaluation data; refuse rows of the training data."""
-        held = cast(Any, self.eval_dataset)
-        given = held if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
-        arguments.refuse(arguments.evaluation_conflicts(cast(Any, self.train_dataset), given))
-        return cast("DataLoader[Any]", super().get_eval_dataloader(eval_dataset))
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
@@ -195,7 +196,8 @@ class PrivateTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Release one gradient. The loss stays private: the returned value is always zero."""
         model.train()
-        self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
+        with self.compute_loss_context_manager():
+            self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
         if self.private_step.is_spent:
             self.state.max_steps = self.state.global_step + 1  # fewer than planned if an interruption lost steps
         return torch.zeros((), device=self.args.device)
@@ -255,6 +257,21 @@ class PrivateTrainer(Trainer):
             is_rule = isinstance(one, EarlyStoppingCallback)
             if is_rule and one.early_stopping_patience_counter >= one.early_stopping_patience:
                 charge_unused(self.private_grad)
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the Trainer does; refuse rows of the training data."""
+        name = "test_dataset" if description == "Prediction" else "eval_dataset"
+        data = getattr(dataloader, "dataset", None)
+        arguments.refuse(arguments.evaluation_conflicts(cast(Any, self.train_dataset), data, name))
+        return super().evaluation_loop(dataloader, description, *args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of an evaluation: the mean of loss_fn over the rows if it was given, or the model's own."""
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._own_loss:
+            return found
+        loss = self._losses(model, inputs).mean()
+        return (loss, found[1]) if isinstance(found, tuple) else loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch as the Trainer does, with one clear error for rows that hold several texts of a person."""

@@ -6,9 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
 from privgrad.checks.data import share_rows
@@ -29,6 +27,23 @@ _IN_PLACE_OF = {
     "compute_loss_func": "loss_fn, which returns one loss per example,",
     "optimizer_cls_and_kwargs": "optimizers",
 }
+
+
+_BATCHES = "leave it out: the plan draws the batches (data_collator changes rows, pg.ClassRates the rates of classes)"
+# What a subclass may not redefine: it would not be called, or would see or change the private step.
+_NOT_REDEFINED = {
+    "get_train_dataloader": _BATCHES,
+    "get_batch_samples": _BATCHES,
+    "_get_train_sampler": _BATCHES,
+    "training_step": "give loss_fn for the loss, and a TrainerCallback for what else a step does",
+    "floating_point_ops": "leave it out: the number would reveal the size of a batch",
+    "set_initial_training_values": "leave it out: the plan decides the steps",
+    "create_optimizer_and_scheduler": "redefine create_optimizer or create_scheduler in its place",
+    "get_optimizer_cls_and_kwargs": "redefine create_optimizer in its place",
+    "call_model_init": "give model in place of model_init",
+    "_inner_training_loop": "leave it out, or write a loop with pg.PrivateGradient, as docs/guide.md does",
+}
+_BY_METRIC = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}  # schedulers that follow evaluations
 
 
 class Conflict(NamedTuple):
@@ -105,32 +120,55 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]
         "max_grad_norm": 0.0,
         "gradient_accumulation_steps": 1,
         "train_sampling_strategy": "random",
-        "group_by_length": False,  # the name in releases before 5.3
         "auto_find_batch_size": False,
         "ignore_data_skip": False,
         "label_smoothing_factor": 0.0,
         "neftune_noise_alpha": None,
+        "adam_epsilon": 1e-8,
+        "torch_compile": False,
+        "use_liger_kernel": False,
+        "torch_empty_cache_steps": None,
+        "dataloader_multiprocessing_context": None,
+        "enable_jit_checkpoint": False,  # it may save between a release and its update, which would be lost
         "include_num_input_tokens_seen": "no",
-        "include_tokens_per_second": False,  # releases before 5.0 count private tokens for it
         "skip_memory_metrics": True,  # peak memory reveals the size of the largest batch
         "debug": [],  # it prints private activations when one of them is not finite
         "fp16": False,
         "world_size": 1,
         "n_gpu": min(args.n_gpu, 1),
         "deepspeed": None,
+        "fsdp": None,
+        "parallelism_config": None,
     }
-    smaller = min(args.per_device_train_batch_size, plan.expected_batch_size)
+    smaller = min(args.per_device_train_batch_size, max(1, plan.expected_batch_size // args.gradient_accumulation_steps))
+    memory = f"to save memory, give private_options={{'microbatch_size': {smaller}}}"
+    several = "several devices need fit with PrivateGradient(processes=Distributed())"
+    smoothed = f"label_smoothing={args.label_smoothing_factor:g}"
     reasons = {
-        "max_steps": " (the plan decides the number of steps)",
-        "per_device_train_batch_size": f" (to save memory, give private_options={{'microbatch_size': {smaller}}})",
-        "max_grad_norm": f" (the plan clips each {_unit(plan)} to {plan.max_grad_norm:g})",
-        "fp16": " (for mixed precision, set bf16=True)",
+        "max_steps": "the plan decides the number of steps",
+        "per_device_train_batch_size": memory,
+        "max_grad_norm": f"the plan clips each {_unit(plan)} to {plan.max_grad_norm:g}",
+        "gradient_accumulation_steps": f"the plan's batch is one step; {memory}",
+        "auto_find_batch_size": memory,
+        "torch_empty_cache_steps": memory,
+        "label_smoothing_factor": f"loss_fn may have F.cross_entropy(..., reduction='none', {smoothed})",
+        "neftune_noise_alpha": "privgrad has nothing in its place",
+        "adam_epsilon": "AdamWBC has debias_floor in its place: give it in optimizers",
+        "torch_compile": "the private step is not compiled",
+        "use_liger_kernel": "its kernels have no gradients of single examples",
+        "dataloader_multiprocessing_context": "call torch.multiprocessing.set_start_method in its place",
+        "enable_jit_checkpoint": "a killed run resumes from its last checkpoint: set save_steps",
+        "fp16": "for mixed precision, set bf16=True",
+        **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), several),
     }
-    return [
-        Conflict(f"{name}={getattr(args, name)!r}", f"set {name}={value!r}{reasons.get(name, '')}")
-        for name, value in required.items()
-        if getattr(args, name, value) != value
-    ]
+    started = f"start one process with CUDA_VISIBLE_DEVICES=0; {several}"  # for what is no argument
+    found: list[Conflict] = []
+    for name, value in required.items():
+        given = getattr(args, name, value)
+        if given != value and (given or value):  # what is false is off
+            remedy = f"set {name}={value!r}" + (f" ({reasons[name]})" if name in reasons else "")
+            found.append(Conflict(f"{name}={given!r}", started if name in ("world_size", "n_gpu") else remedy))
+    return found
 
 
 def option_conflicts(
@@ -141,15 +179,17 @@ def option_conflicts(
     private_options: Mapping[str, Any] | None,
     trainer_options: Mapping[str, Any],
 ) -> list[Conflict]:
-    """Return arguments of PrivateTrainer (`own`), and parts of its subclass, that would bypass the private step."""
+    """Return arguments of PrivateTrainer (`own`), and methods of its subclass, that would bypass the private step."""
     found: list[Conflict] = []
     others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
     if (other := others[0]) is not Trainer:
         remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
         found.append(Conflict(f"the base class {other.__name__}", remedy))
-    elif loss_fn is None and trainer.compute_loss is not Trainer.compute_loss:
+    else:
         remedy = "give loss_fn too: (model, batch) -> losses of shape (B,) (compute_loss is for evaluation only)"
-        found.append(Conflict(f"{trainer.__name__}.compute_loss", remedy))
+        refused = _NOT_REDEFINED | ({"compute_loss": remedy} if loss_fn is None else {})
+        changed = [name for name in refused if getattr(trainer, name, None) is not getattr(own, name, None)]
+        found += [Conflict(f"{trainer.__name__}.{name}", refused[name]) for name in changed]
     for name, instead in _IN_PLACE_OF.items():
         if trainer_options.get(name) is not None:
             kind = type(trainer_options[name]).__name__
@@ -180,20 +220,19 @@ def selection_conflicts(
     selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
     selects += ["save_strategy='best'"] if args.save_strategy == "best" else []
     given = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else ()
-    by_metric = any(isinstance(one, ReduceLROnPlateau) for one in given)
-    if by_metric or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
-        selects.append("ReduceLROnPlateau")
-    removable = "EarlyStoppingCallback, load_best_model_at_end, save_strategy='best' and ReduceLROnPlateau"
+    names = {kind.__name__ for one in given for kind in type(one).__mro__}
+    selects += [name for kind, name in _BY_METRIC.items() if name in names or args.lr_scheduler_type == kind]
+    removable = "EarlyStoppingCallback, load_best_model_at_end, save_strategy='best', ReduceLROnPlateau and GreedyLR"
     wrong = undeclared_selection(selection_data, selects, removable)
     return [] if wrong is None else [Conflict(*wrong)]
 
 
-def evaluation_conflicts(train_dataset: object, eval_dataset: object) -> list[Conflict]:
+def evaluation_conflicts(train_dataset: object, eval_dataset: object, name: str = "eval_dataset") -> list[Conflict]:
     """Return a conflict if the training data would be evaluated: the Trainer logs exact results."""
     given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
     if not any(share_rows(one, train_dataset) for one in given.values()):
         return []
-    return [Conflict("an eval_dataset with rows of the train_dataset", "evaluate other data: results have no noise")]
+    return [Conflict(f"{name} with rows of the train_dataset", "evaluate other data: results have no noise")]
 
 
 def optimizer_conflicts(

@@ -22,6 +22,7 @@ _VERSION = 4
 _OPTIONS = "perturb precondition clip engine microbatch_size memory_mb norm_bins adaptive_clip filter"
 PRIVATE_OPTIONS = tuple(_OPTIONS.split())  # of PrivateGradient, that a bridge passes on
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
+_FUTILE = 10  # steps in a row without a finite gradient, after which a run ends: they add noise only
 
 
 def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> tuple[str, str] | None:
@@ -45,12 +46,12 @@ class ExternalLoopStep:
     """The part of a host framework's loop that touches private data. Its errors begin with the public `function`.
 
     It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
-    state to the host's checkpoint, and checks that training moved every parameter. It refuses an optimizer that is not
-    from privgrad.optim, or does not hold every trainable parameter of the model.
+    state to the host's checkpoint, and checks that training moved every parameter, and that gradients are finite. It
+    refuses an optimizer that is not from privgrad.optim, or does not hold every trainable parameter of the model.
 
     Privacy:
         Releases only the gradients of private_grad. `load_state_dict` refuses a checkpoint with steps that the ledger
-        has not charged.
+        has not charged. That a warning or an error tells of gradients that were not finite is NOT private.
     """
 
     def __init__(self, function: str, model: nn.Module, private_grad: PrivateGradient, optimizer: object) -> None:
@@ -73,6 +74,7 @@ class ExternalLoopStep:
         self._position = -1  # step of its next batch
         self._unmoved: dict[str, tuple[float, float]] | None = None
         self._looks = 0
+        self._futile = 0  # steps in a row, up to now, of which no gradient was finite
 
     @property
     def is_spent(self) -> bool:
@@ -99,12 +101,20 @@ class ExternalLoopStep:
 
     def release(self, batch: Batch) -> None:
         """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
-        if self._gradient is not None:  # charged, but unused: gradients are accumulated, say
-            remedy = "turn off gradient accumulation and skipped updates, and resume"
-            raise expected(self._function, "each released gradient", "to be used by one update", 0, remedy)
+        self._require_used()
         self._require_held()  # parameters may have been unfrozen since
         self._look()
+        if self._futile >= _FUTILE:
+            remedy = "find the overflow, log(0) or 0 / 0 in the model or the loss (NOT PRIVATE: do not publish this error)"
+            raise expected(self._function, f"a finite gradient in {_FUTILE} steps", "to be found", 0, remedy)
+        before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
+        found = self.private_grad.raw_nonfinite_examples - before
+        if found and before == 0:
+            told = "some gradients were not finite, and count as zero. Whether there are any is private"
+            warnings.warn(f"NOT PRIVATE: {self._function}: {told}: do not publish this warning", stacklevel=3)
+        if batch.size:
+            self._futile = self._futile + 1 if found >= batch.size else 0
 
     def take(self) -> NoisyGradient:
         """Return the released gradient, once; raise PrivacyError if none was released since the last call."""
@@ -165,8 +175,15 @@ class ExternalLoopStep:
             raise expected(self._function, "the ledger", condition, f"{spent} releases", remedy, BudgetExceededError)
 
     def require_moved(self) -> None:
-        """Raise PrivacyError if a parameter has not changed since the first step of this process."""
+        """Raise PrivacyError if a parameter has not changed since the first step of this process, or the last unused."""
+        self._require_used()
         self._look(last=True)
+
+    def _require_used(self) -> None:
+        """Raise PrivacyError if the last gradient was charged, but moved nothing: gradients are accumulated, say."""
+        if self._gradient is not None:
+            remedy = "turn off gradient accumulation and skipped updates, and resume"
+            raise expected(self._function, "each released gradient", "to be used by one update", 0, remedy)
 
     def _require_held(self) -> None:
         """Raise PrivacyError unless the optimizer holds every trainable parameter."""
