@@ -11,11 +11,11 @@ import torch
 import privgrad as pg
 
 pytest.importorskip("transformers")
+from hosts.transformers import FATES, names
 from test_huggingface import bert, equal, make_trainer, texts
 from transformers import TrainerCallback, TrainingArguments
 
 from conftest import make_plan
-from hosts.transformers import FATES, names
 from privgrad.integrations.huggingface import PrivateTrainer
 
 REFUSED: dict[str, Any] = {  # a value of each refused argument

@@ -140,7 +140,8 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]
         "fsdp": None,
         "parallelism_config": None,
     }
-    smaller = min(args.per_device_train_batch_size, max(1, plan.expected_batch_size // args.gradient_accumulation_steps))
+    part = plan.expected_batch_size // max(1, args.gradient_accumulation_steps)
+    smaller = max(1, min(args.per_device_train_batch_size, part))
     memory = f"to save memory, give private_options={{'microbatch_size': {smaller}}}"
     several = "several devices need fit with PrivateGradient(processes=Distributed())"
     smoothed = f"label_smoothing={args.label_smoothing_factor:g}"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
-from privgrad.errors import expected
+from privgrad.errors import described, expected
 from privgrad.sampling.class_rates import ClassRates
 
 Losses = Callable[[Any, Any], Tensor]
@@ -26,14 +26,17 @@ def losses_of(model: nn.Module) -> Losses:
         raise expected("PrivateTrainer", "model", "to have one loss per example", "output_router_logits=True", remedy)
     if name in _names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return causal_lm_losses
-    one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
-    if name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
-        return classification_losses
-    kind = getattr(config, "problem_type", None) or ("regression" if getattr(config, "num_labels", 0) == 1 else "")
-    is_classifier = name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
-    got = f"{name} for {kind.replace('_', ' ')}" if is_classifier and kind else name
     remedy = "give loss_fn, (model, batch) -> losses of shape (B,): docs/integrations.md has a line for each task"
-    raise expected("PrivateTrainer", "model", "to be a causal language model or a classifier of texts", got, remedy)
+    if name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+        kind = getattr(config, "problem_type", None) or "single_label_classification"
+        if kind != "single_label_classification":
+            name = f"{name} for {kind.replace('_', ' ')}"
+        elif config.num_labels > 1:
+            return classification_losses
+        else:
+            name = f"{name} with num_labels=1"
+            remedy = f"give num_labels of at least 2, the number of classes, to from_pretrained; else {remedy}"
+    raise expected("PrivateTrainer", "model", "to be a causal language model or a classifier of texts", name, remedy)
 
 
 def head_of(model: nn.Module) -> set[str]:
@@ -81,9 +84,13 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
         number = cast("object", value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value)
-        if number is None or (isinstance(number, int) and number != _IGNORED and not 0 <= number < count):
+        is_text = isinstance(number, str)
+        if number is None or is_text or (isinstance(number, int) and number != _IGNORED and not 0 <= number < count):
             name, condition = f"{label} of the example at index {row}", f"to be a class number from 0 to {count - 1}"
-            raise expected("PrivateTrainer", name, condition, number, "correct it, or leave out the row")
+            remedy = "correct it, or leave out the row"
+            if is_text:
+                remedy = f"number the classes, with dataset.class_encode_column({label!r}) or a dict by name"
+            raise expected("PrivateTrainer", name, condition, described(number), remedy)
 
 
 def _base_of(model: nn.Module) -> Any:

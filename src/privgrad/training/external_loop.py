@@ -105,14 +105,14 @@ class ExternalLoopStep:
         self._require_held()  # parameters may have been unfrozen since
         self._look()
         if self._futile >= _FUTILE:
-            remedy = "find the overflow, log(0) or 0 / 0 in the model or the loss (NOT PRIVATE: do not publish this error)"
-            raise expected(self._function, f"a finite gradient in {_FUTILE} steps", "to be found", 0, remedy)
+            remedy = "find the overflow, log(0) or 0 / 0 in model or loss (NOT PRIVATE: do not publish this error)"
+            raise expected(self._function, f"the last {_FUTILE} steps", "to have a finite gradient", 0, remedy)
         before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
         found = self.private_grad.raw_nonfinite_examples - before
         if found and before == 0:
-            told = "some gradients were not finite, and count as zero. Whether there are any is private"
-            warnings.warn(f"NOT PRIVATE: {self._function}: {told}: do not publish this warning", stacklevel=3)
+            told = f"gradients of step {batch.sampling.step + 1} were not finite, and count as zero"
+            warnings.warn(f"NOT PRIVATE: {self._function}: {told}; do not publish this warning", stacklevel=3)
         if batch.size:
             self._futile = self._futile + 1 if found >= batch.size else 0
 
@@ -175,7 +175,7 @@ class ExternalLoopStep:
             raise expected(self._function, "the ledger", condition, f"{spent} releases", remedy, BudgetExceededError)
 
     def require_moved(self) -> None:
-        """Raise PrivacyError if a parameter has not changed since the first step of this process, or the last unused."""
+        """Raise PrivacyError if a parameter has not changed since this process' first step, or a gradient is unused."""
         self._require_used()
         self._look(last=True)
 
