@@ -67,9 +67,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as 
 def bert(**changed: Any) -> nn.Module:
     torch.manual_seed(0)
     options = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    options["num_labels"] = 2
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     make_config: Any = BertConfig
-    config = make_config(vocab_size=20, max_position_embeddings=LENGTH, num_labels=2, **(options | dropout | changed))
+    config = make_config(vocab_size=20, max_position_embeddings=LENGTH, **(options | dropout | changed))
     return BertForSequenceClassification(config)
 
 

@@ -173,19 +173,8 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
-        collate = cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training"))
-
-        def plain(items: list[Any]) -> dict[str, Tensor]:
-            try:
-                return dict(collate(items))
-            except ValueError as error:
-                if isinstance(error, PrivacyError):
-                    raise
-                remedy = "pad each one: tokenizer(texts, padding='max_length', truncation=True, max_length=...)"
-                condition = "to have columns of one public length"
-                raise expected("PrivateTrainer", "the examples", condition, error, remedy, SamplingError) from error
-
-        return DataLoader(_Epoch(self, plain), batch_size=None)
+        collate = _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
+        return DataLoader(_Epoch(self, collate), batch_size=None)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -358,6 +347,23 @@ class PrivateTrainer(Trainer):
         self.private_step.require_moved()  # the best weights may be those that this process started with
         super()._load_best_model()
         self._updates_of_best = self.state.best_global_step
+
+
+class _Columns:
+    """The collated columns as a dict. Worker processes that are not forked must unpickle it."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        try:
+            return dict(self._collate(items))
+        except ValueError as error:
+            if isinstance(error, PrivacyError):
+                raise
+            remedy = "pad each one: tokenizer(texts, padding='max_length', truncation=True, max_length=...)"
+            condition = "to have columns of one public length"
+            raise expected("PrivateTrainer", "the examples", condition, error, remedy, SamplingError) from error
 
 
 class _Epoch(IterableDataset[Any]):
