@@ -1040,7 +1040,7 @@ def test_persons_in_rows_are_refused_in_an_evaluation_and_named_in_errors(tmp_pa
     options["private_options"] = {"perturb": pg.perturb.SampleGradient("user")}
     with pytest.raises(pg.PrivacyError, match=r"\(the plan clips each person to 1\)"):
         make_trainer(tmp_path, bert(), texts(), **options)
-    trainer = make_trainer(tmp_path, bert(), texts(), **options | {"arguments": {}})
+    trainer = make_trainer(tmp_path, bert(), texts(), **cast(Any, options | {"arguments": {}}))
     with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row, got .* \(4, 2, 6\)"):
         trainer.evaluate(persons)  # pyright: ignore[reportArgumentType]
     for given in (persons, {"others": persons}, [{"input_ids": row["input_ids"].tolist()} for row in persons]):

@@ -273,7 +273,7 @@ CASES: dict[str, Case] = {
     "words": Case(
         options(data=relabeled("labels", ["no", "yes"].__getitem__)),
         r"labels of the example at index 0 to be .* from 0 to 1, got 'no', a str; number the classes.* a dict by name",
-        options(data=relabeled("labels", lambda label: {"no": 0, "yes": 1}[["no", "yes"][label]])),
+        options(data=relabeled("labels", int)),
     ),
     "a column of another name": Case(
         options(data=relabeled("target", int)), "rename it", options(data=relabeled("labels", int))

@@ -14,6 +14,7 @@ from mutants.budgets import BUDGET
 from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
+from mutants.huggingface import HUGGING_FACE
 from mutants.input_maps import INPUT_MAPS
 from mutants.memory import MEMORY, TRUNCATION
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
@@ -43,6 +44,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Checkpoints": CHECKPOINTS,
     "Statements on weights": WEIGHTS,
     "Several processes": PROCESSES,
+    "Hugging Face Trainer": HUGGING_FACE,
 }
 ALL = [mutant for part in MUTANTS.values() if part is not PROCESSES for mutant in part]
 
