@@ -768,10 +768,13 @@ def test_a_gradient_that_made_no_update_stops_the_run_before_the_next_is_paid_fo
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             args.gradient_accumulation_steps = 2
 
-    trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[Accumulate()])
-    with pytest.raises(pg.PrivacyError, match="each released gradient to be used by one update, got 0"):
-        trainer.train()
-    assert trainer.private_grad.ledger.releases == 1
+    for steps in (STEPS, 1):  # the next step, or the end of the training, finds it
+        trainer = make_trainer(
+            tmp_path / f"{steps}", bert(), texts(), callbacks=[Accumulate()], planned={"steps": steps}
+        )
+        with pytest.raises(pg.PrivacyError, match="each released gradient to be used by one update, got 0"):
+            trainer.train()
+        assert trainer.private_grad.ledger.releases == 1
 
 
 def test_what_is_unfrozen_and_not_held_by_the_optimizer_is_refused(tmp_path: Path):

@@ -300,7 +300,7 @@ CASES: dict[str, Case] = {
     ),
     "losses without an end": Case(
         options(loss_fn=lambda model, batch: classification_losses(model, batch) / 0, planned={"steps": 11}),
-        r"the last 10 steps to have a finite gradient, got 0; find the overflow, log\(0\) or 0 / 0 .*NOT PRIVATE",
+        r"the last 10 steps to have a gradient that counts, got 0; find the overflow, log\(0\) or 0 / 0 .*NOT PRIVATE",
         options(),
     ),
 }
@@ -393,7 +393,7 @@ def test_gradients_that_are_not_finite_are_told_at_the_first_step(tmp_path: Path
     def one_in_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return classification_losses(model, batch) * torch.where(batch["labels"] == 1, torch.inf, 1.0)
 
-    told = r"NOT PRIVATE: PrivateTrainer: gradients of step \d+ were not finite, and count as zero; do not publish"
+    told = r"NOT PRIVATE: PrivateTrainer: step \d+: gradients were not finite, and count as zero; do not publish"
     trainer = trainer_of(tmp_path / "some", options(loss_fn=one_in_two, planned={"steps": 12}))
     with pytest.warns(UserWarning, match=told) as caught:
         trainer.train()  # to its end: some gradients of each batch were finite

@@ -22,7 +22,7 @@ _VERSION = 4
 _OPTIONS = "perturb precondition clip engine microbatch_size memory_mb norm_bins adaptive_clip filter"
 PRIVATE_OPTIONS = tuple(_OPTIONS.split())  # of PrivateGradient, that a bridge passes on
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
-_FUTILE = 10  # steps in a row without a finite gradient, after which a run ends: they add noise only
+_FUTILE = 10  # steps in a row that add noise only, after which a run ends
 
 
 def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> tuple[str, str] | None:
@@ -46,12 +46,12 @@ class ExternalLoopStep:
     """The part of a host framework's loop that touches private data. Its errors begin with the public `function`.
 
     It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
-    state to the host's checkpoint, and checks that training moved every parameter, and that gradients are finite. It
+    state to the host's checkpoint, and checks that training moved every parameter, and that gradients count. It
     refuses an optimizer that is not from privgrad.optim, or does not hold every trainable parameter of the model.
 
     Privacy:
         Releases only the gradients of private_grad. `load_state_dict` refuses a checkpoint with steps that the ledger
-        has not charged. That a warning or an error tells of gradients that were not finite is NOT private.
+        has not charged. That a warning or an error tells of gradients that do not count is NOT private.
     """
 
     def __init__(self, function: str, model: nn.Module, private_grad: PrivateGradient, optimizer: object) -> None:
@@ -74,7 +74,8 @@ class ExternalLoopStep:
         self._position = -1  # step of its next batch
         self._unmoved: dict[str, tuple[float, float]] | None = None
         self._looks = 0
-        self._futile = 0  # steps in a row, up to now, of which no gradient was finite
+        self._futile = 0  # steps in a row, up to now, of which no gradient counts
+        self._was_told = False
 
     @property
     def is_spent(self) -> bool:
@@ -99,22 +100,30 @@ class ExternalLoopStep:
             self._position = batch.sampling.step + 1
             yield batch
 
-    def release(self, batch: Batch) -> None:
-        """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
+    def release(self, batch: Batch, *, unused: int = 0) -> None:
+        """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken.
+
+        `unused` is the number of examples that were drawn too, but gave nothing that the batch could hold.
+        """
         self._require_used()
         self._require_held()  # parameters may have been unfrozen since
         self._look()
         if self._futile >= _FUTILE:
-            remedy = "find the overflow, log(0) or 0 / 0 in model or loss (NOT PRIVATE: do not publish this error)"
-            raise expected(self._function, f"the last {_FUTILE} steps", "to have a finite gradient", 0, remedy)
+            was_finite = self.private_grad.raw_nonfinite_examples == 0
+            fault = "why no answer is usable" if was_finite else "the overflow, log(0) or 0 / 0 in model or loss"
+            remedy = f"find {fault} (NOT PRIVATE: do not publish this error)"
+            raise expected(self._function, f"the last {_FUTILE} steps", "to have a gradient that counts", 0, remedy)
         before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
-        found = self.private_grad.raw_nonfinite_examples - before
-        if found and before == 0:
-            told = f"gradients of step {batch.sampling.step + 1} were not finite, and count as zero"
-            warnings.warn(f"NOT PRIVATE: {self._function}: {told}; do not publish this warning", stacklevel=3)
-        if batch.size:
-            self._futile = self._futile + 1 if found >= batch.size else 0
+        nonfinite = self.private_grad.raw_nonfinite_examples - before
+        is_futile = batch.size + unused > 0 and nonfinite >= batch.size
+        if (nonfinite or is_futile) and not self._was_told:
+            self._was_told = True
+            fault = "gradients were not finite, and count as zero" if nonfinite else "no answer was usable"
+            told = f"{self._function}: step {batch.sampling.step + 1}: {fault}"
+            warnings.warn(f"NOT PRIVATE: {told}; do not publish this warning", stacklevel=3)
+        if batch.size + unused:
+            self._futile = self._futile + 1 if is_futile else 0
 
     def take(self) -> NoisyGradient:
         """Return the released gradient, once; raise PrivacyError if none was released since the last call."""
