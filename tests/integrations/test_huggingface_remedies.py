@@ -71,6 +71,11 @@ def relabeled(name: str, value: Callable[[int], Any]) -> list[dict[str, Any]]:
     return [{"input_ids": row["input_ids"], name: value(row["label"])} for row in ROWS]
 
 
+def stacked(items: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
+    ids, classes = ([item[key] for item in items] for key in ("input_ids", "label"))
+    return {"input_ids": torch.stack(cast("list[Tensor]", ids)), name: torch.tensor(classes)}
+
+
 def with_adapters(*, first: bool) -> dict[str, Any]:
     model: Any = bert_lora() if first else bert()
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
@@ -237,6 +242,19 @@ CASES: dict[str, Case] = {
         r"create it from privgrad\.optim with model\.named_parameters\(\)",
         OWN_ADAM,
     ),
+    "a step of its own": Case(
+        lambda: OWN_ADAM() | {"noise_step": 0.5}, "next to create_optimizer; leave out one of the two", OWN_ADAM
+    ),
+    "_inner_training_loop": Case(
+        redefining(_inner_training_loop=unreachable),
+        r"leave it out, or write a loop with pg\.PrivateGradient",
+        options(),
+    ),
+    "a rate of zero": Case(
+        with_optimizer(lambda model: pg.optim.SGD(model.named_parameters(), lr=0.0), planned={"steps": 11}),
+        "raise the learning rate, keep parameters in float32, or freeze those",
+        with_optimizer(lambda model: pg.optim.SGD(model.named_parameters(), lr=0.1), planned={"steps": 11}),
+    ),
     "call_model_init": Case(redefining(call_model_init=unreachable), "give model in place of model_init", options()),
     "compute_loss": Case(
         redefining(compute_loss=unreachable),
@@ -277,6 +295,14 @@ CASES: dict[str, Case] = {
     ),
     "a column of another name": Case(
         options(data=relabeled("target", int)), "rename it", options(data=relabeled("labels", int))
+    ),
+    "a collator's column": Case(
+        options(data_collator=lambda items: stacked(items, "label")),
+        r"let .* the data_collator return 'labels'",
+        options(data_collator=lambda items: stacked(items, "labels")),
+    ),
+    "fractions": Case(
+        options(data=relabeled("labels", float)), "give one class per sequence", options(data=relabeled("labels", int))
     ),
     "a missing label": Case(
         options(data=relabeled("label", lambda label: label or None)),
@@ -419,6 +445,22 @@ def test_own_optimizers_are_made_once_and_step(tmp_path: Path):
     assert len(made) == 1
     assert trainer.private_step.optimizer is made[0]
     assert trainer.state.global_step == trainer.private_grad.ledger.releases == 3
+
+
+@pytest.mark.slow
+def test_worker_processes_may_start_in_another_way(tmp_path: Path):
+    workers = {"dataloader_num_workers": 1}
+    context: Any = {"dataloader_multiprocessing_context": "forkserver"}
+    with pytest.raises(pg.PrivacyError, match=r"call torch\.multiprocessing\.set_start_method in its place"):
+        trainer_of(tmp_path / "a", given(**workers, **context))
+    before = torch.multiprocessing.get_start_method(allow_none=True)
+    torch.multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        trainer = trainer_of(tmp_path / "b", given(**workers))
+        trainer.train()
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+    assert trainer.private_grad.ledger.releases == 1
 
 
 TWO_PROCESSES = """

@@ -141,8 +141,8 @@ class PrivateTrainer(Trainer):
             data_collator=default_data_collator if data_collator is None else data_collator,
             **trainer_options,
         )
-        made = self.create_optimizer()
-        self.optimizer = made or self.optimizer
+        self.optimizer = self.create_optimizer() or self.optimizer  # a subclass may return nothing
+        arguments.refuse(arguments.rate_conflicts(self.optimizer, noise_step))
         # The Trainer calls it again when training begins, and a subclass may make another one each time.
         self.create_optimizer = lambda model=None: self.optimizer
         self.private_grad = PrivateGradient(

@@ -264,6 +264,13 @@ def optimizer_conflicts(
     return found
 
 
+def rate_conflicts(optimizer: Any, noise_step: float | None) -> list[Conflict]:
+    """Return a conflict if the optimizer of a subclass does not use the noise step that was given."""
+    if noise_step is None or noise_step in [group["lr"] for group in optimizer.param_groups]:
+        return []
+    return [Conflict(f"noise_step={noise_step!r} next to create_optimizer", "leave out one of the two")]
+
+
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None, decayed: Iterable[str]
 ) -> AdamWBC:
