@@ -114,6 +114,11 @@ def constant(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
     return self.lr_scheduler
 
 
+def by_evaluations(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+    self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
+    return self.lr_scheduler
+
+
 def unreachable(*_: Any, **__: Any) -> Any:
     raise AssertionError
 
@@ -137,6 +142,7 @@ def off(name: str, value: Any, remedy: str = "", good: Setup | None = None, **mo
 
 BATCHES = r"leave it out: the plan draws the batches \(data_collator changes rows, pg\.ClassRates the rates"
 RATED = options(data=pg.ClassRates(ROWS, [row["label"] for row in ROWS], [0.3, 1.0]))
+FOLLOWING = redefining(create_scheduler=by_evaluations)
 OWN_ADAM = redefining(create_optimizer=made_by(private_adam))
 CASES: dict[str, Case] = {
     "max_grad_norm": off("max_grad_norm", 0.5, "the plan clips each example to 1"),
@@ -212,6 +218,11 @@ CASES: dict[str, Case] = {
         options(eval_dataset=texts(8), arguments=EVALUATED | {"lr_scheduler_type": "greedy"}),
         "with GreedyLR; give selection_data='public'",
         options(eval_dataset=texts(8), arguments=EVALUATED | {"lr_scheduler_type": "greedy"}, selection_data="public"),
+    ),
+    "create_scheduler": Case(
+        lambda: FOLLOWING() | {"eval_dataset": texts(8), "arguments": EVALUATED},
+        "with ReduceLROnPlateau; give selection_data='public'",
+        lambda: FOLLOWING() | {"eval_dataset": texts(8), "arguments": EVALUATED, "selection_data": "public"},
     ),
     "evaluation": Case(options(eval_dataset=ROWS), "evaluate other data", options(eval_dataset=texts(8))),
     "another trainer": Case(

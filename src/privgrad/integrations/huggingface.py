@@ -198,12 +198,10 @@ class PrivateTrainer(Trainer):
         if trial is not None:
             remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
             raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
-        callbacks: list[object] = cast(Any, self.callback_handler).callbacks
-        optimizers: object = (self.optimizer, cast(Any, self.lr_scheduler))
         arguments.refuse(  # they may have changed since
             arguments.step_conflicts(self.args, self.private_grad.plan),
             arguments.collator_conflicts(self.data_collator),
-            arguments.selection_conflicts(self.args, callbacks, optimizers, self._selection_data),
+            self._selection_conflicts(),
             arguments.evaluation_conflicts(cast(Any, self.train_dataset), cast(Any, self.eval_dataset)),
         )
         models.require_single_texts(self.eval_dataset)
@@ -240,6 +238,11 @@ class PrivateTrainer(Trainer):
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
 
+    def _selection_conflicts(self) -> list[arguments.Conflict]:
+        callbacks: list[object] = cast(Any, self.callback_handler).callbacks
+        optimizers: object = (self.optimizer, cast(Any, self.lr_scheduler))
+        return arguments.selection_conflicts(self.args, callbacks, optimizers, self._selection_data)
+
     def _charge_stop(self) -> None:
         """Charge the unused steps if EarlyStoppingCallback has ended the training; a second call changes nothing."""
         for one in cast("list[object]", self.callback_handler.callbacks):
@@ -251,7 +254,8 @@ class PrivateTrainer(Trainer):
         """Evaluate or predict as the Trainer does; refuse rows of the training data."""
         name = "test_dataset" if description == "Prediction" else "eval_dataset"
         data = getattr(dataloader, "dataset", None)
-        arguments.refuse(arguments.evaluation_conflicts(cast(Any, self.train_dataset), data, name))
+        rows = arguments.evaluation_conflicts(cast(Any, self.train_dataset), data, name)
+        arguments.refuse(rows, self._selection_conflicts())  # a scheduler may have been created since
         return super().evaluation_loop(dataloader, description, *args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
