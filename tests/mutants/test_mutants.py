@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import privgrad as pg
+from mutants.bridges import BRIDGES
 from mutants.budgets import BUDGET
 from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
-from mutants.huggingface import HUGGING_FACE
 from mutants.input_maps import INPUT_MAPS
 from mutants.memory import MEMORY, TRUNCATION
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
@@ -44,7 +44,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Checkpoints": CHECKPOINTS,
     "Statements on weights": WEIGHTS,
     "Several processes": PROCESSES,
-    "Hugging Face Trainer": HUGGING_FACE,
+    "Bridges": BRIDGES,
 }
 ALL = [mutant for part in MUTANTS.values() if part is not PROCESSES for mutant in part]
 

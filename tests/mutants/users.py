@@ -154,7 +154,7 @@ def weighed_by_reports(patch: Patch) -> None:
     def wrong(reply: Any, parameters: Any) -> Any:
         update = real(reply, parameters)
         examples = sum(record["num-examples"] for record in reply.content.metric_records.values())
-        return None if update is None else {name: examples * value for name, value in update.items()}
+        return update if isinstance(update, str) else {name: examples * value for name, value in update.items()}
 
     patch.setattr(flower, "_update", wrong)
 

@@ -100,30 +100,23 @@ class ExternalLoopStep:
             self._position = batch.sampling.step + 1
             yield batch
 
-    def release(self, batch: Batch, *, unused: int = 0) -> None:
-        """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken.
-
-        `unused` is the number of examples that were drawn too, but gave nothing that the batch could hold.
-        """
+    def release(self, batch: Batch) -> None:
+        """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
         self._require_used()
         self._require_held()  # parameters may have been unfrozen since
         self._look()
         if self._futile >= _FUTILE:
-            was_finite = self.private_grad.raw_nonfinite_examples == 0
-            fault = "why no answer is usable" if was_finite else "the overflow, log(0) or 0 / 0 in model or loss"
-            remedy = f"find {fault} (NOT PRIVATE: do not publish this error)"
+            remedy = "find the overflow, log(0) or 0 / 0 in model or loss (NOT PRIVATE: do not publish this error)"
             raise expected(self._function, f"the last {_FUTILE} steps", "to have a gradient that counts", 0, remedy)
         before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
         nonfinite = self.private_grad.raw_nonfinite_examples - before
-        is_futile = batch.size + unused > 0 and nonfinite >= batch.size
-        if (nonfinite or is_futile) and not self._was_told:
+        if nonfinite and not self._was_told:
             self._was_told = True
-            fault = "gradients were not finite, and count as zero" if nonfinite else "no answer was usable"
-            told = f"{self._function}: step {batch.sampling.step + 1}: {fault}"
+            told = f"{self._function}: step {batch.sampling.step + 1}: gradients were not finite, and count as zero"
             warnings.warn(f"NOT PRIVATE: {told}; do not publish this warning", stacklevel=3)
-        if batch.size + unused:
-            self._futile = self._futile + 1 if is_futile else 0
+        if batch.size:
+            self._futile = self._futile + 1 if nonfinite >= batch.size else 0
 
     def take(self) -> NoisyGradient:
         """Return the released gradient, once; raise PrivacyError if none was released since the last call."""

@@ -1,10 +1,21 @@
-"""Faults of the bridge to the Trainer of transformers: what was asked is silently not done."""
+"""Faults of bridges: what was asked is silently not done, or what was spent is forgotten."""
 
 import math
 
 from mutants.mutant import Mutant
 
-HUGGING_FACE = [
+BRIDGES = [
+    Mutant(
+        "an earlier training by Opacus that its bridge forgets",
+        lambda patch: patch.setattr("privgrad.integrations.opacus.note_training", lambda *_: None),
+        "test_opacus.test_releases_under_a_schedule_of_opacus_are_known",
+    ),
+    Mutant(
+        "weights of a folder whose card is not read again",
+        lambda patch: patch.setattr("privgrad.integrations.huggingface.note_folder", lambda *_: None),
+        "test_huggingface.test_adapters_of_a_folder_are_known_as_trained",
+        {"is_auto": True},
+    ),
     Mutant(
         "a swallowed override: it is never called, and nothing says so",
         lambda patch: patch.setattr("privgrad.integrations.huggingface_arguments._NOT_REDEFINED", {}),
