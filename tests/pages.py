@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import data
-from privgrad.accounting.accountant import Release
+from privgrad.accounting.accountant import Release, epsilon
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("python", "console", "toml", "text", "math")
@@ -190,6 +190,23 @@ def _opacus() -> dict[str, Any]:
 
     names = {"pg": pg, "torch": torch, "F": F, "DataLoader": DataLoader, "PrivacyEngine": PrivacyEngine}
     return names | {"model": make_model(), "train_set": make_data(200)}
+
+
+def _both_trainings_are_counted(names: dict[str, Any], printed: str) -> None:
+    """Opacus trained the model of the page, and then our engine did."""
+    own, together = map(float, printed.split()[-2:])
+    both = [release for ledger in pg.ledgers_of(names["model"]) for release in ledger.charged]
+    assert [release.count for release in both] == [20, 20]
+    assert together == pytest.approx(epsilon(both, delta=1e-5))
+    assert own == names["result"].ledger.epsilon(delta=1e-5) < together
+
+
+def _each_bridge_states_what_it_trained(names: dict[str, Any], printed: str) -> None:
+    _, of_tickets, of_lightning = map(float, re.findall(r"^\d+\.\d+(?:e-?\d+)?$", printed, re.MULTILINE)[-3:])
+    for model, delta, stated in ((names["model"], 1e-3, of_tickets), (names["module"], 1e-5, of_lightning)):
+        (ledger,) = pg.ledgers_of(model)
+        assert ledger.releases == max(ledger.planned_steps)
+        assert stated == ledger.epsilon(delta=delta)
 
 
 def _quick_start_has_learned(names: dict[str, Any], printed: str) -> None:
@@ -381,11 +398,13 @@ GIVEN = {
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Several texts per person": _tickets, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),
+        check=_each_bridge_states_what_it_trained,
     ),
     "docs/migration.md": Given(
-        names={"Coming from Opacus": _opacus, "DP-AdamBC in that script": _opacus, "Without Opacus": _opacus},
+        names={"Coming from Opacus": _opacus, "DP-AdamBC in that script": _opacus},
         smaller={"256": "20", "60_000": "200", "2_350": "100", "epochs=10": "epochs=2", "range(10)": "range(2)"},
         packages=("opacus",),
+        check=_both_trainings_are_counted,
     ),
     "docs/tuning.md": Given(smaller={"(512, 800), (1024, 400), (4096, 100)": "(4096, 100),"}, files=_fewer_runs),
 }

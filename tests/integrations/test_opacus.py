@@ -312,6 +312,7 @@ def test_a_model_that_opacus_trained_is_known_as_trained(way: str, accountant: s
     assert ledger.releases == (5 if "later" in way else 3)
     assert [(one.noise_multiplier, one.sample_rate, one.count) for one in ledger.charged] == engine.accountant.history
     assert ledger.plan_facts["num_examples"] == 32
+    assert ledger.plan_facts["sampling"] == ("fixed" if way == "connect" else "poisson"), "only a loader shows it"
     assert ledger.plan_facts["delta"] == (None if way == "connect" else 1e-3)
     plan, wider = make_plan(sample_rate=1.0, expected_batch_size=32, num_examples=32), nn.Sequential(model)
     for later, before in ((wider, ledger.releases), (model, ledger.releases + 1)):  # the parameters decide

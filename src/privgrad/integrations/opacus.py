@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from privgrad.accounting.mechanisms import Release
 from privgrad.errors import SamplingError, expected
 from privgrad.ledger.ledger import Ledger
-from privgrad.ledger.lineage import note_training
+from privgrad.ledger.lineage import forget_training, note_training
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.types import NoisyGradient
@@ -125,7 +125,8 @@ def plan_of(
 def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
     """Note the releases of Opacus so far on the parameters that they moved, and each later one.
 
-    Without a plan, the records hold what Opacus knows, and no delta. A deep copy of a module lacks them.
+    Without a plan, the records hold no delta, and no claim of Poisson sampling, which only a loader shows. A deep copy
+    of a module lacks them.
     """
     inner = cast(torch.optim.Optimizer, optimizer.original_optimizer)
 
@@ -133,34 +134,43 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
         # `make_private` attaches a closure, which holds the accountant. It has counted a step before the step is made.
         hook, ledgers = optimizer.step_hook, _recorded[inner]
         accountant = inspect.getclosurevars(hook).nonlocals.get("self") if inspect.isfunction(hook) else None
+        parameters = nn.ParameterList(p for group in inner.param_groups for p in group["params"])
         counts = Counter[tuple[float, float]]()
         for noise, rate, steps in getattr(accountant, "history", ()):
             counts[noise, rate] += steps
-        parameters = nn.ParameterList(p for group in inner.param_groups for p in group["params"])
         for (noise, rate), steps in counts.items():
-            if (noise, rate) not in ledgers:
-                size = optimizer.expected_batch_size * optimizer.accumulated_iterations * _processes(optimizer)
-                of_step = PrivacyPlan(
-                    sample_rate=rate,
-                    steps=steps,
-                    expected_batch_size=max(1, round(size)),
-                    noise_multiplier=noise,
-                    max_grad_norm=float(optimizer.max_grad_norm),
-                    num_examples=math.floor(size / rate),
-                )
+            own = plan if plan and (noise, rate) == (plan.noise_multiplier, plan.sample_rate) else None
+            before = ledgers.get((noise, rate))
+            if before is None or (own and before.plan_facts["sampling"] != own.sampling):
+                if before is not None:
+                    forget_training(parameters, before)
                 ledgers[noise, rate] = Ledger()
-                ledgers[noise, rate].bind(of_step.public_facts)
+                made = _plan_of_steps(optimizer, noise, rate, steps) if own is None else own
+                ledgers[noise, rate].bind(made.public_facts)
             ledger = ledgers[noise, rate]
-            if plan is not None and (noise, rate) == (plan.noise_multiplier, plan.sample_rate):
-                ledger.plan_facts |= plan.public_facts  # which also state delta
             for step in range(ledger.releases, steps):
-                ledger.charge(Release(noise, rate), draw=f"opacus:{step}", limit=steps)
+                kind = Release(noise, rate, ledger.plan_facts["sampling"])
+                ledger.charge(kind, draw=f"opacus:{step}", limit=steps)
             note_training(parameters, ledger)
 
     if inner not in _recorded:
         _recorded[inner] = {}
         inner.register_step_post_hook(note)
     note()
+
+
+def _plan_of_steps(optimizer: Any, noise: float, rate: float, steps: int) -> PrivacyPlan:
+    """Return the numbers of steps that Opacus has made, as far as its optimizer knows them."""
+    size = optimizer.expected_batch_size * optimizer.accumulated_iterations * _processes(optimizer)
+    return PrivacyPlan(
+        sample_rate=rate,
+        steps=steps,
+        expected_batch_size=max(1, round(size)),
+        noise_multiplier=noise,
+        max_grad_norm=float(optimizer.max_grad_norm),
+        num_examples=math.floor(size / rate),
+        sampling="fixed",
+    )
 
 
 def _processes(optimizer: Any) -> int:

@@ -45,6 +45,10 @@ class Lineage:
         if ledger not in self._ledgers:
             self._ledgers.append(ledger)
 
+    def remove(self, ledger: Ledger) -> None:
+        """Remove a ledger, if it is there."""
+        self._ledgers = [one for one in self._ledgers if one is not ledger]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lineage":
         """Return a lineage of its own, which later trainings of the copied module extend."""
         return Lineage(self, self.loaded)
@@ -70,6 +74,12 @@ def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | Non
         return
     for lineage in _made_for(model, trained):
         lineage.add(ledger)
+
+
+def forget_training(model: nn.Module, ledger: Ledger) -> None:
+    """Forget a ledger whose releases another one holds."""
+    for lineage in _lineages(model):
+        lineage.remove(ledger)
 
 
 def note_loaded(model: nn.Module, said: str) -> None:
