@@ -30,7 +30,7 @@ _IN_PLACE_OF = {
 
 
 _BATCHES = "leave it out: the plan draws the batches (data_collator changes rows, pg.ClassRates the rates of classes)"
-# What a subclass may not redefine: it would not be called, or would see or change the private step.
+# A subclass may not redefine these: they would not be called, or would see or change the private step.
 _NOT_REDEFINED = {
     "get_train_dataloader": _BATCHES,
     "get_batch_samples": _BATCHES,

@@ -34,7 +34,7 @@ from privgrad.types import SamplingScheme
 # Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
 _PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
 _DERIVED = {"noise_generator"}
-# What a ledger knows of its releases, wherever it keeps them.
+# A ledger knows this of its releases, wherever it keeps them.
 _RECORD = ["plan_facts", "budget", "_committed", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
 _TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"
 _KEEP = f"keep the plan, or {_TWO_LEDGERS}"

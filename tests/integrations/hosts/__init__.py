@@ -20,7 +20,7 @@ def page() -> str:
         rows = defaultdict[str, list[str]](list)
         for name, fate in import_module(f"hosts.{host}").FATES.items():
             rows[fate].append(f"`{name}`")
-        lines = [f"| {', '.join(sorted(rows[fate]))} | {fate} |" for fate in sorted(rows, key=_order)]
+        lines = [f"| {some} | {fate} |" for fate in sorted(rows, key=_order) for some in _cells(sorted(rows[fate]))]
         parts.append(
             "\n".join([f"## {host} {version(host)}", "", "| name | what becomes of it |", "|---|---|", *lines, ""])
         )
@@ -29,3 +29,14 @@ def page() -> str:
 
 def _order(fate: str) -> tuple[bool, str]:
     return fate.startswith("taken"), fate
+
+
+def _cells(names: list[str]) -> list[str]:
+    """Return the names in cells that are read at a glance."""
+    cells = [names[0]]
+    for name in names[1:]:
+        if len(cells[-1]) + len(name) < 180:
+            cells[-1] += f", {name}"
+        else:
+            cells.append(name)
+    return cells

@@ -72,7 +72,7 @@ _ARGUMENTS = {
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision": "taken",
     "load_best_model_at_end": "taken: with selection_data",
     "metric_for_best_model greater_is_better restore_callback_states_from_checkpoint": "taken",
-    "ignore_data_skip": "refused: a resumed run goes on after its last release",
+    "ignore_data_skip": "refused: a resumed run continues after its last release",
     "full_determinism seed": "taken: torch's generators; draws and noise have the plan's seed",
     "data_seed": "no effect by design: the plan draws the batches",
     "use_cpu": "taken",
