@@ -110,13 +110,13 @@ def calibrate_noise_multiplier(
     Returns:
         sigma with epsilon(sigma) <= target_epsilon by PLD, for the steps and `besides` together. Epsilon is within 0.1
         percent of the target, unless sigma is near 0.01, the smallest sigma that is tried. A second call with the same
-        numbers takes sigma from the user's cache.
+        numbers takes sigma from the user's cache, and computes its epsilon once.
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target.
         SamplingError: a release of `besides` is from fixed-size batches.
     Privacy:
-        Always errs on the safe side: the epsilon of the returned sigma was checked when it was found. One from the
-        cache is not checked again. Plan and ledger compute the epsilon of a training without the cache.
+        Always errs on the safe side: the epsilon of the returned sigma was computed in this process. One from the cache
+        that misses the target is not used.
     """
     from privgrad.accounting.composition import epsilon_of
 
@@ -129,8 +129,6 @@ def calibrate_noise_multiplier(
     numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
     plain = json.loads(json.dumps(list(map(numbers_of, others))))  # lists, as the cache's file has them
     key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
-    if (kept := calibration_cache.found(key)) is not None:
-        return kept
     if others and (spent := epsilon_of(others, float(delta), "pld")) >= target_epsilon:
         condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
@@ -140,6 +138,9 @@ def calibrate_noise_multiplier(
         together = sorted((own, *others), key=lambda one: (isinstance(one, Selection), numbers_of(one)))
         return epsilon_of(tuple(together), float(delta), accountant)
 
+    kept = calibration_cache.found(key)
+    if kept is not None and cost(kept, "pld") <= target_epsilon:
+        return kept
     found = _reached(function, cost, target_epsilon, "raise it, lower sample_rate or steps, or allow a larger delta")
     calibration_cache.keep(key, found)
     return found

@@ -1,7 +1,6 @@
 """Search for the noise or the number of steps that meets a target, and keep what was found in the user's cache.
 
-A wrong entry of the cache makes a plan cost more than its target; `PrivacyPlan.epsilon` and the ledger still tell the
-true epsilon.
+Each entry's epsilon is computed again before it is used, because anyone may have written the file.
 """
 
 import hashlib
