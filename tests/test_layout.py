@@ -36,17 +36,17 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 719,
         "engine": 7368,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1922,
-        "gradient": 2833,  # `novelty`, `state`, hooks in copies
+        "gradient": 2834,  # `novelty`, `state`, hooks in copies
         "heads": 961,
         "integrations": 1960,  # the task for which a head has no known loss
-        "ledger": 1479,
+        "ledger": 1488,
         "models": 173,
         "noise": 571,  # two normals of a GPU
         "optim": 1917,  # checks of decays and shares
         "perturb": 687,
         "precondition": 1027,
         "sampling": 1000,  # visible repeats, extremes tried first, names of parts
-        "statement": 823,  # what each gradient was released with
+        "statement": 825,  # what each gradient was released with
         "training": 1647,  # no epsilon for batches of fixed size
     },
     "privgrad_lab": {"(root)": 4148, "cli": 647, "data": 1907, "models": 397, "papers": 1037, "report": 1288},

@@ -65,6 +65,23 @@ def test_checkpointing_changes_nothing():
         torch.testing.assert_close(factor.dense(), plain[name])
 
 
+@pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.1)])
+@pytest.mark.parametrize("draw", [nn.Dropout(0.4), nn.AlphaDropout(0.3)])
+def test_checkpointing_repeats_the_draws(draw: nn.Module, perturb: Any):
+    """A part that is computed again in the backward pass has the masks of the forward pass, in checks too."""
+    found: list[pg.NoisyGradient] = []
+    for wrap in (lambda inner, x: inner(x), checkpointed):
+        torch.manual_seed(0)
+        model = Block(wrap).double()
+        model.inner.insert(1, draw)
+        plan = make_plan(noise_multiplier=0.0, seed=3)
+        private_grad = pg.PrivateGradient(model, lambda m, b: losses_of(m, b[0].double()), plan, perturb=perturb)
+        found.append(private_grad(first_batch(plan, make_data())))
+    for name, value in found[0].items():
+        assert value.abs().sum() > 0
+        torch.testing.assert_close(found[1][name], value)
+
+
 def test_reentrant_checkpointing_is_refused():
     model = Block(lambda inner, x: checkpoint(inner, x.requires_grad_(), use_reentrant=True))
     private_grad = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())

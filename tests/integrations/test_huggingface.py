@@ -941,6 +941,21 @@ def test_a_card_names_the_private_training_that_the_weights_come_from(tmp_path: 
     for file in ("README.md", "statement.txt"):
         assert said in (tmp_path / "b" / file).read_text()
         assert said not in (tmp_path / "a" / file).read_text()
+    load: Any = BertForSequenceClassification.from_pretrained
+    third = make_trainer(tmp_path / "c", load(tmp_path / "b"), texts(), **options)
+    with pytest.warns(UserWarning, match=r"at epsilon = [\d.]+ and delta = 0.001, after others at epsilon = "):
+        third.train()
+    of_checkpoint = make_trainer(tmp_path / "d", load(tmp_path / "a" / "checkpoint-5"), texts(), **options)
+    with pytest.warns(UserWarning, match="trained before, at an unknown epsilon"):
+        of_checkpoint.train()
+
+
+def test_a_ledger_of_another_plan_stays_open_to_the_right_one(tmp_path: Path):
+    options: dict[str, Any] = {"planned": {"seed": None, "delta": 1e-3}}
+    make_trainer(tmp_path, bert(), texts(), **options).train()
+    with pytest.raises(pg.PrivacyError, match="noise_multiplier"):
+        make_trainer(tmp_path, bert(), texts(), planned={**options["planned"], "noise_multiplier": 0.7})
+    assert make_trainer(tmp_path, bert(), texts(), **options).private_grad.ledger.is_open
 
 
 @pytest.mark.parametrize("is_part", [False, True])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import epsilon
+from privgrad.statement import statement
 from scripts import example
 
 pytest.importorskip("opacus")
@@ -330,6 +331,7 @@ def test_releases_under_a_schedule_of_opacus_are_known():
         schedule.step()
     found = {ledger.plan_facts["noise_multiplier"]: ledger.releases for ledger in pg.ledgers_of(model)}
     assert found == {SIGMA: 1, SIGMA / 2: 1, SIGMA / 4: 1}
+    assert statement(pg.ledgers_of(model), delta=1e-3).numbers["releases"] == 3
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """Faults of privacy for users: what one of them contributes, who is drawn, and what a round costs."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -121,7 +122,7 @@ def free_unless_all_answer(real: Any, strategy: Any, server_round: int, replies:
 
 
 def sender_believed(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
-    users = {metadata.dst_node_id: user for metadata, user in strategy._sent}
+    users = {metadata.dst_node_id: user for user, metadata in strategy._sent.items()}
     answers = dict[int, Any]()
     for reply in replies:
         if reply.metadata.src_node_id in users and reply.has_content():
@@ -129,16 +130,27 @@ def sender_believed(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
     return answers
 
 
-def each_answer(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
-    users = {metadata.message_id: user for metadata, user in strategy._sent}
-    known = [reply for reply in replies if reply.metadata.reply_to_message_id in users and reply.has_content()]
-    return {(users[reply.metadata.reply_to_message_id], index): reply for index, reply in enumerate(known)}
+def each_answer(real: Any, strategy: Any, replies: Iterable[Any]) -> Any:
+    from flwr.app import ArrayRecord
+
+    replies = list(replies)
+    answers, times = real(strategy, replies), Counter(reply.metadata.reply_to_message_id for reply in replies)
+    for reply in answers.values():
+        for name, record in list(reply.content.array_records.items()) if reply.has_content() else ():
+            several = times[reply.metadata.reply_to_message_id]
+            sums = {key: several * torch.from_numpy(array.numpy()) for key, array in record.items()}
+            reply.content[name] = ArrayRecord(sums)
+    return answers
 
 
-def earlier_rounds_too(real: Any, strategy: Any, *given: Any) -> Any:
-    earlier, messages = strategy._sent, real(strategy, *given)
-    strategy._sent = earlier + strategy._sent
-    return messages
+def earlier_rounds_too(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
+    known = vars(strategy).setdefault("_known", {})
+    known |= {metadata.message_id: user for user, metadata in strategy._sent.items()}
+    answers = dict[int, Any]()
+    for reply in replies:
+        if (user := known.get(reply.metadata.reply_to_message_id)) is not None:
+            answers.setdefault(user, reply)
+    return answers
 
 
 def everyone_asked(real: Any, strategy: Any) -> Any:
@@ -260,7 +272,7 @@ USERS = [
     ),
     Mutant(
         "Flower: an answer to an earlier round counts",
-        flowers("configure_train", earlier_rounds_too),
+        flowers("_answers", earlier_rounds_too),
         "test_flower.test_only_an_answer_to_this_round_counts",
     ),
     Mutant(

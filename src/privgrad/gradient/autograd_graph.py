@@ -35,7 +35,7 @@ def refusing_in_place() -> Generator[None]:
 
 
 def gradients_at(
-    edges: Sequence[GradientEdge],
+    edges: Sequence[GradientEdge | Tensor],
     outputs: Sequence[Tensor],
     along: Sequence[Tensor] | None = None,
     *,
@@ -47,7 +47,7 @@ def gradients_at(
     computed again.
 
     Args:
-        edges: where the gradients are computed.
+        edges: where the gradients are computed: edges, or leaves.
         outputs: tensors with a graph.
         along: a tensor for each output; None: one.
         create_graph: whether the gradients can be differentiated again.
@@ -63,14 +63,15 @@ def gradients_and_curvature(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a loss at leaves, plus the Hessian's product with `along`; None there means zero."""
     curved = any(move is not None for move in along)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, create_graph=curved)
+    found = gradients_at(leaves, [loss], create_graph=curved)
+    grads = tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, found, strict=True))
     if not curved:
         return grads
     phi = torch.stack([(grad * move).sum() for grad, move in zip(grads, along, strict=True) if move is not None]).sum()
     if not phi.requires_grad:
         return grads
-    more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
-    return tuple(grad + add for grad, add in zip(grads, more, strict=True))
+    more = gradients_at(leaves, [phi])
+    return tuple(grad if add is None else grad + add for grad, add in zip(grads, more, strict=True))
 
 
 def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -149,7 +149,7 @@ class PrivateTrainer(Trainer):
             model,
             self._losses,
             plan,
-            ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
+            ledger=Path(cast(str, args.output_dir)) / "ledger.jsonl",
             **(private_options or {}),
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.optimizer)

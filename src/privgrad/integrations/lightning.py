@@ -143,7 +143,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             module,
             self._losses,
             self._plan,
-            ledger=self._in_memory if self._ledger is None else Ledger(self._ledger),
+            ledger=self._in_memory if self._ledger is None else self._ledger,
             **self._options,
         )
         self.private_step = ExternalLoopStep("PrivateStrategy", module, self.private_grad, self.optimizers[0])

@@ -150,7 +150,7 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
             ledger = ledgers[noise, rate]
             for step in range(ledger.releases, steps):
                 kind = Release(noise, rate, ledger.plan_facts["sampling"])
-                ledger.charge(kind, draw=f"opacus:{step}", limit=steps)
+                ledger.charge(kind, draw=f"opacus {id(ledger)}:{step}", limit=steps)  # ledgers share no draw
             note_training(parameters, ledger)
 
     if inner not in _recorded:

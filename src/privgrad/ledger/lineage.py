@@ -100,10 +100,14 @@ def note_folder(model: nn.Module, folder: str | os.PathLike[str], ledger: Ledger
     path = Path(folder) / "README.md"
     section = re.search(r"(?m)^privacy:\n((?:  .*\n)+)", path.read_text("utf-8") if path.is_file() else "")
     facts = dict[str, str](re.findall(r"(?m)^  (\w+): (.*)$", section[1] if section else ""))
+    if not facts and path.with_name("privgrad.pt").is_file():  # a checkpoint, next to its ledger
+        is_own = ledger is not None and ledger.path == path.parent.parent.absolute() / "ledger.jsonl"
+        facts = {} if is_own else {"unit": "unknown"}
     # After an interruption, the folder is the training's own.
     if facts and not (ledger and ledger.went_through(facts.get("ledger_digest", "").strip("'\""))):
         epsilon, delta = facts.get("epsilon"), facts.get("delta")
         said = f"epsilon = {rounded_up(float(epsilon), 3)} and delta = {delta}" if epsilon else "an unknown epsilon"
+        said += f", after others at {earlier}" if (earlier := facts.get("earlier_trainings")) else ""
         note_loaded(model, said)
 
 
@@ -127,7 +131,12 @@ def _lineages(model: nn.Module) -> list[Lineage]:
 
 def loaded_into(model: nn.Module) -> list[str]:
     """Return a sentence on each statement of weights that this process loaded into a model or its parts."""
-    return [_LOADED.format(said) for said in dict.fromkeys(one for held in _lineages(model) for one in held.loaded)]
+    return list(map(_LOADED.format, said_of_loaded(model)))
+
+
+def said_of_loaded(model: nn.Module) -> list[str]:
+    """Return what the statements say of weights that this process loaded into a model or its parts, each once."""
+    return list(dict.fromkeys(one for held in _lineages(model) for one in held.loaded))
 
 
 def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
@@ -135,11 +144,11 @@ def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
     others = [one for one in ledgers_of(model) if not covers(ledger, one)]
     if ledger.budget:  # it counts all ledgers that it opened
         others = [one for one in others if one.budget != ledger.budget]
-    loaded = [one for held in _lineages(model) for one in held.loaded]
+    loaded = said_of_loaded(model)
     if not (others or loaded):
         return
     known = [f"with {sum(one.releases for one in others):,} releases"] if others else []
-    known += [f"at {one} (its files say so)" for one in dict.fromkeys(loaded)]
+    known += [f"at {one} (its files say so)" for one in loaded]
     ledgers = "privgrad.ledgers_of(model)" + (", and those of the files" if loaded else "")
     warnings.warn(
         f"the model was trained before, {' and '.join(known)}, which this ledger does not count: the weights cost the "

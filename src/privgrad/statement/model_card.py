@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from privgrad.accounting.accountant import rounded_up
 from privgrad.errors import PrivacyError
 from privgrad.ledger.ledger import Ledger
-from privgrad.ledger.lineage import covers, ledgers_of, loaded_into
+from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, said_of_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.statement.text import Section, Statement, if_planned, released_beside, statement
@@ -49,7 +49,9 @@ def write_privacy(
     card = ModelCard(f"{content.rstrip()}\n\n{_section(private_grad, ledgers, found, rate, updates)}\n")
     tags = cast("list[str]", card.data.get("tags") or [])
     card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
+    earlier = "; ".join(said_of_loaded(private_grad.model))
     card.data["privacy"] = _facts(plan, ledgers, found) | {"updates": updates}
+    card.data["privacy"] |= {"earlier_trainings": earlier} if earlier else {}
     path.write_text(str(card), encoding="utf-8")
     if found is not None:
         begun = (Section("Earlier trainings", tuple(lines)),) if (lines := loaded_into(private_grad.model)) else ()
