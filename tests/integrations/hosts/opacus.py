@@ -43,7 +43,7 @@ FATES: dict[str, str] = {
     **dict.fromkeys(("PrivacyEngine.get_compatible_module", "PrivacyEngine.is_compatible"), "taken"),
     **dict.fromkeys(("PrivacyEngine.validate", "PrivacyEngine.get_epsilon"), "taken"),
     "PrivacyEngine.save_checkpoint": "taken",
-    "PrivacyEngine.load_checkpoint": "taken: its history counts as the model's own",
+    "PrivacyEngine.load_checkpoint": "taken: its history counts from the next step or plan_of",
     "optimizers.DPOptimizer": "taken",
     "optimizers.DPPerLayerOptimizer": "taken",
     "optimizers.DPOptimizerFastGradientClipping": "taken",
