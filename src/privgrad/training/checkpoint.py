@@ -108,7 +108,7 @@ def damage_refused(function: str, what: object) -> Generator[None]:
             remedy += f"; {SUGGESTED}"
         raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
     except LedgerTooShortError as error:
-        remedy = "restore the whole ledger from a copy; else train on from its weights in a new folder, at the cost of both"
+        remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
         raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
     except Exception as error:  # a damaged file can raise almost any exception
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
