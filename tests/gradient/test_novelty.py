@@ -99,6 +99,18 @@ def test_a_rare_example_that_changes_others_is_refused_when_it_comes(name: str):
 
 
 @pytest.mark.parametrize("name", RARE)
+def test_a_smaller_batch_after_a_new_row_is_examined(name: str):
+    """Row 9 of an earlier batch is no row of this one."""
+    make, _, usual, rare = RARE[name]
+    engine = Factored(make(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+    for batch in (usual, rare):
+        engine.begin_step()
+        engine(batch)
+    engine.begin_step()
+    engine.audit(tuple(leaf[:5] for leaf in usual))
+
+
+@pytest.mark.parametrize("name", RARE)
 def test_the_checks_compare_the_new_row(name: str, monkeypatch: pytest.MonkeyPatch):
     make, _, usual, rare = RARE[name]
 

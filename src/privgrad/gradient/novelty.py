@@ -126,8 +126,8 @@ class CheckSchedule:
         self._sizes, self._seen = {0}, Novelty()
 
     def begin_step(self) -> None:
-        """Count a step of the training."""
-        self._steps += 1
+        """Count a step of the training, and forget the rows of the last one."""
+        self._steps, self.novel = self._steps + 1, list[int]()
 
     def begin(self, examples: Any) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call, and where much is new."""
