@@ -12,7 +12,7 @@ import privgrad as pg
 from conftest import make_data
 
 pytest.importorskip("lightning")
-from hosts.lightning import FATES, NO_HOOK, names
+from hosts.lightning import FATES, NO_HOOK
 from lightning import pytorch as L
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
@@ -27,15 +27,6 @@ def of(place: str, fate: str) -> list[str]:
     """The names of a place with a fate; those that are no hooks are left out."""
     found = [name for name, said in FATES.items() if said.startswith(fate) and said != NO_HOOK]
     return [name.partition(".")[2] for name in found if name.startswith(f"{place}.")]
-
-
-def test_every_name_has_a_fate():
-    assert FATES.keys() == names(), "decide about new names: take them, or refuse them in integrations/lightning.py"
-    for name, fate in FATES.items():
-        how, _, why = fate.partition(": ")
-        assert how in {"taken", "refused", "no effect by design"}, name
-        assert len(why.split()) <= 12, name
-        assert why or how == "taken", name
 
 
 # A value of each argument of the Trainer that is not its default.
