@@ -153,7 +153,8 @@ def test_a_refused_state_does_not_repeat_noise(part: str):
         private_grad.load_state_dict(state | {part: {**BROKEN[part](state[part]), "made_by": state[part]["made_by"]}})
     two = private_grad(first_batch(plan, make_data()))
     apart = torch.cat([(two[name] - one[name]).flatten() for name in one]) / (bound * plan.noise_std)
-    assert float(apart.std()) > 1  # sqrt(2) for independent noise
+    # Of 39 numbers: sqrt(2) for independent noise, below 0.7 by chance once in 1e6; repeated, C's change leaves 0.2.
+    assert float(apart.std()) > 0.7
     assert private_grad.ledger.releases == 2
 
 
