@@ -1,6 +1,7 @@
 """The library's errors, and the functions that check arguments and raise them.
 
-Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
+Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` A remedy that only repeats the
+condition is left out. See `expected`.
 """
 
 import difflib
@@ -49,11 +50,11 @@ class SamplingError(PrivacyError):
 
 
 def expected(
-    function: str, name: str, condition: str, got: object, remedy: str, error: type[PrivacyError] = PrivacyError
+    function: str, name: str, condition: str, got: object, remedy: str = "", error: type[PrivacyError] = PrivacyError
 ) -> PrivacyError:
     """Return an error with the library's standard message; the caller raises it.
 
-    The message reads `FUNCTION: expected NAME CONDITION, got GOT; REMEDY.`
+    The message reads `FUNCTION: expected NAME CONDITION, got GOT; REMEDY.`, or ends after GOT.
 
     Args:
         function: public name of the function or class that the user called.
@@ -63,12 +64,13 @@ def expected(
             Compute it if it is not at hand. Never a pronoun or a filler such as "another", "others", "more" or
             "none". Use `described` where the type of the value may be the mistake.
         remedy: one imperative sentence that tells the user how to repair the call, without a capital letter at its
-            start and without a period at its end. It must work as written.
+            start and without a period at its end. It must work as written. None where the condition says it already.
         error: class of the error.
     Returns:
         The error, not raised.
     """
-    return error(f"{function}: expected {name} {condition}, got {_text(got)}; {remedy}.")
+    message = f"{function}: expected {name} {condition}, got {_text(got)}{'; ' if remedy else ''}{remedy}"
+    return error(message if message.endswith("?") else f"{message}.")
 
 
 def described(value: object) -> str:
@@ -85,13 +87,13 @@ def described(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:60] + '...'}, a {type(value).__name__}"
 
 
-def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
+def did_you_mean(name: object, choices: Sequence[str], remedy: str = "") -> str:
     """Return the remedy, preceded by "did you mean 'x'?" if a choice is a synonym of the name or is spelled like it."""
     by_lower = {choice.lower(): choice for choice in choices}
     typed = f"{name}".lower()
     synonyms = _SYNONYMS.get(typed.replace("-", "").replace("_", ""), ())
     near = [synonym for synonym in synonyms if synonym in by_lower] or difflib.get_close_matches(typed, by_lower, n=1)
-    return f"did you mean {by_lower[near[0]]!r}? {remedy[0].upper()}{remedy[1:]}" if near else remedy
+    return f"did you mean {by_lower[near[0]]!r}? {remedy[:1].upper()}{remedy[1:]}".rstrip() if near else remedy
 
 
 def file_problem(path: str | os.PathLike[str]) -> str | None:
@@ -114,7 +116,7 @@ def _text(value: object) -> str:
         return "a number of more digits than Python writes out"
 
 
-def require_positive(function: str, name: str, value: float, remedy: str) -> None:
+def require_positive(function: str, name: str, value: float, remedy: str = "") -> None:
     """Raise PrivacyError unless value is a positive finite number."""
     if not (_is_finite(value) and value > 0):
         raise expected(function, name, "to be a positive finite number", described(value), remedy)
@@ -130,7 +132,7 @@ def require_max_grad_norm(function: str, value: float, noise_multiplier: float) 
     if value > most:
         name = "noise_multiplier * max_grad_norm"
         condition = f"to be at most {_LARGEST_NOISE_STD:g}"
-        raise expected(function, name, condition, noise_multiplier * value, "lower one of the two")
+        raise expected(function, name, condition, noise_multiplier * value)
 
 
 def limits_of_norm(noise_multiplier: float) -> tuple[float, float]:
@@ -138,7 +140,7 @@ def limits_of_norm(noise_multiplier: float) -> tuple[float, float]:
     return _SMALLEST_NORM, _LARGEST_NOISE_STD / noise_multiplier if noise_multiplier > 0 else math.inf
 
 
-def require_nonnegative(function: str, name: str, value: float, remedy: str) -> None:
+def require_nonnegative(function: str, name: str, value: float, remedy: str = "") -> None:
     """Raise PrivacyError unless value is a finite number >= 0."""
     if not (_is_finite(value) and value >= 0):
         raise expected(function, name, "to be a finite number >= 0", described(value), remedy)
@@ -172,9 +174,9 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         condition = "to be an integer" + (f" >= {minimum}" if minimum > -math.inf else "")
-        raise expected(function, name, condition, described(value), "give a whole number")
+        raise expected(function, name, condition, described(value))
     if minimum > -math.inf and not _is_finite(value):
-        raise expected(function, name, "to be an integer below 1e308", described(value), "give a smaller number")
+        raise expected(function, name, "to be an integer below 1e308", described(value))
 
 
 def require_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
@@ -183,16 +185,16 @@ def require_choice(function: str, name: str, value: object, choices: Sequence[st
         quoted = [repr(choice) for choice in choices]
         condition = f"to be {', '.join(quoted[:-1])} or {quoted[-1]}" if quoted[1:] else f"to be {quoted[0]}"
         got = repr(value) if isinstance(value, str) else described(value)
-        raise expected(function, name, condition, got, did_you_mean(value, choices, "choose one"))
+        raise expected(function, name, condition, got, did_you_mean(value, choices))
 
 
-def require_callable(function: str, name: str, value: object, remedy: str) -> None:
+def require_callable(function: str, name: str, value: object, remedy: str = "") -> None:
     """Raise PrivacyError unless value is callable."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
 
 
-def require_path(function: str, name: str, value: object, remedy: str) -> None:
+def require_path(function: str, name: str, value: object, remedy: str = "") -> None:
     """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
     candidate: object = value
     path = os.fspath(cast("str | os.PathLike[str]", candidate)) if isinstance(candidate, str | os.PathLike) else ""
