@@ -294,13 +294,6 @@ def test_a_loss_module_is_not_taken_for_a_loss_function():
         pg.PrivateGradient(make_model(), loss, make_plan())
 
 
-@pytest.mark.parametrize("state", [{}, "state"])
-def test_a_state_of_something_else_is_refused(state: Any):
-    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
-    with pytest.raises(pg.PrivacyError, match=r"expected state to be a mapping with a step, got .*; give what"):
-        private_grad.load_state_dict(state)
-
-
 @pytest.mark.parametrize("numbers", [{"noise_multiplier": 1e300}, {"max_grad_norm": 1e30}])
 def test_noise_that_float32_does_not_hold_is_refused(numbers: dict[str, float]):
     with pytest.raises(pg.PrivacyError, match=r"noise_multiplier \* max_grad_norm to be at most 1e\+15, got .*"):

@@ -33,9 +33,9 @@ SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
     "target_epsilon sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps batch_size "
-    "epochs sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation besides assume_poisson",
+    "epochs sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation assume_poisson",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid correlation besides assume_poisson",
+    "noise_multiplier sampling seed noise_on_grid correlation assume_poisson",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
     "habits",
     pg.PrivacyPlan.sampler: "self dataset start collate processes",

@@ -7,7 +7,7 @@ these numbers from one plan, so that what is charged is what was drawn.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, get_args
@@ -17,7 +17,7 @@ import numpy as np
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
-from privgrad.accounting.mechanisms import Release, Selection, mechanisms_of, most_participations, rate_in_group
+from privgrad.accounting.mechanisms import Release, mechanisms_of, most_participations, rate_in_group
 from privgrad.errors import (
     described,
     expected,
@@ -119,16 +119,16 @@ class PrivacyPlan:
         # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
         if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
             condition = f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}"
-            got, remedy = self.expected_batch_size, "correct one of the three"
-            raise expected(function, "expected_batch_size", condition, got, remedy)
+            raise expected(function, "expected_batch_size", condition, self.expected_batch_size)
         require_integer(function, "group_size", self.group_size, 1)
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
-            raise expected(function, "group_size", condition, self.group_size, "change one of the two")
-        if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            condition = "to be True or False, and to be False if noise_multiplier is 0"
+            raise expected(function, "group_size", condition, self.group_size)
+        if self.noise_on_grid and self.noise_multiplier == 0:
             remedy = "set noise_on_grid=False: there is nothing to hide without noise"
-            raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
+            raise expected(
+                function, "noise_on_grid", "to be False if noise_multiplier is 0", self.noise_on_grid, remedy
+            )
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         if self.privacy_unit == "user" and self.group_size > 1:
             remedy = "set group_size=1: all examples of a user are clipped as one anyway"
@@ -137,16 +137,12 @@ class PrivacyPlan:
         if self.sampling == "truncated":
             _require_truncation(function, self.max_batch_size, self.expected_batch_size, self.num_examples)
             if self.group_size > 1:
-                remedy = "draw Poisson batches for groups of examples"
-                raise expected(function, "group_size", "to be 1 for truncated batches", self.group_size, remedy)
+                raise expected(function, "group_size", "to be 1 for truncated batches", self.group_size)
         elif self.max_batch_size is not None:
-            remedy = 'give sampling="truncated"'
-            raise expected(function, "max_batch_size", "to be None without truncation", self.max_batch_size, remedy)
+            condition = 'to be None unless sampling is "truncated"'
+            raise expected(function, "max_batch_size", condition, self.max_batch_size)
         if self.correlation is not None:
             _require_poisson(function, self.sampling)
-            if not isinstance(self.correlation, Banded):  # pyright: ignore[reportUnnecessaryIsInstance]
-                remedy = "give privgrad.noise.Banded(bands=8), or None"
-                raise expected(function, "correlation", "to be Banded or None", described(self.correlation), remedy)
             batches_in_data = math.floor(self.num_examples / self.expected_batch_size)
             _require_bands(function, self.correlation.bands, self.steps, batches_in_data)
             object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
@@ -185,7 +181,6 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
-        besides: Iterable[Release | Selection] = (),
         assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
@@ -198,8 +193,6 @@ class PrivacyPlan:
         - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
         - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
           or None if no number gains 1 %. `plan.correlation` says what it gains;
-        - `besides`: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
-          that was released before;
         - `assume_poisson`: calibrate sampling="fixed" as if batches were Poisson samples, for comparison only.
 
         Returns:
@@ -236,7 +229,6 @@ class PrivacyPlan:
                     stacklevel=2,
                 )
         sample_rate = expected_batch_size / num_examples
-        others = tuple(besides)
 
         def sigma_for(bands: int) -> float:
             """Return sigma for a number of bands: ceil(T / b) draws of each person at the rate b q."""
@@ -246,13 +238,10 @@ class PrivacyPlan:
                     delta=delta,
                     sample_rate=rate_in_group(sample_rate, bands),
                     steps=most_participations(steps, bands),
-                    besides=others,
                 )
             own = Release(0.0, sample_rate, "truncated", steps, largest, num_examples)
             return calibrate(
-                lambda sigma: [replace(own, noise_multiplier=sigma), *others],
-                target_epsilon=target_epsilon,
-                delta=delta,
+                lambda sigma: [replace(own, noise_multiplier=sigma)], target_epsilon=target_epsilon, delta=delta
             )
 
         correlation, noise_multiplier = _calibrated(correlation, sigma_for, sample_rate, steps)
@@ -289,7 +278,6 @@ class PrivacyPlan:
         seed: int | None = None,
         noise_on_grid: bool = False,
         correlation: Banded | None = None,
-        besides: Iterable[Release | Selection] = (),
         assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
@@ -303,7 +291,7 @@ class PrivacyPlan:
         - `max_update_norm`: C, the bound on one user's whole update;
         - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
         - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
-        - `besides` and `assume_poisson`: as in for_budget, about the same users; with target_epsilon only.
+        - `assume_poisson`: as in for_budget, with target_epsilon only.
 
         Returns:
             A plan with privacy_unit "user".
@@ -318,7 +306,7 @@ class PrivacyPlan:
         if (target_epsilon is None) == (noise_multiplier is None):
             got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
             name = "exactly one of target_epsilon and noise_multiplier"
-            raise expected(function, name, "to be given", got, "give one of the two, and leave the other out")
+            raise expected(function, name, "to be given", got)
         require_integer(function, "expected_cohort_size", expected_cohort_size, 1)
         require_integer(function, "num_users", num_users, 1)
         require_integer(function, "rounds", rounds, 1)
@@ -342,8 +330,7 @@ class PrivacyPlan:
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
-            numbers["assume_poisson"] = assume_poisson
-            return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
+            return cls.for_budget(target_epsilon=target_epsilon, assume_poisson=assume_poisson, **numbers)
         assert noise_multiplier is not None
         return cls(sample_rate=expected_cohort_size / num_users, noise_multiplier=noise_multiplier, **numbers)
 
@@ -386,7 +373,7 @@ class PrivacyPlan:
             raise expected(function, name, condition, got, _working_factors(self.divisor, share))
         require_integer(function, "num_examples", count, 1)
         if left > count:
-            raise expected(function, name, "to be at most num_examples", f"{left} of {count}", "give a smaller factor")
+            raise expected(function, name, f"to be at most num_examples = {count}", left)
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
@@ -609,7 +596,7 @@ def _usual_most(expected_batch_size: int, num_examples: int) -> int:
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
     """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
     if size > count:
-        raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")
+        raise expected(function, part, f"to be at most {whole} = {count}", size)
 
 
 def _numbers_at(plan: PrivacyPlan, batch_size: int, num_examples: int) -> dict[str, Any]:
@@ -665,8 +652,7 @@ def _calibrated(
         smallest = _WORTH
         correlations = [Banded(bands) for bands in _CANDIDATES if bands * sample_rate <= 1 and bands <= steps]
     elif correlation is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        remedy = 'give privgrad.noise.Banded(bands=8), "auto" or None'
-        raise expected("for_budget", "correlation", "to be a correlation of the noise", described(correlation), remedy)
+        raise expected("for_budget", "correlation", 'to be Banded(...), "auto" or None', described(correlation))
     independent = sigma_for(1)
     best: tuple[Banded | None, float] = None, independent
     usual = independent * math.sqrt((steps + 1) / 2)

@@ -48,6 +48,7 @@ from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
+_ALIKE = "in every process, load the same state, give PrivateGradient(..., ledger=) from the start, and draw alike"
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
@@ -168,9 +169,6 @@ class PrivateGradient:
         )
         require_model("PrivateGradient", model)
         _require_loss(loss_fn)
-        if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
-            raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
         self._processes = processes = ALONE if processes is None else processes
         require_all_processes("PrivateGradient", processes)
         processes.begin(model)
@@ -391,12 +389,11 @@ class PrivateGradient:
             step = batch.sampling.step if self._follows_draws else self._step
             try:
                 begins = self._begin_noise(batch.sampling)
-                mine = self._dropout_stream.uint64(step, 5).tobytes(), self.max_grad_norm, self._ledger.releases, begins
-                key, bound, releases, together = processes.broadcast_object(mine)
+                # The noise is made for the C, the record and the groups of the first process.
+                mine = {"C": self.max_grad_norm, "releases in the ledger": self._ledger.releases, "the draw": begins}
+                key, first = processes.broadcast_object((self._dropout_stream.uint64(step, 5).tobytes(), mine))
                 with processes.all_succeed(step=step, weights=weights):
-                    self._require_bound(bound)
-                    self._require_same_record(releases)
-                    self._require_same_draw(begins, together)
+                    self._require_same(first, mine, _ALIKE)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
                     if self._state.unknown:  # such as a statistic that is fitted after a warm-up
                         Parts.checks.require_no_memory(self._model, self._loss_fn, batch.examples)
@@ -554,9 +551,9 @@ class PrivateGradient:
         """
         for name, factor in chunk.items():
             if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
-                condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
+                condition = "to have one row per example, shaped like the parameter"
                 got = f"rows of shape {tuple(factor.shape)}" if name in parameters else f"the unknown name {name!r}"
-                raise expected(type(self._contribution).__name__, f"gradients of {name!r}", condition, got, remedy)
+                raise expected(type(self._contribution).__name__, f"gradients of {name!r}", condition, got)
 
     def _add_noise(
         self, batch: Batch, clipped: ClippedSum, step: int, parameters: Mapping[str, Tensor]
@@ -566,8 +563,7 @@ class PrivateGradient:
             gradient = NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
             return gradient if self._recursion is None else self._recursion.released(gradient, step)
         if step <= self._drawn and self._plan.seed is None:
-            condition, remedy = f"to be above {self._drawn}, whose noise was drawn", "construct a new PrivateGradient"
-            raise expected("PrivateGradient", "step", condition, step, remedy)
+            raise expected("PrivateGradient", "step", f"to be above {self._drawn}, whose noise was drawn", step)
         self._drawn = step
         gradient = add_noise(
             clipped,
@@ -631,13 +627,6 @@ class PrivateGradient:
             self._drawn_by = drawn.stream
         return drawn.step, begins, drawn.stream == self._charged_by
 
-    def _require_same_draw(self, own: _Begins, first: _Begins) -> None:
-        """Raise PrivacyError unless this process takes the same step of its groups as the first one."""
-        if own is not None and first is not None and own != first:
-            got, begun = (f"step {one[0]}, {'other' if one[1] else 'the same'} groups" for one in (own, first))
-            condition, remedy = f"to be that of the first process ({begun})", "draw the batches of all processes alike"
-            raise expected("PrivateGradient", "the draw", condition, got, remedy, SamplingError)
-
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
         plan = self._plan
@@ -645,40 +634,24 @@ class PrivateGradient:
         own = {**facts, "steps": plan.steps, "seed": plan.seed, **{name: repr(part) for name, part in parts.items()}}
         first = self._processes.broadcast_object(own)
         with self._processes.all_succeed():
-            if first != own:
-                raise self._other_plan(first, own)
+            self._require_same(first, own, "build one plan, and use it with the same arguments in every process")
             if plan.group_size > 1 or self._not_private:
                 got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
                 condition = "to train without groups and without parts that are NOT private"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
 
-    def _require_bound(self, first: float) -> None:
-        """Raise PrivacyError unless this process clips to the C of the first one, for which the noise is made."""
-        if self.max_grad_norm != first:
-            condition, remedy = f"to be {first:g} in all processes", "load the same state in every process"
-            raise expected("PrivateGradient", "max_grad_norm", condition, f"{self.max_grad_norm:g}", remedy)
-
-    def _require_same_record(self, first: int) -> None:
-        """Raise PrivacyError unless this process counts as many releases as the first one, whose record is the one."""
-        if self._ledger.releases != first:
-            condition, remedy = f"to hold {first} releases", "give PrivateGradient(..., ledger=) from the start"
-            got = f"{self._ledger.releases} in process {self._processes.rank}"
-            raise expected("PrivateGradient", "the ledger", condition, got, remedy)
-
-    def _other_plan(self, first: Mapping[str, Any], own: Mapping[str, Any]) -> Exception:
-        """Return the error for a process whose plan differs from the first process's plan."""
-        differing = [name for name in own if own[name] != first.get(name)]
-        condition = f"to be the same in all processes ({', '.join(f'{n} {first.get(n)}' for n in differing)})"
-        got = f"{', '.join(f'{n} {own[n]}' for n in differing)} in process {self._processes.rank}"
-        remedy = "build one plan, and use it with the same arguments in every process"
-        return expected("PrivateGradient", "the plan", condition, got, remedy)
+    def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
+        """Raise PrivacyError unless this process has the same values as the first one."""
+        if differing := [name for name, value in own.items() if value != first.get(name)]:
+            condition = f"to be the same in all processes ({_named(first, differing)})"
+            got = f"{_named(own, differing)} in process {self._processes.rank}"
+            raise expected("PrivateGradient", " and ".join(differing), condition, got, remedy)
 
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Return the mean gradient of the batch, for research only. NOT private."""
         if asked_by not in self._not_private:
-            condition, got = "to use the raw mean gradient only if is_public is False", "is_public = True"
-            remedy = "set is_public = False on its class; epsilon is then infinite"
-            raise expected("PrivateGradient", asked_by, condition, got, remedy)
+            condition, got = "to use the raw mean only if its class has is_public = False", "is_public = True"
+            raise expected("PrivateGradient", asked_by, condition, got)
         if batch.size == 0:
             return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
         sums = gradients(self._model, self._loss_fn, part_of(batch.examples, slice(batch.size)))
@@ -726,9 +699,6 @@ class PrivateGradient:
         them.
         """
         function, parts = "PrivateGradient.load_state_dict", self._parts.stateful()
-        if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give what state_dict() of a PrivateGradient returned"
-            raise expected(function, "state", "to be a mapping with a step", described(state), remedy)
         require_integer(function, "step", state["step"], 0)
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
@@ -781,16 +751,15 @@ class PrivateGradient:
     def _require_drawn_as_planned(self, batch: object) -> None:
         """Raise SamplingError unless this plan drew the batch for this process, with one row per example."""
 
-        def refusal(condition: str, got: object, remedy: str) -> Exception:
+        def refusal(condition: str, got: object, remedy: str = "") -> Exception:
             return expected("PrivateGradient", "batch", condition, got, remedy, SamplingError)
 
         if not isinstance(batch, Batch):
-            remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
-            raise refusal("to be a Batch", type(batch).__name__, remedy)
+            raise refusal("to be what plan.batches(dataset) yields, which knows how it was drawn", type(batch).__name__)
         plan, drawn = self._plan, batch.sampling
         # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
         planned = {
-            "sampling": plan.sampling,
+            "scheme": plan.sampling,
             "sample_rate": plan.group_rate,
             "expected_batch_size": plan.expected_batch_size,
             "seed": plan.seed,
@@ -798,18 +767,9 @@ class PrivateGradient:
             "max_batch_size": plan.max_batch_size,
             "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
         }
-        facts = {
-            "sampling": drawn.scheme,
-            "sample_rate": drawn.sample_rate,
-            "expected_batch_size": drawn.expected_batch_size,
-            "seed": drawn.seed,
-            "bands": drawn.bands,
-            "max_batch_size": drawn.max_batch_size,
-            "num_examples": drawn.num_examples,
-        }
-        if other := [name for name in planned if facts[name] != planned[name]]:
-            condition = f"to be drawn by the plan's scheme and rate ({_named(planned, other)})"
-            raise refusal(condition, _named(facts, other), "take the batch from the same plan")
+        if other := [name for name, value in planned.items() if getattr(drawn, name) != value]:
+            condition = f"to be drawn by the plan's {_named(planned, other)}"
+            raise refusal(condition, _named(vars(drawn), other), "take the batch from the same plan")
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             remedy = "take the batches in their order: the noise with memory follows it"
             raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)
@@ -818,7 +778,7 @@ class PrivateGradient:
             raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):
             got = "a different number of rows"  # the number itself is private
-            raise refusal("to hold one row per example", got, "let plan.batches make it")
+            raise refusal("to hold one row per example", got)
 
 
 def _named(values: Mapping[str, object], names: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import described, expected
+from privgrad.errors import expected
 from privgrad.types import NoisyGradient
 
 T = TypeVar("T")
@@ -111,9 +111,6 @@ def require_all_processes(function: str, processes: Processes) -> None:
     Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more
     privacy than any of their ledgers records.
     """
-    if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "leave it out, or give privgrad.training.distributed.Distributed()"
-        raise expected(function, "processes", "to be a Processes object", described(processes), remedy)
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes.count == 1 and is_initialized and (count := torch.distributed.get_world_size()) > 1:
         remedy = "pass processes=privgrad.training.distributed.Distributed()"

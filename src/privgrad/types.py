@@ -196,19 +196,19 @@ def named_leaves(path: str, examples: Any) -> list[tuple[str, Any]]:
 def _unusable(examples: Any) -> PrivacyError:
     """Return the error for examples that are not dense tensors of one length; it names the first other part."""
     leaves = named_leaves("examples", examples)
+    condition = "to be a tensor with one entry per example"
     for name, leaf in leaves:
-        remedy = "leave a constant, such as a (T, T) mask, to loss_fn; pad the nodes of each graph to a public number"
         if not isinstance(leaf, Tensor):
-            got, remedy = type(leaf).__name__, "leave it out of the batch, or turn it into a tensor in collate"
-        elif leaf.layout is not torch.strided:
-            got, remedy = f"layout {leaf.layout}", "give its to_dense() in collate"
-        elif leaf.dim() == 0:
-            got = "a tensor without dimensions"
-        elif len(leaf) != len(leaves[0][1]):
-            got = f"a length that differs from that of {leaves[0][0]}"  # the numbers are private
-        else:
-            continue
-        return expected("Batch", name, "to be a tensor with one entry per example", got, remedy)
+            remedy = "leave it out of the batch, or turn it into a tensor in collate"
+            return expected("Batch", name, condition, type(leaf).__name__, remedy)
+        if leaf.layout is not torch.strided:
+            return expected("Batch", name, condition, f"layout {leaf.layout}", "give its to_dense() in collate")
+        if leaf.dim() == 0 or len(leaf) != len(leaves[0][1]):  # the numbers are private
+            got = f"a length that differs from that of {leaves[0][0]}" if leaf.dim() else "a tensor without dimensions"
+            remedy = (
+                "leave a constant, such as a (T, T) mask, to loss_fn; pad the nodes of each graph to a public number"
+            )
+            return expected("Batch", name, condition, got, remedy)
     return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
 
 
@@ -335,18 +335,14 @@ class NoisyGradient(Mapping[str, Tensor]):
         It replaces what `.grad` holds. A public loss goes after it: its backward pass adds its gradient.
 
         Raises:
-            PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.
+            PrivacyError: the model lacks a parameter of this gradient.
         Privacy:
             Post-processing. `.grad` does not hold `noise_std`. The optimizers of privgrad need it, so pass them the
             gradient by `step(grad=...)` instead.
         """
-        remedy = "pass the model that PrivateGradient was given"
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected("NoisyGradient.assign", "model", "to be a torch.nn.Module", described(model), remedy)
         parameters = dict(model.named_parameters())
-        unknown = [name for name in self if name not in parameters]
-        if unknown:
+        if unknown := [name for name in self if name not in parameters]:
             got = f"a {type(model).__name__} without {', '.join(unknown)}"
-            raise expected("NoisyGradient.assign", "model", "to have every parameter of the gradient", got, remedy)
+            raise expected("NoisyGradient.assign", "model", "to be the one that PrivateGradient was given", got)
         for name, value in self.items():
             parameters[name].grad = value.to(parameters[name].dtype)

@@ -126,9 +126,7 @@ def test_a_plan_is_simulated_on_fewer_public_examples():
     assert pickle.loads(pickle.dumps(scaled)) == dataclasses.replace(scaled) == scaled
     whole = plan.scaled(1, num_examples=20)
     assert (whole.simulates, whole.expected_batch_size, whole.epsilon()) == (plan, 8, math.inf)
-    with pytest.raises(
-        pg.PrivacyError, match=r"expected_batch_size \* factor to be at most num_examples, got 4 of 3; "
-    ):
+    with pytest.raises(pg.PrivacyError, match=r"expected_batch_size \* factor to be at most num_examples = 3, got 4"):
         plan.scaled(1 / 2, num_examples=3)
     with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\.scaled: expected num_examples"):
         plan.scaled(1 / 2, num_examples=3.5)  # pyright: ignore[reportArgumentType]
@@ -201,11 +199,11 @@ def test_a_batch_larger_than_the_data_is_refused_by_the_name_that_was_typed():
 def test_steps_that_are_no_whole_number_are_refused_by_the_function_that_was_called(steps: Any):
     numbers: dict[str, Any] = {"max_grad_norm": 1.0, "num_examples": 60_000, "expected_batch_size": 512}
     for sampling in ("poisson", "truncated"):
-        with pytest.raises(pg.PrivacyError, match=f"^for_budget: expected steps to be an integer >= 1, got {steps};"):
+        with pytest.raises(pg.PrivacyError, match=f"^for_budget: expected steps to be an integer >= 1, got {steps}"):
             pg.PrivacyPlan.for_budget(
                 target_epsilon=2.0, delta=1e-5, steps=steps, sampling=sampling, max_batch_size=700, **numbers
             )
-    with pytest.raises(pg.PrivacyError, match=f"^PrivacyPlan: expected steps to be an integer >= 1, got {steps};"):
+    with pytest.raises(pg.PrivacyError, match=f"^PrivacyPlan: expected steps to be an integer >= 1, got {steps}"):
         make_plan(steps=steps)
 
 

@@ -35,7 +35,8 @@ def test_a_bare_tuple_is_refused():
 )
 def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
     private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
-    with pytest.raises(pg.SamplingError, match="by the plan's scheme and rate"):
+    name = "scheme" if "sampling" in other else next(iter(other))
+    with pytest.raises(pg.SamplingError, match=f"by the plan's {name} .*, got {name} "):
         private_grad(first_batch(make_plan(**other), make_data()))
 
 
@@ -489,8 +490,6 @@ def test_numbers_of_numpy_become_plain(tmp_path: Path):
     assert {type(plan.noise_multiplier), type(plan.max_grad_norm), type(plan.expected_batch_size)} == {float, int}
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
     private_grad(first_batch(plan, make_data()))
-    with pytest.raises(pg.PrivacyError, match="PrivacyPlan"):
-        pg.PrivateGradient(make_model(), loss_fn, {"steps": 3})  # pyright: ignore[reportArgumentType]
 
 
 def test_few_of_our_frames_lie_between_a_batch_and_the_first_layer():

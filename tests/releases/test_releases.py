@@ -20,7 +20,7 @@ from torch import Tensor
 import privgrad as pg
 from conftest import account_by_rdp
 from privgrad import releases as release_record
-from privgrad.accounting.accountant import Release, epsilon
+from privgrad.accounting.accountant import Release, calibrate_noise_multiplier, epsilon
 from privgrad.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:NOT PRIVATE")  # tests of the warnings ask for them
@@ -332,12 +332,8 @@ def test_a_seed_repeats_the_noise_and_is_recorded(tmp_path: Path):
 def test_a_release_and_a_training_share_one_epsilon(tmp_path: Path):
     pg.release_mean(torch.ones(4, 2), **changed(noise_multiplier=8.0), ledger=tmp_path / "a.jsonl")
     besides = Ledger(tmp_path / "a.jsonl", read_only=True).charged
-    numbers: dict[str, Any] = {"target_epsilon": 3.0, "delta": 1e-3, "max_grad_norm": 1.0, "num_examples": 500}
-    plan = pg.PrivacyPlan.for_budget(**numbers, expected_batch_size=50, steps=20, besides=besides)
-    assert 2.99 <= epsilon([*besides, Release(plan.noise_multiplier, 0.1, count=20)], delta=1e-3) <= 3.0
-    users: dict[str, Any] = {"num_users": 500, "expected_cohort_size": 50, "rounds": 20, "max_update_norm": 1.0}
-    same = pg.PrivacyPlan.for_users(**users, target_epsilon=3.0, delta=1e-3, besides=besides)
-    assert same.noise_multiplier == plan.noise_multiplier
+    sigma = calibrate_noise_multiplier(target_epsilon=3.0, delta=1e-3, sample_rate=0.1, steps=20, besides=besides)
+    assert 2.99 <= epsilon([*besides, Release(sigma, 0.1, count=20)], delta=1e-3) <= 3.0
 
 
 def test_a_bound_that_is_the_largest_norm_or_number_of_the_data_warns(tmp_path: Path):

@@ -206,7 +206,7 @@ class Budget:
             condition = f"to be at most {rounded_up(self.total_epsilon)}"
             remedy = "train on public data, or on new data"
             if len(self.commitments) == 1:  # see docs/budget.md
-                remedy += "; next time, leave a tenth of epsilon to a second commitment, or plan both as one by besides"
+                remedy += "; next time, leave a tenth of epsilon to a second commitment, or commit both as one"
             least = self.spent(besides=[Release(_MUCH_NOISE, 1.0)])
             got = f"{rounded_up(least)}, of which {rounded_up(self.spent())} is committed"
             raise expected("Budget.calibrate", name, condition, got, remedy, BudgetExceededError)

@@ -204,8 +204,7 @@ class Ledger:
                 self._append({"ledger_version": VERSION, "plan": facts})
                 self._begin(facts)
                 return
-        if (other := _other_plan(self.plan_facts, plan_facts)) is not None:
-            raise other
+        _require_same_plan(self.plan_facts, plan_facts)
 
     def follow_first(self, processes: Processes) -> None:
         """Take over the record of the first process, from which all processes then count alike. Each must call it.
@@ -302,7 +301,7 @@ class Ledger:
             if self._steps[-1:] != [limit]:
                 line["steps"] = limit
             if self._checked(line) != release:
-                raise expected("Ledger.charge", "release", "to have count 1", release, "charge each release separately")
+                raise expected("Ledger.charge", "release", "to be one of the ledger's plan, of count 1", release)
             # Line before count: an interrupt between them leaves one line more than memory. Epsilon after reopening
             # counts lines (participations), so it is never less than what was released.
             self._append(line)
@@ -336,10 +335,9 @@ class Ledger:
 
     def _checked(self, line: Mapping[str, Any]) -> Release:
         """Return the release that a line records; raise PrivacyError if its numbers are not those of the plan."""
-        release = release_of(self.plan_facts, line)
-        if release != release_of(self.plan_facts):
-            condition = "to have the noise multiplier, sample rate and sampling of the ledger's plan"
-            raise expected("Ledger", "each release", condition, release, "restore the file")
+        release, planned = release_of(self.plan_facts, line), release_of(self.plan_facts)
+        if release != planned:
+            raise expected("Ledger", "each release", f"to be {planned}, as in the ledger's plan", release)
         return release
 
     def _begin(self, plan_facts: dict[str, Any]) -> None:
@@ -394,16 +392,16 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
     return replace(release, max_batch_size=facts["max_batch_size"], num_examples=facts["num_examples"])
 
 
-def _other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:
-    """Return the error for a ledger that holds other facts than those given; None if they agree."""
+def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a ledger holds other facts than those given."""
     differing = [name for name, value in given.items() if held.get(name) != value]
     if not differing:
-        return None
+        return
     parts = [name for name in _PARTS if name in differing]
     if parts and not {*differing} - _PARTS.keys() - _DERIVED:  # the plan is the same
         name, old, new = _PARTS[parts[0]], held.get(parts[0]), given[parts[0]]
         remedy = f"give the same {name} as when the ledger began, or {_TWO_LEDGERS}"
-        return expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
+        raise expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
     remedy = next((remedy for name, remedy in _REMEDIES.items() if name in differing), _KEEP)
     remedy = remedy.format(sigma=held.get("noise_multiplier"))
     if "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
@@ -411,7 +409,7 @@ def _other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception 
         remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps its memory, for more steps too"
     old = ", ".join(str(held.get(name)) for name in differing)
     new = ", ".join(str(given.get(name)) for name in differing)
-    return expected("Ledger.bind", f"the plan's {', '.join(differing)}", f"to be as recorded ({old})", new, remedy)
+    raise expected("Ledger.bind", f"the plan's {', '.join(differing)}", f"to be as recorded ({old})", new, remedy)
 
 
 def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -429,13 +427,10 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_committed(name: str, kind: Release, planned: Mapping[str, Any], plan_facts: Mapping[str, Any]) -> None:
     """Raise PrivacyError if a plan is not the one that a budget holds for its ledger, as `name`."""
-    numbers = tuple(plan_facts.get(fact) for fact in ("noise_multiplier", "sample_rate", "sampling"))
-    remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
-    if numbers != (kind.noise_multiplier, kind.sample_rate, kind.scheme):
-        condition = f"to have the numbers committed for {name} ({kind.noise_multiplier}, {kind.sample_rate})"
-        raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
-    # None are left after the ledger has its first line, which holds all facts of the committed plan.
-    for fact, value in planned.items():
+    numbers = {"noise_multiplier": kind.noise_multiplier, "sample_rate": kind.sample_rate, "sampling": kind.scheme}
+    # `planned` is empty once the ledger has its first line, which holds all facts of the committed plan.
+    for fact, value in {**numbers, **planned}.items():
         if plan_facts.get(fact) != value:
             condition = f"to be {value!r}, as committed for {name}"
+            remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
             raise expected("Ledger.bind", f"{fact} of the plan", condition, repr(plan_facts.get(fact)), remedy)
