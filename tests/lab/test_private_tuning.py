@@ -551,7 +551,7 @@ def test_the_largest_total_fits_and_a_tenth_more_does_not(tmp_path: Path):
     full.commit("planned before any result", [Release(full.calibrate(sample_rate=1.0, steps=1), 1.0)])
     assert full.spent() < 3
     assert largest_total(price(spec), full) == 0
-    with pytest.raises(BudgetExceededError, match=r"noise multiplier 10,000 to be at most 3, got 3\..* commit both as one"):
+    with pytest.raises(BudgetExceededError, match=r"10,000 to be at most 3, got 3\..* commit both as one"):
         full.calibrate(sample_rate=1.0, steps=1)
 
 

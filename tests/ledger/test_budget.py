@@ -268,7 +268,7 @@ def test_a_training_under_another_plan_is_refused(tmp_path: Path, fast: None):
     budget, plan = make(tmp_path, total_epsilon=50.0), make_plan()
     ledger = budget.open_ledger(tmp_path / "ledger.jsonl", plan)
     less = make_plan(noise_multiplier=plan.noise_multiplier / 2)
-    with pytest.raises(pg.PrivacyError, match="noise_multiplier of the plan to be 1.0, as committed"):
+    with pytest.raises(pg.PrivacyError, match=r"noise_multiplier of the plan to be 1\.0, as committed"):
         pg.PrivateGradient(make_model(), loss_fn, less, ledger=ledger)
     assert ledger.releases == 0
 
