@@ -168,7 +168,7 @@ def test_norms_with_scales_and_shifts():
 def test_norms_of_bags_with_scales():
     ids, weights, r = torch.tensor([[1, 4, 1]]), torch.rand(1, 3), torch.randn(1, INPUTS)
     scales = torch.rand(WORDS, INPUTS) + 0.1
-    bag = Bags(ids, weights, r, WORDS)
+    bag = Bags(ids[None], weights[None], r[None], WORDS)
     c = torch.zeros(WORDS).index_add(0, ids[0], weights[0])
     same(bag.dense()[0], torch.outer(c, r[0]))
     same(bag.norms()[0], c.norm() * r.norm())

@@ -49,7 +49,8 @@ class _EmbeddingBag(Rule):
         return F.embedding_bag(x, parameters["weight"], mode=layer.mode, padding_idx=layer.padding_idx)
 
     def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
-        return Bags(x, self._weights(layer, x, at_least_float32(grad).dtype), grad, layer.num_embeddings)
+        weight_BT = self._weights(layer, x, at_least_float32(grad).dtype)
+        return Bags(x[:, None], weight_BT[:, None], grad[:, None], layer.num_embeddings)
 
     def delta(self, layer: Any, displacements: Moves, x: Tensor) -> Tensor:
         return of_bags(displacements["weight"], x, self._weights(layer, x, displacements["weight"].share.dtype))

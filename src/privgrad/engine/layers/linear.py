@@ -89,7 +89,7 @@ class _SparseLinear(Rule):
         return F.embedding_bag(x[:, 0].long(), weight, mode="sum", per_sample_weights=values) + parameters["bias"]
 
     def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
-        return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
+        return Dense(grad) if name == "bias" else Bags(x[:, :1], x[:, 1:], grad[:, None], len(parameters["weight"]))
 
     def delta(self, layer: Any, displacements: Moves, x: Tensor) -> Tensor:
         moved = of_bags(displacements["weight"], x[:, 0].long(), x[:, 1]) if "weight" in displacements else 0.0
