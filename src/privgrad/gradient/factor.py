@@ -30,11 +30,7 @@ _SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed
 def examples_per_block(floats: int, like: Tensor | None = None) -> int:
     """Return how many examples of `floats` numbers to write out together, at least one.
 
-    On the CPU they stay in a core's cache.
-
-    Args:
-        floats: per example.
-        like: a tensor on the same device; None: the CPU.
+    On the CPU, the device if `like` is None, they stay in a core's cache.
     """
     most = _CACHED if like is None or is_on_processor(like) else AT_ONCE
     return max(1, most // max(1, floats))
@@ -52,10 +48,7 @@ def masked(x: Tensor, kept_B: Tensor) -> Tensor:
 
 
 def float64_norms(x: Tensor) -> Tensor:
-    """Return the norm over the last dimension, summed in float64.
-
-    Nothing overflows, underflows or is lost in the sum.
-    """
+    """Return the norm over the last dimension, summed in float64: nothing overflows, underflows or is lost."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
 
 
@@ -159,7 +152,6 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sum of b^T a over a few parts, joined in float32."""
     b_KO, a_KI = parts[0]
     total = b_KO.mT @ a_KI
     for b_KO, a_KI in parts[1:]:
@@ -255,7 +247,6 @@ class Factor(ABC):
         It is the norm of such an error, times the inverse scales if there are any. Clipping switches to `exact_sum`
         where it is too large.
         """
-        del inverse_scales
         return self.sum_in_parts(weight_B), 0.0
 
     @abstractmethod
@@ -405,40 +396,42 @@ def as_linear_map(factor: Factor) -> LinearMapFactor:
 
 
 class Scaled(Factor):
-    """The gradients of another factor times a positive number: share * g_i.
+    """The gradients of another factor times a positive number, viewed with another shape: share * g_i.
 
     Args:
         inner: g_i.
         share: > 0.
+        shape: P, of as many values as g_i has; None: that of g_i.
     """
 
-    def __init__(self, inner: Factor, share: float) -> None:
-        super().__init__(inner.examples, inner.shape)
+    def __init__(self, inner: Factor, share: float, shape: torch.Size | None = None) -> None:
+        super().__init__(inner.examples, inner.shape if shape is None else shape)
         self.inner, self.share = inner, share
 
     def __getitem__(self, examples: Examples) -> "Scaled":
-        return Scaled(self.inner[examples], self.share)
+        return Scaled(self.inner[examples], self.share, self.shape)
 
     def dense(self) -> Tensor:
-        return self.share * self.inner.dense()
+        return self.share * self.inner.dense().view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        return self.inner.weighted_sum(self.share * weight_B)
+        return self.inner.weighted_sum(self.share * weight_B).view(self.shape)
 
     def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        return self.inner.sum_in_parts(self.share * weight_B)
+        return self.inner.sum_in_parts(self.share * weight_B).view(self.shape)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
-        return self.inner.exact_sum(self.share * weight_B)
+        return self.inner.exact_sum(self.share * weight_B).view(self.shape)
 
     def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales)
+        total, rounded = self.inner.sum_and_rounding(self.share * weight_B, self._of_inner(inverse_scales))
+        return total.view(self.shape), rounded
 
     def mask(self, kept_B: Tensor) -> "Scaled":
-        return Scaled(self.inner.mask(kept_B), self.share)
+        return Scaled(self.inner.mask(kept_B), self.share, self.shape)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        terms_B = self.inner.term_bound(inverse_scales)
+        terms_B = self.inner.term_bound(self._of_inner(inverse_scales))
         return None if terms_B is None else self.share * terms_B
 
     @property
@@ -446,10 +439,15 @@ class Scaled(Factor):
         return self.inner.positions
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return self.share * self.inner.norms(inverse_scales)
+        return self.share * self.inner.norms(self._of_inner(inverse_scales))
 
     def inner_products(self, direction: Tensor) -> Tensor:
-        return self.share * self.inner.inner_products(direction)
+        return self.share * self.inner.inner_products(direction.view(self.inner.shape))
+
+    def _of_inner(self, inverse_scales: Tensor | None) -> Tensor | None:
+        if inverse_scales is None or self.shape == self.inner.shape:
+            return inverse_scales  # itself: the squares of scales are cached by tensor
+        return inverse_scales.reshape(self.inner.shape)
 
 
 class Dense(LinearMapFactor):

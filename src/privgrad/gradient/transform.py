@@ -10,17 +10,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, get_args
+from functools import cached_property
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected
+from privgrad.errors import expected
 from privgrad.gradient.contribution import MeanGradient
 from privgrad.gradient.factor import Dense, Examples, Factor, at_least_float32, canceled, native_norms, term_bound_of
 
 _ROUNDING = 1e-6  # relative rounding error of an inverse in float32
 _SMALLEST = 1e-12  # float32 can hold the squares of all numbers from this to its inverse
+_ROUNDED = 1.001  # room for the rounding of the powers of a matrix
 
 Provenance = Literal["public data", "common knowledge", "private-derived"]
 
@@ -40,7 +42,7 @@ class Scales(Mapping[str, Tensor]):
             epsilon covers the scales.
         source: the exact source, in a few words.
     Raises:
-        PrivacyError: values is not a mapping, the provenance is unknown, or the source is empty.
+        PrivacyError: the provenance is unknown, or the source is empty.
     Privacy:
         The provenance is a statement of the caller. No code can check it. Values that are computed from Scales and put
         into new Scales need the provenance of the old ones.
@@ -51,9 +53,6 @@ class Scales(Mapping[str, Tensor]):
     _tensors: dict[str, Tensor]
 
     def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
-        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give a dict, such as {'0.weight': torch.ones(4, 5)}"
-            raise expected("Scales", "values", "to be a mapping of scales by parameter name", described(values), remedy)
         if f"{provenance}" not in get_args(Provenance) or not source:
             condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
             got = f"provenance {provenance!r} and source {source!r}"
@@ -78,38 +77,81 @@ class Scales(Mapping[str, Tensor]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    def __or__(self, other: Any) -> "Scales":
+    def __or__(self, other: "Scales") -> "Scales":
         """Return the union of both, with the less public provenance of the two and with both sources."""
-        if not isinstance(other, Scales):
-            raise _not_scales("right", other)
         order = get_args(Provenance)
         provenance = cast(Provenance, max(self.provenance, other.provenance, key=order.index))
         source = "; ".join(dict.fromkeys((self.source, other.source)))
         return Scales({**self, **other}, provenance=provenance, source=source)
 
-    def __ror__(self, other: Any) -> "Scales":
-        """Refuse the union with a left operand that is not Scales."""
-        raise _not_scales("left", other)
 
+@dataclass(frozen=True)
+class InputMap:
+    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
 
-def _not_scales(side: str, operand: object) -> Exception:
-    """Return the error for the union of Scales with something else."""
-    remedy = "convert it to Scales, so that both sources stay known"
-    return expected("Scales", f"the {side} operand of |", "to be Scales", type(operand).__name__, remedy)
+    Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
 
-
-class InputMap(Protocol):
-    """A public symmetric matrix U for the inputs of one layer.
-
-    Attributes: as in `engine.factors.mapped.InputMap`, the one in use.
+    Attributes:
+        matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
+        bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
+            the gradients of the layer's outputs.
+        transposed: whether the weight has shape (I, O) instead of (O, I, ...).
     """
 
+    matrix: Tensor
+    bias: str | None = None
+    transposed: bool = False
+
     @property
-    def matrix(self) -> Tensor: ...
+    def inner(self) -> Tensor:
+        """The part of U for the layer's own inputs."""
+        own = self.matrix.shape[0] - (self.bias is not None)
+        return self.matrix[:own] if self.matrix.dim() == 1 else self.matrix[:own, :own]
+
     @property
-    def bias(self) -> str | None: ...
-    @property
-    def transposed(self) -> bool: ...
+    def constant(self) -> tuple[Tensor, Tensor]:
+        """The vector that the constant 1 adds to the mapped inputs, shape (I,), and the factor of the constant."""
+        if self.matrix.dim() == 1:
+            return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
+        return self.matrix[:-1, -1], self.matrix[-1, -1]
+
+    @cached_property
+    def bound(self) -> float:
+        """A number that the spectral norm of U does not exceed.
+
+        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U. See
+        docs/mathematics.md (2.9).
+        """
+        matrix = self.matrix.double()
+        size = float(matrix.abs().max())
+        if matrix.dim() == 1 or size == 0:
+            return size
+        matrix = matrix / size
+        square = matrix.mT @ matrix
+        fourth = square @ square
+        return size * float((fourth @ fourth).abs().sum(1).max()) ** (1 / 8) * _ROUNDED
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
+        if self.bias is None or self.matrix.dim() == 1:
+            return self.linear(x)
+        rows = torch.addmm(self.constant[0].to(x), x.reshape(-1, x.shape[-1]), self.inner.to(x))
+        return rows.view(x.shape)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """Return `inner` times vectors, shape (..., I)."""
+        inner = self.inner.to(x)
+        return x * inner if inner.dim() == 1 else x @ inner
+
+    def of_constant(self, x: Tensor) -> Tensor:
+        """Return the mapped constant for inputs of shape (..., I): shape (...,)."""
+        across, own = self.constant
+        return x @ across.to(x) + own.to(x)
+
+    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> Tensor:
+        """Return the mapped gradients of a weight, from gradients of weight and bias that are written out."""
+        mapped = self.linear(weight_BOI)
+        return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
 
 
 @dataclass(frozen=True)
@@ -155,7 +197,6 @@ class Preconditioner(ABC):
         Raises:
             PrivacyError: this preconditioner does not fit the model.
         """
-        del model
         return self
 
     @abstractmethod
@@ -188,14 +229,13 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
         for name, value in values.items():
             shape = tuple(parameters[name].shape) if name in parameters else None
             if tuple(value.shape) != shape:
+                condition = f"to have a trainable parameter's shape, {shape}"
                 remedy = "name and shape them as model.named_parameters() does"
-                got, argument = tuple(value.shape), f"{kind} of {name!r}"
-                raise expected("precondition", argument, f"to have a trainable parameter's shape, {shape}", got, remedy)
+                raise expected("precondition", f"{kind} of {name!r}", condition, tuple(value.shape), remedy)
             if kind == "inverse_scales":
                 require_scales(name, value)
-            elif not all(math.isfinite(end) for end in _ends(value)):
-                remedy = "examine the public gradient"
-                raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan", remedy)
+            elif not all(map(math.isfinite, _ends(value))):
+                raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan")
     for name, own in transform.input_maps.items():
         _require_map(name, own, parameters)
     if not 0 < transform.keep <= 1:
@@ -220,11 +260,7 @@ def shifted(
 ) -> dict[str, Factor]:
     """Return keep * g_i + shift for every example of a chunk.
 
-    Args:
-        chunk: factors of g_i by parameter name. A parameter that no loss reaches is missing, and has g_i = 0.
-        keep: share of the example's own gradient, in (0, 1].
-        shift: public tensors by parameter name; a missing shift is 0.
-        parameters: the model's parameters by name.
+    A parameter that no loss reaches is missing in the chunk, and has g_i = 0. A missing shift is 0.
     """
     examples = next(iter(chunk.values())).examples
     found: dict[str, Factor] = {name: factor * keep for name, factor in chunk.items()}
@@ -293,25 +329,24 @@ class Shifted(Factor):
         return torch.where(self.kept_B, norm_B, 0.0)
 
     def _shift_norm(self, inverse_scales: Tensor | None) -> float:
-        """Return |s|, or |s * inverse_scales|."""
         shift = self.shift if inverse_scales is None else self.shift * inverse_scales
         return float(native_norms(shift.double().flatten()))
 
 
 def _require_map(name: str, own: InputMap, parameters: Mapping[str, Tensor]) -> None:
     """Raise PrivacyError unless an input map fits its weight and bias, and its values are finite."""
-    remedy = "name weights and biases as model.named_parameters() does, with one row of U per input"
-    for parameter in (name, *([] if own.bias is None else [own.bias])):
+    map_of = f"input map of {name!r}"
+    for parameter in (name, own.bias or name):
         if parameter not in parameters:
-            raise expected("precondition", "input_maps", "to be for trainable parameters", repr(parameter), remedy)
+            remedy = "name weights and biases as model.named_parameters() does"
+            raise expected("precondition", map_of, "to be for trainable parameters", repr(parameter), remedy)
     shape = parameters[name].shape
     inputs = (shape[0] if own.transposed else shape[1:].numel()) + (own.bias is not None)
     if tuple(own.matrix.shape) not in ((inputs,), (inputs, inputs)):
         condition = f"to have shape ({inputs}, {inputs}) or ({inputs},)"
-        raise expected("precondition", f"input map of {name!r}", condition, tuple(own.matrix.shape), remedy)
+        raise expected("precondition", map_of, condition, tuple(own.matrix.shape))
     if not all(abs(end) <= 1 / _SMALLEST for end in _ends(own.matrix)):
-        condition = f"to be finite, and at most {1 / _SMALLEST:g}"
-        raise expected("precondition", f"input map of {name!r}", condition, "inf, nan or more", "examine public data")
+        raise expected("precondition", map_of, f"to be finite, and at most {1 / _SMALLEST:g}", "inf, nan or more")
 
 
 def _ends(values: Tensor) -> tuple[float, float]:
@@ -326,7 +361,7 @@ def require_scales(name: str, scales: Tensor) -> None:
     """Raise PrivacyError if scales are out of bounds; scales and their inverses have the same bounds."""
     smallest, largest = _ends(scales)
     if not _SMALLEST * (1 - _ROUNDING) <= smallest <= largest <= (1 + _ROUNDING) / _SMALLEST:
+        condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
         got = f"values from {smallest:g} to {largest:g}"
         remedy = "add a small constant such as 1e-5, or multiply all by one number: if C is tuned, only ratios matter"
-        condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
         raise expected("precondition", f"scales of {name!r}", condition, got, remedy)

@@ -7,8 +7,7 @@ Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,77 +16,7 @@ from torch import Tensor
 from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.outer import Outer, RowRanges, largest_scale
 from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, term_bound_of
-
-_ROUNDED = 1.001  # room for the rounding of the powers of a matrix
-
-
-@dataclass(frozen=True)
-class InputMap:
-    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
-
-    Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
-
-    Attributes:
-        matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
-        bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
-            the gradients of the layer's outputs.
-        transposed: whether the weight has shape (I, O) instead of (O, I, ...).
-    """
-
-    matrix: Tensor
-    bias: str | None = None
-    transposed: bool = False
-
-    @property
-    def inner(self) -> Tensor:
-        """The part of U for the layer's own inputs."""
-        own = self.matrix.shape[0] - (self.bias is not None)
-        return self.matrix[:own] if self.matrix.dim() == 1 else self.matrix[:own, :own]
-
-    @property
-    def constant(self) -> tuple[Tensor, Tensor]:
-        """The vector that the constant 1 adds to the mapped inputs, shape (I,), and the factor of the constant."""
-        if self.matrix.dim() == 1:
-            return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
-        return self.matrix[:-1, -1], self.matrix[-1, -1]
-
-    @cached_property
-    def bound(self) -> float:
-        """A number that the spectral norm of U does not exceed.
-
-        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U. See
-        docs/mathematics.md (2.9).
-        """
-        matrix = self.matrix.double()
-        size = float(matrix.abs().max())
-        if matrix.dim() == 1 or size == 0:
-            return size
-        matrix = matrix / size
-        square = matrix.mT @ matrix
-        fourth = square @ square
-        return size * float((fourth @ fourth).abs().sum(1).max()) ** (1 / 8) * _ROUNDED
-
-    def of_inputs(self, x: Tensor) -> Tensor:
-        """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
-        if self.bias is None or self.matrix.dim() == 1:
-            return self.linear(x)
-        rows = torch.addmm(self.constant[0].to(x), x.reshape(-1, x.shape[-1]), self.inner.to(x))
-        return rows.view(x.shape)
-
-    def linear(self, x: Tensor) -> Tensor:
-        """Return `inner` times vectors, shape (..., I)."""
-        inner = self.inner.to(x)
-        return x * inner if inner.dim() == 1 else x @ inner
-
-    def of_constant(self, x: Tensor) -> Tensor:
-        """Return the mapped constant for inputs of shape (..., I): shape (...,)."""
-        across, own = self.constant
-        return x @ across.to(x) + own.to(x)
-
-    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> Tensor:
-        """Return the mapped gradients of a weight, from gradients of weight and bias that are written out."""
-        mapped = self.linear(weight_BOI)
-        return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
+from privgrad.gradient.transform import InputMap
 
 
 class _Known:
@@ -125,7 +54,6 @@ def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]
 
 
 def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -> tuple[Factor, Factor | None]:
-    """Return the mapped factors of a weight and its bias."""
     if isinstance(weight, Scaled) and isinstance(weight.inner, Outer | RowRanges | Convolution):
         inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own, known)
         return inner * weight.share, None if inner_bias is None else inner_bias * weight.share
@@ -138,17 +66,16 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -
         return RowRanges([(row, part) for row, part, _ in pairs], weight.shape), joined
     if isinstance(weight, Convolution) and (weight.by_inner_products or weight.has_fewer_patches):
         patches, patches_bias = _mapped_outer(weight.of_patches(), own, known)
-        return Viewed(patches, weight.shape), patches_bias
+        return Scaled(patches, 1.0, weight.shape), patches_bias
     mapped = Mapped(weight, bias, own)
     if bias is None:
         return mapped, None
     if isinstance(weight, Convolution):
         return mapped, Dense(_bias_of_convolution(weight, own))
-    return mapped, Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
+    return mapped, mapped.of_bias()
 
 
 def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
-    """Return the mapped factors of a linear map's weight and bias."""
     inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
     mapped = known.of_inputs(inputs, own)
     bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
@@ -187,15 +114,14 @@ class Mapped(Factor):
         bias = None if self.bias is None else at_least_float32(self.bias.dense())
         return self._of_gradients(self.weight.dense(), bias)
 
-    def bias_dense(self) -> Tensor:
-        """Return the mapped gradients of the bias, shape (B, O)."""
-        grads_BOI, bias = self._inputs_last(self.weight.dense()), cast(Factor, self.bias).dense()
-        across, constant = (part.to(grads_BOI) for part in self.own.constant)
-        return grads_BOI @ across + bias * constant
-
-    def parts(self) -> "list[Mapped]":
-        """Split the factor into parts whose gradients fit into the cache."""
-        return cast("list[Mapped]", self._split())
+    def of_bias(self) -> Dense:
+        """Return the mapped gradients of the bias, written out."""
+        found = list[Tensor]()
+        for part in cast("list[Mapped]", self._split()):
+            grads_BOI, bias_BO = self._inputs_last(part.weight.dense()), cast(Factor, part.bias).dense()
+            across, constant = (x.to(grads_BOI) for x in self.own.constant)
+            found.append(grads_BOI @ across + bias_BO * constant)
+        return Dense(torch.cat(found))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.exact_sum(weight_B).to(torch.promote_types(weight_B.dtype, torch.float32))
@@ -227,45 +153,3 @@ class Mapped(Factor):
     def _of_gradients(self, grads_BP: Tensor, bias_BO: Tensor | None) -> Tensor:
         mapped = self.own.of_gradients(self._inputs_last(grads_BP), bias_BO)
         return (mapped.mT if self.own.transposed else mapped).reshape(grads_BP.shape)
-
-
-class Viewed(Factor):
-    """The gradients of an `Outer` of shape (O, I), viewed with another shape P of as many values."""
-
-    def __init__(self, inner: Outer, shape: torch.Size) -> None:
-        super().__init__(inner.examples, shape)
-        self.inner = inner
-
-    def __getitem__(self, examples: Examples) -> "Viewed":
-        return Viewed(self.inner[examples], self.shape)
-
-    def dense(self) -> Tensor:
-        return self.inner.dense().view(self.examples, *self.shape)
-
-    def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        return self.inner.weighted_sum(weight_B).view(self.shape)
-
-    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        return self.inner.sum_in_parts(weight_B).view(self.shape)
-
-    def exact_sum(self, weight_B: Tensor) -> Tensor:
-        return self.inner.exact_sum(weight_B).view(self.shape)
-
-    def mask(self, kept_B: Tensor) -> "Viewed":
-        return Viewed(self.inner.mask(kept_B), self.shape)
-
-    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return self.inner.term_bound(self._flat(inverse_scales))
-
-    @property
-    def positions(self) -> int:
-        return self.inner.positions
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return self.inner.norms(self._flat(inverse_scales))
-
-    def inner_products(self, direction: Tensor) -> Tensor:
-        return self.inner.inner_products(direction.view(self.inner.shape))
-
-    def _flat(self, inverse_scales: Tensor | None) -> Tensor | None:
-        return None if inverse_scales is None else inverse_scales.reshape(self.inner.shape)
