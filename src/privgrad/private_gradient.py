@@ -33,8 +33,7 @@ from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
 from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.functional import advanced, parameters_kept, seeded, trainable
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import advanced, gradients, parameters_kept, seeded, trainable
 from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import secret_draws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted

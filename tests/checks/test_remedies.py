@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad.engine.factored import Factored
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 
 pytestmark = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import privgrad as pg
 from privgrad.engine.factored import Factored
 from privgrad.gradient.factor import Dense
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 from privgrad.gradient.refusals import StepChangedError
 from privgrad.types import LossFunction

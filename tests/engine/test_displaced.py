@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from privgrad.engine.factored import Factored
 from privgrad.gradient.factor import Dense
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 SIZE, RADIUS = 3, 0.3

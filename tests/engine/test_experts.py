@@ -18,7 +18,7 @@ from conftest import loss_fn, make_data, make_plan
 from privgrad.engine.factored import Factored
 from privgrad.engine.factors.routed import Routed, Routes
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 from privgrad.gradient.transform import Preconditioner, Transform
 

@@ -14,7 +14,7 @@ from privgrad.engine.factors.displacement import Displacement
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.layers.linear import Linear
 from privgrad.gradient.factor import Dense
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 
 LAYERS: dict[str, Any] = {
     "Linear": lambda: nn.Linear(4, 5),

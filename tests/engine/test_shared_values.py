@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import privgrad as pg
 from privgrad.engine import factored
 from privgrad.engine.factored import Factored
-from privgrad.gradient.functional import seeded
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients, seeded
 from privgrad.gradient.reference import Vmap
 
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad import private_gradient
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning"),

@@ -14,7 +14,7 @@ import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_plan
 from privgrad.engine.factored import Factored
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")

@@ -53,7 +53,7 @@ from transformers import (
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.engine.factored import Factored
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 from privgrad.integrations.huggingface import PrivateTrainer
 from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP, POOLER_NOISE_STEP

@@ -20,7 +20,7 @@ from privgrad.accounting.calibration import cache
 from privgrad.cli import app
 from privgrad.data import MINILM, SMOLLM2, pretrained
 from privgrad.engine.factored import Factored
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import gradients
 from privgrad.gradient.reference import Vmap
 from privgrad_lab.build import make_data
 from privgrad_lab.load_spec import check_spec

@@ -36,7 +36,7 @@ from privgrad.engine.layers import embedding as embedding_rules
 from privgrad.gradient import factor as factors
 from privgrad.gradient import functional as batching
 from privgrad.gradient import functional as module_state
-from privgrad.gradient import novelty, probes, secret_draws
+from privgrad.gradient import novelty, secret_draws
 from privgrad.gradient import novelty as check_schedule
 from privgrad.gradient import reference as vmap
 from privgrad.gradient.factor import Dense
@@ -488,9 +488,11 @@ def contents_left(patch: Patch) -> None:
 
 
 def copies_gone_before_the_backward_pass(patch: Patch) -> None:
-    real = probes.from_losses
+    real = module_state.losses_on_copies
 
-    def wrong(model: nn.Module, loss_fn: Any, examples: Any, result: Any, *given: Any, **options: Any) -> Any:
+    def wrong(
+        model: nn.Module, loss_fn: Any, examples: Any, result: Any = Tensor.detach, *given: Any, **options: Any
+    ) -> Any:
         return result(real(model, loss_fn, examples, lambda losses: losses, *given, **options))
 
     everywhere(patch, real, wrong)

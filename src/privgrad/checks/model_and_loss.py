@@ -34,17 +34,8 @@ from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import named_modules, own_parameters, trainable
-from privgrad.gradient.probes import (
-    doubled,
-    few_of,
-    from_losses,
-    in_float32_too,
-    leading_of,
-    losses_on_copies,
-    rows_of,
-    unreached,
-)
+from privgrad.gradient.functional import losses_on_copies, named_modules, own_parameters, trainable
+from privgrad.gradient.probes import doubled, few_of, in_float32_too, leading_of, rows_of, unreached
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
@@ -195,7 +186,7 @@ def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameter
         with refusing_in_place():
             return unreached(losses, parameters)
 
-    return from_losses(model, loss_fn, examples, found, parameters)
+    return losses_on_copies(model, loss_fn, examples, found, parameters)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,8 +20,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privgrad.gradient.functional import evaluating, known_draws, refuse_own_generators, seeded, streams_kept
-from privgrad.gradient.probes import gradients, losses_on_copies, norm_of, secret_seed
+from privgrad.gradient.functional import (
+    evaluating,
+    gradients,
+    known_draws,
+    losses_on_copies,
+    refuse_own_generators,
+    seeded,
+    streams_kept,
+)
+from privgrad.gradient.probes import norms_of, secret_seed
 from privgrad.gradient.reference import per_sample_gradients
 from privgrad.gradient.refusals import refused
 from privgrad.rng import numpy_and_python_states
@@ -102,7 +110,7 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
     for number in _NUMBERS:
         try:
             with constant_draws(number):
-                norm = sum(map(norm_of, gradients(model, loss_fn, few).values()))
+                norm = sum(norms_of(list(gradients(model, loss_fn, few).values())))
         except Exception:  # the model does not take such numbers
             continue
         (telling if 0 < norm < math.inf else others).append(number)
@@ -203,13 +211,8 @@ def constant_draws(number: float) -> Generator[None]:
                 setattr(module, name, value)
 
 
-_INTEGERS = (
-    "choice",
-    "choices",
-    "randint",
-    "randrange",
-    "random_integers",
-)  # the states alone give the ends of a range
+# The states alone give the ends of a range.
+_INTEGERS = ("choice", "choices", "randint", "randrange", "random_integers")
 _JOINT = ("multinomial", "dirichlet", "multivariate_normal")  # draw several numbers that belong together
 
 
@@ -399,9 +402,9 @@ def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> No
             return  # draws from torch's random streams differ by row, as they should
         for index in range(count_examples(few)):
             alone = per_sample_gradients(model, loss_fn, part_of(few, slice(index, index + 1)))
-            whole = sum(norm_of(row) ** 2 for row in alone.values()) ** 0.5
-            for name, row in alone.items():
-                difference = norm_of(together[name][index] - row[0])
+            whole = math.hypot(*norms_of(list(alone.values())))
+            differences = norms_of([together[name][index] - row[0] for name, row in alone.items()])
+            for name, difference in zip(alone, differences, strict=True):
                 # The comparison is false if values are not finite: such an example contributes zero anyway.
                 if difference > _TOLERANCE * whole:
                     once = "draw what all examples share once, in __init__, and keep it as a buffer"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from privgrad.checks.variables import Scope, Snapshot, State, amount, set_from_examples
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import seeded
-from privgrad.gradient.probes import few_of, losses_on_copies
+from privgrad.gradient.functional import losses_on_copies, seeded
+from privgrad.gradient.probes import few_of
 from privgrad.types import count_examples, map_examples, part_of
 
 _MANY = 8  # passes before the one whose loss is compared, because a slow average changes little in one

@@ -18,9 +18,9 @@ from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.passes import Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import seeded, trainable
+from privgrad.gradient.functional import gradients, seeded, trainable
 from privgrad.gradient.novelty import CheckSchedule
-from privgrad.gradient.probes import gradients, norms_of, places_of, rare_rows
+from privgrad.gradient.probes import norms_of, places_of, rare_rows
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 

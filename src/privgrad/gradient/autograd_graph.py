@@ -44,13 +44,7 @@ def gradients_at(
     """Return the gradients of sum <output, along> at edges of the graph; None where the outputs do not depend on one.
 
     torch.autograd.grad would switch off the modes that see torch functions, also for a checkpointed part that is
-    computed again.
-
-    Args:
-        edges: where the gradients are computed: edges, or leaves.
-        outputs: tensors with a graph.
-        along: a tensor for each output; None: one.
-        create_graph: whether the gradients can be differentiated again.
+    computed again. A leaf is an edge, too. `along` has a tensor for each output; None means ones.
     """
     along = [torch.ones_like(output) for output in outputs] if along is None else along
     run, keep = cast(Any, _engine_run_backward), create_graph

@@ -133,7 +133,6 @@ class Contribution:
 
     def described(self, steps: int) -> str:
         """Return a text that identifies what a run of `steps` steps computes; the ledger and checkpoints record it."""
-        del steps
         return repr(self)
 
     def begun(self) -> "Contribution":
@@ -154,7 +153,6 @@ class Contribution:
             raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
                 raises PrivacyError if is_public is True.
         """
-        del step, parameters, raw_mean
         yield
 
     def microbatch_size(self, engine: Engine, examples: Any, usual_size: int) -> int:
@@ -190,7 +188,6 @@ class Contribution:
             step: the index of the step.
             inverse_scales: 1 / A by parameter name, public; for contributions that apply scales.
         """
-        del step, inverse_scales
         return engine(examples)
 
     def require_filter(self, chosen: object) -> None:
@@ -205,7 +202,6 @@ class Contribution:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint."""
-        del state
 
 
 class SampleGradient(Contribution):

@@ -1,19 +1,19 @@
-"""Read a model's parameters and state, or replace them for a while and then restore them."""
+"""Read a model's parameters and state, replace them for a while, or compute with copies of them."""
 
 import operator
 import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import contextmanager, nullcontext
+from itertools import chain, repeat
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import vmap
+from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
@@ -22,11 +22,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from privgrad.errors import PrivacyError, expected
+from privgrad.gradient.autograd_graph import gradients_and_curvature
 from privgrad.gradient.batching_rules import MENDED, OF_ALL, TORCH_WEIGHT_NORM, weight_norm
 from privgrad.gradient.refusals import written_to
 from privgrad.rng import numpy_and_python_kept
-from privgrad.types import LossFunction
+from privgrad.types import LossFunction, count_examples
 
+_NOTE = "privgrad called it with a few examples, or with part of a batch; batches have any size from 0."
 _COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of an array, compared at each step
 
 
@@ -109,7 +111,9 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
         RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the `module`
             that the function calls is TorchScript: a mode cannot replace its operations.
     """
-    if module is not None and _is_scripted(module):
+    parts = [] if module is None else [part for _, part in named_modules(module)]
+    attributes = chain(parts, *(vars(part).values() for part in parts))
+    if any(map(isinstance, attributes, repeat((torch.jit.ScriptModule, torch.jit.ScriptFunction)))):
         raise RuntimeError("TorchScript uses batching rules that cannot be replaced")
 
     def mended(*inputs: Any) -> Any:
@@ -117,7 +121,9 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
             return function(*inputs)
 
     def call(*inputs: Any) -> Any:
-        with without_vmap_warnings():
+        with warnings.catch_warnings():
+            # Operations that vmap computes in a loop are correct, but slow.
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
@@ -169,23 +175,6 @@ class _TwiceDifferentiable(TorchFunctionMode):
 def unseen_by_checkpoints() -> Generator[None]:
     """Keep saved tensors out of a checkpoint: it cannot compute operations under vmap again."""
     with saved_tensors_hooks(Tensor.detach, lambda x: x):
-        yield
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    """Return whether a module, a submodule or one of their attributes is TorchScript."""
-    kinds = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-    return any(
-        isinstance(part, kinds) or any(isinstance(value, kinds) for value in vars(part).values())
-        for part in module.modules()
-    )
-
-
-@contextmanager
-def without_vmap_warnings() -> Generator[None]:
-    """Silence torch's warning about operations that vmap computes in a loop: they are correct, but slow."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         yield
 
 
@@ -362,7 +351,6 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
 
 @contextmanager
 def _without_grads(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Take the gradients of leaves away, and put them back afterwards."""
     grads = [(x, x.grad) for x in tensors if x.is_leaf]
     for x, _ in grads:
         x.grad = None
@@ -516,5 +504,77 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
 
 
 def _is_compared(x: Tensor) -> bool:
-    """Return whether each step compares a tensor with a copy."""
     return x.is_cpu and x.numel() <= _COMPARED
+
+
+def gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    along: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+    copied: bool = True,
+    seed: int | None = 0,
+) -> dict[str, Tensor]:
+    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
+
+    `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
+    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm. `seed` is as in
+    `losses_on_copies`.
+    """
+    moves, own = along or {}, trainable(model)
+    points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
+    with torch.enable_grad(), differentiable(twice=exact):
+        # Displaced parameters need no copy: they are new tensors of this function.
+        parameters = {
+            name: (points[name] if name in points else p.detach().clone() if copied else p.detach()).requires_grad_()
+            for name, p in own.items()
+        }
+
+        def differentiated(losses: Tensor) -> dict[str, Tensor]:
+            if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+                return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+            curved = [moves.get(name) if exact else None for name in parameters]
+            grads = gradients_and_curvature(losses.sum(), list(parameters.values()), curved)
+            # Embeddings with sparse=True have sparse gradients.
+            return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
+
+        return losses_on_copies(model, loss_fn, examples, differentiated, parameters, seed=seed, copied=copied)
+
+
+def losses_on_copies(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    result: Callable[[Tensor], Any] = Tensor.detach,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    seed: int | None = 0,
+    copied: bool = True,
+) -> Any:
+    """Return the losses, or a function of them, computed with copies of parameters and buffers.
+
+    A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
+    `result`, the function of the losses, which runs while the copies are still in the modules. `parameters` replace
+    some, by name, and `copied` is as in `gradients`. The random draws have this seed; None continues torch's streams.
+    """
+    given = parameters or {}
+    own = {name: p for name, p in model.named_parameters() if name not in given}
+    # With gradients, because the forward pass may hook the gradients of its values.
+    copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
+    copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
+
+    def result_of(model: nn.Module, examples: Any) -> Any:
+        return result(require_losses(loss_fn(model, examples), count_examples(examples)))
+
+    # Compiled code has no graph that can be differentiated twice.
+    draws = nullcontext() if seed is None else seeded(seed)
+    with draws, preserved(model), torch.compiler.set_stance("force_eager"):
+        try:
+            return functional_call(BoundLoss(model, result_of), state, (examples,))
+        except Exception as error:
+            if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_NOTE)
+            raise

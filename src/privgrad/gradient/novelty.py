@@ -140,12 +140,9 @@ class CheckSchedule:
             self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
-        """Set `is_due` at the first batch of a size that is also the size of another dimension.
+        """Set `is_due` at the first batch of a size that is also the size of another dimension; else the size is 0.
 
         A model that uses other layouts for batches of this size would pass all comparisons of sizes.
-
-        Args:
-            size: `Passes.ambiguous`.
         """
         self.is_due |= size not in self._sizes
         self._sizes.add(size)

@@ -1,10 +1,9 @@
-"""Losses and gradients of a few examples, computed on copies of a model's parameters, for checks of model and loss."""
+"""A few examples for checks of model and loss, and what these compute with them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +11,18 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from privgrad.errors import PrivacyError, expected, require_callable
-from privgrad.gradient.autograd_graph import gradients_and_curvature
-from privgrad.gradient.functional import BoundLoss, differentiable, preserved, require_losses, seeded, trainable
+from privgrad.errors import expected
+from privgrad.gradient.functional import BoundLoss, losses_on_copies, trainable
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
 
 COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
 _VALUES = 32  # most values of a column among which some may be rare
-_NOTE = f"privgrad called it with {PROBED} examples or fewer, or with part of a batch; batches have any size from 0."
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore
 _SECRET = int.from_bytes(os.urandom(7))
-
-T = TypeVar("T")
 
 
 def secret_seed(salt: int = 0) -> int:
@@ -110,13 +105,8 @@ def places_of(size: int, chosen: int, salt: int) -> Tensor:
     return torch.randperm(size, generator=generator)[:chosen].sort().values
 
 
-def norm_of(x: Tensor) -> float:
-    """Return the norm of all entries, computed in float32 or wider. The checks of both engines call it."""
-    return norms_of([x])[0]
-
-
 def norms_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Return what `norm_of` does for each tensor, by one read of the device."""
+    """Return the norm of all entries of each tensor, computed in float32 or wider, by one read of the device."""
     if not tensors:
         return []
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
@@ -127,57 +117,6 @@ def norms_of(tensors: Sequence[Tensor]) -> list[float]:
 def doubled(leaf: Tensor) -> Tensor:
     """Return a floating-point tensor in double precision, and any other tensor unchanged."""
     return leaf.double() if leaf.is_floating_point() else leaf
-
-
-def losses_on_copies(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    examples: Any,
-    parameters: Mapping[str, Tensor] | None = None,
-    *,
-    seed: int | None = 0,
-) -> Tensor:
-    """Return the losses, computed with copies of parameters and buffers; `parameters` replace some, by name.
-
-    The random draws have this seed; None continues torch's random streams. Other arguments are as in `gradients`.
-    """
-    return from_losses(model, loss_fn, examples, Tensor.detach, parameters, seed=seed)
-
-
-def from_losses(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    examples: Any,
-    result: Callable[[Tensor], T],
-    parameters: Mapping[str, Tensor] | None = None,
-    *,
-    seed: int | None = 0,
-    copied: bool = True,
-) -> T:
-    """Return a function of the losses, while the copies of parameters and buffers are still in the modules.
-
-    A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
-    `result`, the function of the losses. Others are as in `losses_on_copies`, and `copied` as in `gradients`.
-    """
-    given = parameters or {}
-    own = {name: p for name, p in model.named_parameters() if name not in given}
-    # With gradients, because the forward pass may hook the gradients of its values.
-    copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
-    copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
-
-    def result_of(model: nn.Module, examples: Any) -> Any:
-        return result(require_losses(loss_fn(model, examples), count_examples(examples)))
-
-    # Compiled code has no graph that can be differentiated twice.
-    draws = nullcontext() if seed is None else seeded(seed)
-    with draws, preserved(model), torch.compiler.set_stance("force_eager"):
-        try:
-            return cast(T, functional_call(BoundLoss(model, result_of), state, (examples,)))
-        except Exception as error:
-            if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
-                error.add_note(_NOTE)
-            raise
 
 
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
@@ -233,42 +172,7 @@ class _Precision(TorchFunctionMode):
 
 
 def _is_half(x: Tensor) -> bool:
-    """Return whether a tensor has floating-point numbers of less than 32 bits."""
     return x.is_floating_point() and x.itemsize < 4
-
-
-def gradients(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    examples: Any,
-    *,
-    along: Mapping[str, Tensor] | None = None,
-    exact: bool = False,
-    copied: bool = True,
-) -> dict[str, Tensor]:
-    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
-
-    `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
-    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm.
-    """
-    moves, own = along or {}, trainable(model)
-    points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
-    with torch.enable_grad(), differentiable(twice=exact):
-        # Displaced parameters need no copy: they are new tensors of this function.
-        parameters = {
-            name: (points[name] if name in points else p.detach().clone() if copied else p.detach()).requires_grad_()
-            for name, p in own.items()
-        }
-
-        def differentiated(losses: Tensor) -> dict[str, Tensor]:
-            if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
-                return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-            curved = [moves.get(name) if exact else None for name in parameters]
-            grads = gradients_and_curvature(losses.sum(), list(parameters.values()), curved)
-            # Embeddings with sparse=True have sparse gradients.
-            return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
-
-        return from_losses(model, loss_fn, examples, differentiated, parameters, copied=copied)
 
 
 def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
@@ -299,7 +203,6 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
 
     Other arguments, Raises: as in `freeze_unused`.
     """
-    require_callable(function, "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
     if isinstance(public_batch, Batch):
         remedy = "give public examples: what is used, and at what cost, must not depend on private ones"
         raise expected(function, "public_batch", "to be public", "a batch of a privacy plan", remedy)
@@ -307,7 +210,7 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
         raise expected(function, "public_batch", "to hold examples", size, "give one or more public examples")
     own = {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
     with torch.enable_grad():
-        losses = from_losses(model, loss_fn, public_batch, lambda losses: losses, own)
+        losses = losses_on_copies(model, loss_fn, public_batch, lambda losses: losses, own)
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without torch.no_grad and detach"
         raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.autograd_graph import gradients_and_curvature, refuse_reentrant
+from privgrad.errors import PrivacyError
+from privgrad.gradient.autograd_graph import refuse_reentrant
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import (
     BoundLoss,
     batched,
     differentiable,
+    gradients,
     preserved,
     require_losses,
     streams_kept,
@@ -30,7 +31,7 @@ from privgrad.gradient.functional import (
 )
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import few_of
-from privgrad.gradient.refusals import buffers_written
+from privgrad.gradient.refusals import buffers_written, first_line, refused
 from privgrad.rng import numpy_and_python_states
 from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
@@ -62,7 +63,6 @@ class Vmap:
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once; see `Factored.microbatch_size`."""
-        del examples
         if self._memory_mb is None:
             return usual_size
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
@@ -83,7 +83,6 @@ class Vmap:
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return `size`: this engine writes out all gradients in any case."""
-        del examples, exact
         return size
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -180,7 +179,7 @@ def per_sample_gradients(
         for index in range(count_examples(examples)):
             one = part_of(examples, slice(index, index + 1))
             own = {name: move[index] for name, move in moves.items()}
-            rows.append(_alone(bound, parameters, rest, own, one, exact=exact))
+            rows.append(_alone(model, loss_fn, one, own, exact=exact))
     if model not in _SLOW:
         _SLOW.add(model)
         told = "vmap cannot batch this model; its gradients are computed one by one, which is slow"
@@ -213,65 +212,38 @@ def _gradient_of_one(bound: BoundLoss, rest: Named, exact: bool) -> Callable[[Na
     return moved
 
 
-class _Differentiated(nn.Module):
-    """A module that computes the loss in its forward, and returns the gradient.
-
-    So functional_call replaces the parameters during the backward pass too, when checkpointed parts recompute from the
-    parameters that the modules then hold.
-    """
-
-    def __init__(self, bound: BoundLoss) -> None:
-        super().__init__()
-        self.bound = bound
-
-    def forward(self, row: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool) -> tuple[Tensor, ...]:
-        loss = require_losses(self.bound(row), 1).sum()
-        if not loss.requires_grad:
-            return tuple(torch.zeros_like(leaf) for leaf in leaves)
-        refuse_reentrant(loss)
-        return gradients_and_curvature(loss, leaves, along if exact else [None] * len(leaves))
-
-
-def _alone(bound: BoundLoss, parameters: Named, rest: Named, along: Named, example: Any, *, exact: bool) -> Named:
+def _alone(model: nn.Module, loss_fn: LossFunction, example: Any, along: Named, *, exact: bool) -> Named:
     """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
 
     autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
-    without setup_context. If the forward pass writes to parameters or buffers, it writes to copies for this example
-    only, so no other example sees it; UnsupportedModuleError refuses such a write.
+    without setup_context. If a pass writes to parameters or buffers, it writes to copies for this example only, so no
+    other example sees it; UnsupportedModuleError refuses such a write.
     """
-    leaves: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        moves = name in along and not exact
-        point = parameter + along[name].to(parameter.dtype) if moves else parameter.clone()
-        leaves[name] = point.requires_grad_()
-    copies = leaves | {name: tensor.clone() for name, tensor in rest.items()}
-    versions = {name: copy._version for name, copy in copies.items()}
-    state = {f"bound.model.{name}": copy for name, copy in copies.items()}
-    moves = [along.get(name) for name in leaves]
+    held = list[tuple[str, Tensor, int]]()
+
+    def watched(model: nn.Module, example: Any) -> Tensor:
+        named = (*model.named_parameters(), *model.named_buffers())  # the copies
+        held.extend((name, copy, copy._version) for name, copy in named)
+        losses = require_losses(loss_fn(model, example), 1)
+        refuse_reentrant(losses)
+        return losses
+
     try:
-        with torch.enable_grad(), preserved(bound.model), torch.compiler.set_stance("force_eager"):
-            inputs = (example, list(leaves.values()), moves, exact)
-            grads = cast("tuple[Tensor, ...]", functional_call(_Differentiated(bound), state, inputs))
+        found = gradients(model, watched, example, along=along, exact=exact, seed=None)
     except NotImplementedError as error:
         remedy = "use BAM(mode='sam'), or other layers" if exact else "replace the operation"
-        raise _without_gradient("the loss", "to have derivatives", error, remedy) from error
+        raise refused("the loss", "to have derivatives", first_line(error), remedy) from error
     except RuntimeError as error:
         remedy = (
             "compute with operations that autograd can differentiate, and write to no parameter; "
             "loss_fn(model, examples) must also take a batch of one"
         )
-        raise _without_gradient("each example", "to have a gradient", error, remedy) from error
-    _require_unwritten([name for name, copy in copies.items() if copy._version != versions[name]])
-    return {name: value.detach().to_dense() for name, value in zip(leaves, grads, strict=True)}
+        raise refused("each example", "to have a gradient", first_line(error), remedy) from error
+    _require_unwritten([name for name, copy, version in held if copy._version != version])
+    return found
 
 
 def _require_unwritten(written: Sequence[str]) -> None:
     """Raise UnsupportedModuleError if there are names of tensors that a forward pass wrote to."""
     if written:
         raise buffers_written("parameters and buffers", written)
-
-
-def _without_gradient(name: str, condition: str, error: Exception, remedy: str) -> PrivacyError:
-    """Return the refusal of a loss that autograd cannot differentiate, with the first line of torch's message."""
-    got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    return expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)

@@ -39,6 +39,11 @@ class StepChangedError(Exception):
     """The engine now computes otherwise than it computed earlier examples of the step, which must start again."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message without its period, or the error's class."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def misplaced(path: str, got: str, *, elsewhere: bool = False) -> UnsupportedModuleError:
     """Return the error for a unit whose tensors do not hold examples in dimension 0, but perhaps in another one."""
     remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}" if elsewhere else REMEDY

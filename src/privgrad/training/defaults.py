@@ -16,8 +16,7 @@ from privgrad.checks.model_and_loss import require_supported
 from privgrad.clip.clipping import Clipping, Flat
 from privgrad.clip.rules import Automatic
 from privgrad.errors import expected, require_callable
-from privgrad.gradient.functional import evaluating, preserved, seeded, trainable
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.functional import evaluating, gradients, preserved, seeded, trainable
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
