@@ -225,7 +225,7 @@ def test_changes_in_place_are_refused_not_believed():
     loss = loss_of(module, attention_forward(module, taps, query, key, value)).sum()
     grads = torch.autograd.grad(loss, taps.edges)
     key.mul_(2)
-    with pytest.raises(UnsupportedModuleError, match="not in place"):
+    with pytest.raises(UnsupportedModuleError, match="not to be changed in place"):
         taps.gradients(module, grads)
 
 

@@ -192,9 +192,8 @@ def test_equal_to_single_examples(name: str, dtype: torch.dtype, tolerance: floa
 def test_taken_whole_or_copied_only_where_it_must_be(name: str, monkeypatch: pytest.MonkeyPatch):
     whole: list[object] = []
     copied: list[object] = []
-    for module, calls in ((vmapped_unit, whole), (capture, copied)):
-        original = module.copies_of
-        monkeypatch.setattr(module, "copies_of", partial(_counted, calls, original))
+    original = capture.Capture._copies
+    monkeypatch.setattr(capture.Capture, "_copies", lambda *given: _counted(copied, original, *given))
     monkeypatch.setattr(vmapped_unit, "batched", partial(_counted, whole, batched))
     make, inputs = ALL[name]
     Factored(make().double(), losses_of)(inputs(7))

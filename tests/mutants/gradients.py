@@ -399,10 +399,15 @@ def states_kept(patch: Patch) -> None:
 
 
 def averaged_copies(patch: Patch) -> None:
-    def wrong(parameter: Tensor, grads: Tensor) -> dict[Tensor, Any]:
-        return {parameter: Dense(grads.mean(0, keepdim=True).expand_as(grads))}
+    real = capture.Capture._tap
 
-    patch.setattr(capture, "written_out", wrong)
+    def wrong(self: Any, path: str, tensor: Tensor, factors: Any, **options: Any) -> Tensor:
+        def averaged(grads: Tensor) -> Any:
+            return factors(grads.mean(0, keepdim=True).expand_as(grads))
+
+        return real(self, path, tensor, averaged if "copied" in options else factors, **options)
+
+    patch.setattr(capture.Capture, "_tap", wrong)
 
 
 def shared_draws(patch: Patch) -> None:

@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
-from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.parametrized import JacobianNorms
 from privgrad.engine.layers.base import Rule, find_forward, find_rule
-from privgrad.engine.layers.functional import Product, faster, find_product
+from privgrad.engine.layers.functional import READERS, Product, faster
 from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, set_apart, side_by_side, split
 from privgrad.engine.shared_values import (
     FunctionCalls,
@@ -35,26 +35,17 @@ from privgrad.engine.shared_values import (
     name_of,
     tensors_in,
 )
-from privgrad.engine.units import (
-    LayerCall,
-    Tap,
-    VmappedUnit,
-    copies_of,
-    dense_displacement,
-    units,
-    weights_of,
-    written_out,
-)
+from privgrad.engine.units import LayerCall, Tap, VmappedUnit, units, weights_of
 from privgrad.errors import PrivacyError, UnsupportedModuleError
 from privgrad.gradient.autograd_graph import nodes
-from privgrad.gradient.factor import Factor
+from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import named_modules, named_parameters, version_of
 from privgrad.gradient.refusals import (
     REMEDY,
     CallSequenceChangedError,
     buffers_written,
+    first_line,
     misplaced,
-    packed,
     refused,
     written_to,
 )
@@ -130,8 +121,11 @@ class Capture:
         self._stack.callback(setattr, autograd, "_engine_run_backward", run)
         autograd._engine_run_backward = partial(self._backward, run)
         for path, module in units(self._model, self._vmapped_units):
-            original = module.forward
-            self._stack.callback(_restore, module, vars(module).get("forward"))
+            original, own = module.forward, vars(module)
+            if "forward" in own:
+                self._stack.callback(own.__setitem__, "forward", original)
+            else:  # it is the method of the class
+                self._stack.callback(own.pop, "forward", None)
             replacement, rule = find_forward(module), find_rule(module)
             if path in self._vmapped_units:
                 forward = partial(self._by_vmap, path, module, original)
@@ -139,7 +133,7 @@ class Capture:
                 forward = partial(self._by_taps, path, module, replacement)
             else:
                 forward = partial(self._ruled, path, module, cast(Rule, rule), original)
-            vars(module)["forward"] = forward
+            own["forward"] = forward
         if self.record.needs_functions:
             self._stack.enter_context(self._functions)
         return self
@@ -200,7 +194,10 @@ class Capture:
         copied: Tensor | None = None,
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
-        tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
+        if tensor.grad_fn is not None and tensor._is_view():
+            # An in-place operation on a view would remove its edge from the graph.
+            tensor = cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape))
+        versions = [(x, x._version) for x in inputs]
         if not self.record.is_finished and tensor.requires_grad:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             functions = self._functions_of.setdefault(id(copied), {})
@@ -211,10 +208,17 @@ class Capture:
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:
-        """Return each example's own copy of a parameter, shape (B, *P), with a tap."""
-        copies = copies_of(parameter, self.size, self._displacements)
-        delta, factors = partial(dense_displacement, parameter), partial(written_out, parameter)
-        return self._tap(path, copies, factors, inputs=[], delta=delta, copied=parameter)
+        own, displacement = parameter.detach(), displacement_of(parameter, self._displacements)
+        copies = own.expand(self.size, *own.shape) if displacement is None else displacement.added_to(own)
+
+        def factors(grads_BP: Tensor) -> dict[Tensor, Factor]:
+            return {parameter: Dense(grads_BP)}
+
+        def delta(displacements: Displacements) -> Tensor | None:
+            moved = displacements.get(parameter)
+            return None if moved is None else moved.dense()
+
+        return self._tap(path, copies.requires_grad_(), factors, inputs=[], delta=delta, copied=parameter)
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
@@ -261,12 +265,13 @@ class Capture:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
         tensors = tensors_in([args, kwargs])
         if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
-            raise packed(path)
+            remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
+            raise refused(f"the input of '{path}'", "to be a tensor", "a PackedSequence", remedy)
         if any(x in self._shared for x in tensors):
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                output = forward(module, _ignore, *args, **kwargs)
+                output = forward(module, _untapped, *args, **kwargs)
                 self.record.learn_unit(path, tensors, tensors_in(output))
                 return output
             layout, count = self.record.enter(path, tensors), len(tensors)
@@ -323,25 +328,27 @@ class Capture:
             return self._for_each(path, func, args, kwargs, layout)
         first, version = tensors[0], version_of(tensors[0])  # an operation in place returns its first tensor
         output = func(*args, **kwargs)
-        if layout and output is first and first in self._shared and version_of(first) != version:
-            rewritten = partial(self._rewritten, path, func, args, kwargs, layout)
-            self._shared.rewrite(first, version, rewritten, tensors[1:])
-        elif layout:
-            once = cache(partial(self._mapped, path, func, args, kwargs, layout))
-            for index, x in enumerate(tensors_in(output)):
-                self._shared.add(x, unit, lambda index=index: once()[0][index], tensors)
-        return output
 
-    def _rewritten(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout, before: Tensor) -> Tensor:
-        """Return the copies of a shared value that a function changes in place, from the copies before."""
-        inputs = self._inputs(path, tensors_in([args, kwargs])[1:], layout[1:])
-        return self._run_for_each(path, func, args, kwargs, [(before.clone(), 0), *inputs])[0][0]
+        def copies(before: Tensor | None = None) -> list[Tensor]:
+            """Return those of the outputs; `before`: of the first input, where the function changes it in place."""
+            first = [] if before is None else [(before.clone(), 0)]
+            others = self._inputs(path, tensors[len(first) :], layout[len(first) :])
+            return self._mapped(path, func, args, kwargs, [*first, *others])[0]
+
+        if layout and output is first and first in self._shared and version_of(first) != version:
+            self._shared.rewrite(first, version, lambda before: copies(before)[0], tensors[1:])
+        elif layout:
+            once = cache(copies)
+            for index, x in enumerate(tensors_in(output)):
+                self._shared.add(x, unit, lambda index=index: once()[index], tensors)
+        return output
 
     def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> Any:
         """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
         tensors = tensors_in([args, kwargs])
         growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
-        product = find_product(func, args, kwargs)
+        read = READERS.get(func)
+        product = None if read is None else read(*args, **kwargs)
         if product is not None and len(growing) == 1 and growing[0][0] is product.x and self._takes(product):
             x, examples = growing[0]
             if examples.dim == 0:
@@ -355,16 +362,12 @@ class Capture:
         outs = layout[len(tensors) :]
         if not growing:
             args = for_one_example(func, args, *cast("Any", outs[0])[:2])
-        produced, rebuilt = self._mapped(path, func, args, kwargs, layout)
+        produced, rebuilt = self._mapped(path, func, args, kwargs, self._inputs(path, tensors, layout))
         if len(produced) != len(outs):
             raise CallSequenceChangedError(path)
         return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
 
-    def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> tuple[list[Tensor], Any]:
-        """Compute a function for each example, given its layout: see `for_each`."""
-        return self._run_for_each(path, func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
-
-    def _run_for_each(self, path: str, func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
+    def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
         """Return `for_each`, and refuse the function if it fails."""
         try:
             return for_each(func, args, kwargs, inputs)
@@ -373,9 +376,9 @@ class Capture:
         except Exception as error:
             if self.record.is_finished:  # torch ends the second run of a checkpointed part by an exception
                 raise
-            got, unit = (str(error).splitlines() or [type(error).__name__])[0].rstrip("."), path.partition("[")[0]
+            unit = path.partition("[")[0]
             name = f"the function '{name_of(func)}' with parameters of '{unit}'"
-            raise refused(name, "to run on one example", got, REMEDY, unit=unit) from error
+            raise refused(name, "to run on one example", first_line(error), REMEDY, unit=unit) from error
 
     def _inputs(self, path: str, tensors: Sequence[Tensor], layout: Layout) -> list[tuple[Tensor, int | None]]:
         """Return tensors with their examples in dimension 0, and that dimension; None if all examples share one."""
@@ -394,23 +397,10 @@ class Capture:
         return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
 
 
-def _differentiated() -> UnsupportedModuleError:
-    name, condition = "a derivative within the loss", "not to pass through layers"
-    return refused(name, condition, "torch.autograd.grad(create_graph=True) or the like", REMEDY, unit="")
-
-
-def _ignore(tensor: Tensor, *_: object) -> Tensor:
+def _untapped(tensor: Tensor, _: object) -> Tensor:
     return tensor
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Return the tensor, as a non-view: an in-place operation on a view would remove its edge from the graph."""
-    is_view = tensor.grad_fn is not None and tensor._is_view()
-    return cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape)) if is_view else tensor
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:  # it is the method of the class
-        vars(module).pop("forward", None)
-    else:
-        vars(module)["forward"] = forward
+def _differentiated() -> UnsupportedModuleError:
+    name, condition = "a derivative within the loss", "not to pass through layers"
+    return refused(name, condition, "torch.autograd.grad(create_graph=True) or the like", REMEDY, unit="")

@@ -145,10 +145,6 @@ def _is_above(one: str, other: str) -> bool:
     return one != other and (one == "" or other.startswith(f"{one}."))
 
 
-def _stay() -> None:
-    """Leave the random streams as they are."""
-
-
 _WEIGHTS = Point()
 _CHEAP = 0.1  # a share of the floats that a step holds for each example
 
@@ -181,7 +177,7 @@ class Factored:
         self._schedule = CheckSchedule()
         self._compared = False  # whether the losses that the next check would compare were compared already
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
-        self._set_back: Callable[[], None] = _stay  # puts the random streams back to the start of a pass
+        self._set_back: Callable[[], None] = lambda: None  # puts the random streams back to the start of a pass
         self._density: float | None = None  # floats of output gradients per value of an example
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
@@ -199,7 +195,8 @@ class Factored:
         """
         self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
-        self._set_back = streams() if self._randomness.numbers or self._schedule.calls == 1 else _stay
+        may_draw = self._randomness.numbers or self._schedule.calls == 1
+        self._set_back = streams() if may_draw else lambda: None
         while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
             try:
                 if self._fallback.reached_loss:
@@ -257,24 +254,16 @@ class Factored:
         A second forward and backward pass adds to each layer's output the effect of that example's displaced
         parameters. If the layer's rule has a shorter way, no example's parameters are written out. With `exact`, the
         result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss, by one forward pass, its
-        backward pass and a backward pass through that. Random draws are the same in both passes.
-
-        Args:
-            examples: with leading dimension B >= 1.
-            radius: >= 0. If g_i is zero or not finite, the parameters are not displaced.
-            exact: see above.
-        Returns, Raises, Privacy: as __call__.
+        backward pass and a backward pass through that. Random draws are the same in both passes. With radius >= 0; if
+        g_i is zero or not finite, the parameters are not displaced. Others are as in __call__.
         """
         return self(examples, Point(radius=radius, exact=exact))
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + share f_i, as factors.
 
-        Args:
-            examples: with leading dimension B >= 1.
-            moved: f_i by parameter name, one row per example; parameters that are not displaced are missing.
-            share: finite.
-        Returns, Raises, Privacy: as __call__.
+        `moved` has f_i by parameter name, one row per example; parameters that are not displaced are missing. Others
+        are as in __call__.
         """
         return self(examples, Point(along=moved, share=share))
 
@@ -320,25 +309,17 @@ class Factored:
         self._density = None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
-        """Return the number of examples to compute at once.
+        """Return the number of examples to compute at once, of which only the shapes of one decide.
 
-        Their gradients should stay near the processor's caches, but be much larger than the parameters.
-
-        Args:
-            examples: a batch; only the shapes of one example decide.
-            usual_size: a number of examples that batches rarely exceed. Public.
+        Their gradients should stay near the processor's caches, but be much larger than the parameters. Batches rarely
+        have more than `usual_size` examples, a public number.
         """
         return self._memory.examples(usual_size, self._floats(examples))
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
-        """Return the number of examples to compute at once in `moved`, at most `size`.
+        """Return the number of examples to compute at once in `moved`, at most `size`, that of `microbatch_size`.
 
-        It can be smaller than in `microbatch_size`, because some layers write out their weights for each example.
-
-        Args:
-            examples: as in `microbatch_size`.
-            size: what `microbatch_size` has returned, or the user's choice.
-            exact: as in `moved`.
+        It can be smaller, because some layers write out their weights for each example.
         """
         floats, written = self._floats(examples), self._passes.written_per_example(exact=exact)
         return self._memory.displaced_examples(size, floats, written, exact=exact)
@@ -357,7 +338,6 @@ class Factored:
         self._falling_back(partial(self._audit, examples))
 
     def _audit(self, examples: Any) -> None:
-        """Do what `audit` does, for the current units."""
         self._schedule.is_due, self._schedule.depth = True, 2
         if self._fallback.reached_loss:
             self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
@@ -378,7 +358,6 @@ class Factored:
         self._layouts.remember(examples)
 
     def _few(self, examples: Any, *, fill: bool = True) -> Any:
-        """Return a few examples for a check of this call."""
         return few_of(examples, salt=self._schedule.calls, fill=fill, novel=self._schedule.novel)
 
     def _audit_at(self, examples: Any, point: Point) -> None:
@@ -409,7 +388,7 @@ class Factored:
             for number in randomness.compared:
                 try:
                     with without_randomness(self._model, randomness, number):
-                        every.append(passes.compute_first(few))
+                        every.append(passes.compute(few, Point(), is_first=True)[0])
                 except CallSequenceChangedError as error:  # a coin may choose the layers
                     changed.append(error)
         if not every:
@@ -444,7 +423,6 @@ class Factored:
         self._layouts.remember(examples)
 
     def _is_learned(self, point: Point) -> bool:
-        """Return whether the layouts of a pass at this kind of point are known."""
         known = self._layouts.current
         return known.calls is not None and (not point.is_displaced or point.exact in known.displaced)
 
@@ -499,12 +477,21 @@ class Factored:
                         try:
                             self._require_single(examples, point, found, rows)
                         except UnsupportedModuleError as refusal:
-                            self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
+                            # In single precision, rounding may move the position of a maximum.
+                            with self._double(refusal) as twin, seeded(seed):
+                                twin._check_rows(map_examples(doubled, examples), point.doubled(), rows)
                         if place == 0 and self._schedule.depth == 2:
                             require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
         self._schedule.is_due = self._compared = False
+
+    def _check_rows(self, examples: Any, point: Point, rows: Sequence[int]) -> None:
+        """Raise UnsupportedModuleError if some rows differ from single examples; for an engine that is used once."""
+        self._learn(few_of(examples))
+        if point.is_displaced:
+            self._passes.learn_displaced(few_of(examples), exact=point.exact)
+        self._require_single(examples, point, self._passes.compute(examples, point), rows)
 
     def _check_losses(self, examples: Any) -> None:
         """Raise PrivacyError if losses depend on other examples."""
@@ -515,18 +502,6 @@ class Factored:
         if self._fallback.any and self._schedule.depth > 0:
             few = self._few(examples, fill=False)
             require_apart(self._model, self._loss_fn, few, self._randomness)
-
-    def _check_in_double(
-        self, examples: Any, point: Point, rows: Sequence[int], refusal: UnsupportedModuleError
-    ) -> None:
-        """Repeat a failed comparison: in single precision, rounding may move the position of a maximum."""
-        with self._double(refusal) as twin:
-            twin._learn(few_of(examples))
-            if point.is_displaced:
-                twin._passes.learn_displaced(few_of(examples), exact=point.exact)
-            with seeded(secret_seed(self._schedule.calls)):
-                found = twin._passes.compute(examples, point)
-            twin._require_single(examples, point, found, rows)
 
     @contextmanager
     def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:
@@ -539,7 +514,6 @@ class Factored:
             raise refusal from None
 
     def _require_single(self, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
-        """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
         factors, along = found
         model, loss_fn, tolerance = self._model, self._loss_fn, self._passes.tolerance
         suspect = self._passes.shared()

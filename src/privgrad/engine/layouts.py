@@ -166,8 +166,9 @@ class LayoutCache:
 
     def recall(self, examples: Any) -> None:
         """Switch to the layouts of examples of these shapes, if such examples needed other layouts before."""
-        shapes = example_shapes(examples)
-        if shapes in self._changed and (known := self._known.get(shapes)) is not None:
+        if not self._changed or (shapes := example_shapes(examples)) not in self._changed:
+            return
+        if (known := self._known.get(shapes)) is not None:
             found = known.copied()
             found.displaced = self.current.displaced | found.displaced
             self.current = found
@@ -274,7 +275,6 @@ class CallRecord:
         return layout
 
     def _learn(self, call: Call, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        """Add a call to those that are learned."""
         self.learned.learn(call, layout)
         pairs = zip(tensors, layout, strict=False)
         kept = [x.detach().clone() if examples and examples.rows > 1 else None for x, examples in pairs]
@@ -293,32 +293,23 @@ class CallRecord:
         """
         # If the calls depend on the examples, a later pass notices.
         others = [other for other in others if list(other.learned) == list(self.learned)]
-        found = list[list[list[int] | None]]()
-        for index, (_, layout) in enumerate(self.learned):
-            options = list[list[int] | None]()
+        found = dict[tuple[int, int], list[int]]()  # possible views, by the place of the call and of the tensor in it
+        clear = dict[int, int]()  # the views of tensors for which one order fits, by the number of rows
+        for index, (path, layout) in enumerate(self.learned):
             for place, (examples, x) in enumerate(zip(layout, self._rows[index], strict=False)):
-                replaced = [other._rows[index][place] for other in others]
-                options.append(None if examples is None or x is None else _views(x, replaced, examples, self._size))
-            found.append(options)
-        # Where examples are equal by chance, several orders fit: take that of other tensors of the model.
-        clear = {
-            examples.rows: options[0]
-            for (_, layout), call in zip(self.learned, found, strict=True)
-            for examples, options in zip(layout, call, strict=False)
-            if examples is not None and options is not None and len(options) == 1
-        }
-        for index, ((path, layout), call) in enumerate(zip(self.learned, found, strict=True)):
-            if [] in call:
-                raise misplaced(path, "rows in another order")
-            self.learned[index] = (
-                path,
-                tuple(
-                    examples
-                    if examples is None or options is None
-                    else examples._replace(views=clear.get(examples.rows, 1) if len(options) > 1 else options[0])
-                    for examples, options in zip(layout, call, strict=False)
-                ),
-            )
+                if examples is not None and x is not None:
+                    replaced = [other._rows[index][place] for other in others]
+                    found[index, place] = options = _views(x, replaced, examples, self._size)
+                    if not options:
+                        raise misplaced(path, "rows in another order")
+                    if len(options) == 1:
+                        clear[examples.rows] = options[0]
+        for (index, place), options in found.items():
+            path, layout = self.learned[index]
+            examples = cast(ExampleDim, layout[place])
+            # Where examples are equal by chance, several orders fit: take that of other tensors of the model.
+            views = options[0] if len(options) == 1 else clear.get(examples.rows, 1)
+            self.learned[index] = path, (*layout[:place], examples._replace(views=views), *layout[place + 1 :])
 
     def unattributed(self, unit: str) -> list[str]:
         """Return the functions with shared values of a unit whose results could not be attributed to examples."""

@@ -19,7 +19,7 @@ from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.factors.parametrized import JacobianNorms, Pulled
 from privgrad.engine.factors.weight_standardization import StandardizedWeight
-from privgrad.engine.layers.base import find_rule, takes_displacements
+from privgrad.engine.layers.base import find_rule, require_unwritten, takes_displacements
 from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
 from privgrad.engine.units import HvpTerms, Tap, units, use_of
 from privgrad.errors import PrivacyError
@@ -35,7 +35,7 @@ from privgrad.gradient.functional import (
     trainable,
 )
 from privgrad.gradient.reference import shares
-from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, unseen
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, misplaced, refused, unseen
 from privgrad.processes import is_on_processor
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -205,10 +205,13 @@ class Passes:
         """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
         return _TOLERANCE_HALF if self.half else _TOLERANCE
 
-    def compute(self, examples: Any, point: Point) -> tuple[dict[str, Factor], Displacements | None]:
+    def compute(
+        self, examples: Any, point: Point, *, is_first: bool = False
+    ) -> tuple[dict[str, Factor], Displacements | None]:
         """Return the gradients at a point as factors, and the displacements of the parameters.
 
-        It raises CallSequenceChangedError if the model makes other calls than the current layouts have.
+        It raises CallSequenceChangedError if the model makes other calls than the current layouts have. `is_first`:
+        right after `learn`, where the same losses have succeeded with the unchanged layers.
         """
         if point.radius is not None and point.exact:
             return self._curved(examples, point.radius)
@@ -216,13 +219,19 @@ class Passes:
         known = self.layouts.current
         calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
         capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self.norms)
-        with self._forward(capture, examples) as losses:
-            edges = [tap.edge for tap in capture.taps]
-            if not edges or not losses.requires_grad:
-                return {}, displacements
-            # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on a unit's output.
-            with refusing_in_place():
-                grads = gradients_at(edges, [losses.sum()])
+        try:
+            with self._forward(capture, examples) as losses:
+                edges = [tap.edge for tap in capture.taps]
+                if not edges or not losses.requires_grad:
+                    return {}, displacements
+                # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on an output.
+                with refusing_in_place():
+                    grads = gradients_at(edges, [losses.sum()])
+        except Exception as error:
+            failed = is_first and not capture.record.is_finished
+            if failed and (refusal := self._refusal(capture.record.paths, error)) is not None:
+                raise refusal from error
+            raise
         return self._collected(losses, capture, grads), displacements
 
     def inputs(self, examples: Any) -> dict[str, Factor]:
@@ -265,38 +274,17 @@ class Passes:
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
         return sum(p.numel() for p in parameters if not self.closed_forms.get(id(p), False))
 
-    def compute_first(self, few: Any) -> dict[str, Factor]:
-        """Return the factors at the weights, right after `learn`, with an error that explains why losses fail."""
-        try:
-            return self.compute(few, Point())[0]
-        except (PrivacyError, CallSequenceChangedError):
-            raise
-        except Exception:
-            self._require_runs(few)
-            raise
-
-    def _require_runs(self, few: Any) -> None:
-        """Raise UnsupportedModuleError if the losses fail because the engine replaces the forwards of units.
-
-        The same losses have succeeded with the unchanged layers. The usual cause is an output that a layer computes
-        once for all examples, and that has one row per example here. This only explains an error.
-        """
-        known = self.layouts.current
-        capture = Capture(self._model, known.calls or Calls(), count_examples(few), known.vmapped_units)
-        try:
-            with self._forward(capture, few):
-                return
-        except (PrivacyError, CallSequenceChangedError):
-            raise
-        except Exception as error:
-            got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            if (shared := self.shared(len(capture.record.paths))) is not None:
-                condition = "to be broadcast over the examples, not repeated"
-                raise refused(f"the shared output of '{shared}'", condition, got, REMEDY, unit=shared) from error
-            if capture.record.paths:
-                last = capture.record.paths[-1]
-                condition = "to have the output of the unchanged layer"
-                raise refused(f"the layer '{last}'", condition, got, REMEDY, unit=last) from error
+    def _refusal(self, paths: Sequence[str], error: Exception) -> PrivacyError | None:
+        """Return the refusal of a unit among these calls, for a forward pass that fails because of its new forward."""
+        if not paths or isinstance(error, PrivacyError | CallSequenceChangedError):
+            return None
+        got = first_line(error)
+        # The usual cause: an output that a layer computes once for all examples has one row per example here.
+        if (shared := self.shared(len(paths))) is not None:
+            condition = "to be broadcast over the examples, not repeated"
+            return refused(f"the shared output of '{shared}'", condition, got, REMEDY, unit=shared)
+        condition = "to have the output of the unchanged layer"
+        return refused(f"the layer '{paths[-1]}'", condition, got, REMEDY, unit=paths[-1])
 
     def shared(self, before: int | None = None) -> str | None:
         """Return the last unit among the first `before` calls that computes a value for all examples, for errors."""
@@ -367,7 +355,8 @@ class Passes:
         room = self._memory.room(self.floats) if room is None else room
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
-                _require_unwritten(tap)
+                for tensor, version in tap.inputs:
+                    require_unwritten(tap.path, tensor, version)
                 if grad is None and tap.is_copy:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
@@ -433,20 +422,10 @@ def _replaced(leaf: Tensor, *, by: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _added_up(parts: list[Factor]) -> Factor:
-    """Return the sum of the factors of one parameter."""
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) > 1:  # all at once: a loop over time would copy the positions of its start at each step
         parts = [Outer.joined(outers), *(part for part in parts if not isinstance(part, Outer))]
     return added_up(parts)
-
-
-def _require_unwritten(tap: Tap) -> None:
-    """Raise UnsupportedModuleError if a tensor that the tap's factors need was written to since its call."""
-    for tensor, version in tap.inputs:
-        if tensor._version != version:
-            got = f"{tensor._version - version} in-place writes"
-            remedy = "work on a copy, as ordinary training requires too"
-            raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
 
 
 def _require_seen(losses: Tensor, capture: Capture) -> None:

@@ -44,17 +44,9 @@ def require_single(
 
     It needs `restored` around it, since a forward pass may write to the model's own parameters.
 
-    Args:
-        model: the module.
-        loss_fn: (model, examples) -> losses, shape (B,).
-        examples: the examples of the factors, with leading dimension B.
-        found: the factors to check, by parameter name.
-        tolerance: the largest accepted difference, relative to the norm of the parameter's gradient plus a tenth of
-            the norm over all parameters.
-        moves: displacements of each example's parameters; None if they are not displaced.
-        rows: the rows to check.
-        exact: whether the gradients include the Hessian's product with the moves, instead of being displaced.
-        suspect: the unit to blame for a difference, if its place in the model can be the cause.
+    The tolerance is relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters. The
+    `moves` displace each example's parameters; with `exact`, the gradients include the Hessian's product with them
+    instead. `suspect` is the unit to blame for a difference, if its place in the model can be the cause.
     """
     parameters, largest = trainable(model), 0.0
     if found:
@@ -128,7 +120,7 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
     wanted = dict[str, Factor]()
     for number in (0.0, math.inf, math.nan):
         try:
-            found = _factors_of(passes, map_examples(partial(_with_middle, number=number), few), seed)
+            found = _factors_of(passes, map_examples(partial(_with_second, number), few), seed)
             suspect = passes.shared()  # rows that were chosen from the examples may pass for a value of all
         except Exception:  # the model does not take such an example
             continue
@@ -151,8 +143,7 @@ def _scales(factors: Mapping[str, Factor], rows: slice) -> list[float]:
     return cast("list[float]", torch.stack(sums).tolist()) if sums else []
 
 
-def _with_middle(leaf: Tensor, *, number: float) -> Tensor:
-    # Of three examples, fill the second.
+def _with_second(number: float, leaf: Tensor) -> Tensor:
     return leaf.index_fill(0, torch.tensor(1), number) if leaf.is_floating_point() else leaf
 
 

@@ -6,7 +6,7 @@ the gradients at the copies are the per-example gradients. Copy i must depend on
 only, and in `for_each` no example's values may reach another example.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,10 +83,11 @@ class SharedValues:
             inputs: the tensors that it reads.
         """
         if tensor not in self:
-            device = tensor.device.type
-            autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            modes = _Modes(device, torch.is_grad_enabled(), autocast, dtype)
-            delayed = None if compute is None else partial(_within, modes, compute)
+            device, grad = tensor.device.type, torch.is_grad_enabled()
+            autocast = partial(
+                torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            )
+            delayed = None if compute is None else partial(_within, grad, autocast, compute)
             versions = [(x, version_of(x)) for x in inputs]
             sources = frozenset[int]().union(*map(self.sources, inputs))
             value = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions, sources=sources)
@@ -128,18 +129,9 @@ def _written_to(unit: str) -> UnsupportedModuleError:
     return refused(name, "not to be changed in place", "an in-place write", remedy, unit=unit)
 
 
-class _Modes(NamedTuple):
-    """The modes that decide how an operation is computed."""
-
-    device: str
-    grad: bool
-    autocast: bool
-    dtype: torch.dtype
-
-
-def _within(modes: _Modes, compute: Callable[[], Tensor]) -> Tensor:
-    autocast = torch.autocast(modes.device, modes.dtype, enabled=modes.autocast)
-    with unseen_by_checkpoints(), torch.set_grad_enabled(modes.grad), autocast:
+def _within(grad: bool, autocast: Callable[[], torch.autocast], compute: Callable[[], Tensor]) -> Tensor:
+    """Compute in the modes in which a value was added."""
+    with unseen_by_checkpoints(), torch.set_grad_enabled(grad), autocast():
         return compute()
 
 
@@ -244,6 +236,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def filled(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the leaves of a tree, with these tensors in place of its own."""
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
@@ -255,9 +253,7 @@ def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Te
 
     def call(*tensors: Tensor) -> list[Tensor]:
         nonlocal found
-        remaining = iter(tensors)
-        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        own_args, own_kwargs = tree_unflatten(filled, structure)
+        own_args, own_kwargs = tree_unflatten(filled(leaves, tensors), structure)
         found = tree_flatten(func(*own_args, **own_kwargs))
         if func is Tensor.__setitem__:  # it returns nothing, but vmap needs a result
             return [own_args[0]]
@@ -273,8 +269,7 @@ def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Te
             produced = batched(call, tuple(dim for _, dim in inputs))(*(tensor for tensor, _ in inputs))
 
     def rebuilt(tensors: Sequence[Tensor]) -> Any:
-        remaining = iter(tensors)
-        return tree_unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
+        return tree_unflatten(filled(found[0], tensors), found[1])
 
     return ([] if func is Tensor.__setitem__ else produced), rebuilt
 

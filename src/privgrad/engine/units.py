@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -25,12 +26,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
 from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
-from privgrad.engine.layers.base import Rule, Weights, add_to, displacement_of, find_forward, find_rule, is_built_in
-from privgrad.engine.shared_values import Additive
+from privgrad.engine.layers.base import Rule, Weights, add_to, find_forward, find_rule, is_built_in, require_unwritten
+from privgrad.engine.shared_values import Additive, filled
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import is_additive, sources
 from privgrad.gradient.contribution import Use
-from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import (
     Mended,
     batched,
@@ -41,7 +42,7 @@ from privgrad.gradient.functional import (
     version_of,
     weight_hooks,
 )
-from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, refused
 
 
 @dataclass
@@ -101,17 +102,13 @@ def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) 
     if id(model) in seen:
         return
     seen.add(id(model))
-    if path in whole or find_forward(model) is not None or (_owns(model) and find_rule(model) is not None):
+    has_own = any(p.requires_grad for p in own_parameters(model).values()) or parametrize.is_parametrized(model)
+    if path in whole or find_forward(model) is not None or (has_own and find_rule(model) is not None):
         if any(p.requires_grad for _, p in named_parameters(model)):
             yield path, model
         return
     for name, child in model.named_children():
         yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
-
-
-def _owns(module: nn.Module) -> bool:
-    """Return whether a module has trainable parameters of its own, or weights computed from such."""
-    return any(p.requires_grad for p in own_parameters(module).values()) or parametrize.is_parametrized(module)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
@@ -120,60 +117,50 @@ _MOST = 10_000  # most objects to examine per argument
 
 
 class Watched:
-    """A record of the contents of a layer's arguments, to detect that its forward changes one, such as a cache.
+    """The contents of a call's arguments, to detect that its forward changes one, such as a cache.
 
     If one example's pass fills an argument, the next example reads it.
     """
 
     def __init__(self, leaves: Iterable[Any]) -> None:
-        # Tensors, numbers, functions and modules are skipped.
-        self._before = [(leaf, _reached(leaf)) for leaf in leaves if not isinstance(leaf, (Tensor, *_FIXED))]
+        # The class of the argument, each object that can be reached from it, and its parts.
+        self._held = list[tuple[Any, Any, list[Any]]]()
+        for leaf in leaves:
+            waiting = [] if isinstance(leaf, (Tensor, *_FIXED)) else [leaf]
+            seen, most = {id(leaf)}, len(self._held) + _MOST
+            while waiting and len(self._held) < most:
+                holder = waiting.pop()
+                self._held.append((type(leaf).__name__, holder, parts := _parts(holder)))
+                for part in parts:
+                    if not isinstance(part, _FIXED) and id(part) not in seen:
+                        seen.add(id(part))
+                        waiting.append(part)
 
     def changed(self) -> str | None:
         """Return the class name of the first argument whose contents have changed; None if none has."""
-        for leaf, reached in self._before:
-            if not all(_same(_parts(holder), parts) for holder, parts in reached):
-                return type(leaf).__name__
-        return None
+        return next((kind for kind, holder, parts in self._held if not _same(_parts(holder), parts)), None)
 
 
-def _reached(leaf: Any) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """List (holder, its parts) for all objects that can be reached from a leaf."""
-    found: list[tuple[Any, list[tuple[Any, Any]]]] = []
-    waiting, seen = [leaf], {id(leaf)}
-    while waiting and len(found) < _MOST:
-        holder = waiting.pop()
-        found.append((holder, parts := _parts(holder)))
-        for _, part in parts:
-            if not isinstance(part, _FIXED) and id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(part)
-    return found
-
-
-def _parts(holder: Any) -> list[tuple[Any, Any]]:
-    """List the contents of a holder as (key, value); for a tensor, its version, which counts writes."""
+def _parts(holder: Any) -> list[Any]:
+    """List the attributes, keys and items of an object; for a tensor, its version, which counts writes."""
     if isinstance(holder, Tensor):
-        return [("version", version_of(holder))]
-    parts: list[tuple[Any, Any]] = list(getattr(holder, "__dict__", {}).items())
-    for kind in type(holder).__mro__:
-        slots = cast("Iterable[str]", vars(kind).get("__slots__", ()))
-        parts += [(name, getattr(holder, name, None)) for name in slots if isinstance(slots, tuple | list)]
+        return [version_of(holder)]
+    parts: list[Any] = [*chain.from_iterable(getattr(holder, "__dict__", {}).items())]
+    slots = (name for kind in type(holder).__mro__ for name in vars(kind).get("__slots__", ()))
+    parts += [getattr(holder, name, None) for name in slots]
     if isinstance(holder, Mapping):
-        parts += list(cast("Mapping[Any, Any]", holder).items())
+        parts += chain.from_iterable(cast("Mapping[Any, Any]", holder).items())
     elif isinstance(holder, list | tuple | set | frozenset | deque):
-        parts += [("item", item) for item in cast("Iterable[Any]", holder)]
+        parts += cast("Iterable[Any]", holder)
     return parts
 
 
-def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
-    """Return whether two lists of `_parts` hold the same objects or equal plain values, in the same order."""
-    pairs = zip(now, before, strict=False)
-    return len(now) == len(before) and all(_alike(a[0], b[0]) and _alike(a[1], b[1]) for a, b in pairs)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Return whether two lists of parts hold the same objects or equal plain values, in the same order."""
+    return len(now) == len(before) and all(
+        one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+        for one, other in zip(now, before, strict=True)
+    )
 
 
 class VmappedUnit:
@@ -215,23 +202,19 @@ class VmappedUnit:
                 produced = batched(self._single, (0, *dims), module=self._module)(copies, *tensors)
         except Exception:  # an operation without a rule in vmap
             require_unchanged(self._path, self._watched)
-            if writes := sum(x._version - version for x, version in zip(tensors, versions, strict=True)):
-                name, got = f"the input of '{self._path}'", f"{writes} in-place writes"
-                raise refused(name, "not to be changed in place", got, f"work on a copy, or {REMEDY}") from None
+            for x, version in zip(tensors, versions, strict=True):
+                require_unwritten(self._path, x, version)
             produced = self._one_by_one(copies, tensors, dims, size)
         require_unchanged(self._path, self._watched)
         return produced
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """Return the last output, with these tensors in place of its own."""
-        remaining, (leaves, structure) = iter(tensors), self._found
-        return tree_unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        return tree_unflatten(filled(self._found[0], tensors), self._found[1])
 
     def _single(self, parameters: Mapping[str, Tensor], *inputs: Tensor) -> list[Tensor]:
         """Return the tensors in one example's output, and note its structure."""
-        remaining = iter(inputs)
-        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(filled, self._structure)
+        args, kwargs = tree_unflatten(filled(self._leaves, inputs), self._structure)
         state = {f"module.{name}": p for name, p in (*parameters.items(), *self._frozen.items())}
         self._found = tree_flatten(functional_call(self._unit, state, args, kwargs))
         return [leaf for leaf in self._found[0] if isinstance(leaf, Tensor)]
@@ -249,8 +232,8 @@ class VmappedUnit:
             except PrivacyError:
                 raise
             except Exception as error:
-                got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-                raise refused(f"'{self._path}'", "to run on one example", got, REMEDY, unit=self._path) from error
+                condition, got = "to run on one example", first_line(error)
+                raise refused(f"'{self._path}'", condition, got, REMEDY, unit=self._path) from error
             require_unchanged(self._path, self._watched)
         if len({len(row) for row in rows}) != 1:  # the outputs differ in their number of tensors
             raise CallSequenceChangedError(self._path) from None
@@ -282,28 +265,9 @@ class _Unit(nn.Module):
                 setattr(self.module, name, weight)
 
 
-def copies_of(parameter: Tensor, size: int, displacements: Displacements | None) -> Tensor:
-    """Return each example's own copy of a parameter, displaced if it moves; shape (B, *P), with gradients."""
-    own, displacement = parameter.detach(), displacement_of(parameter, displacements)
-    copies = own.expand(size, *own.shape) if displacement is None else displacement.added_to(own)
-    return copies.requires_grad_()
-
-
-def dense_displacement(parameter: Tensor, displacements: Displacements) -> Tensor | None:
-    """Return each example's displacement of a parameter, shape (B, *P); None if it does not move."""
-    displacement = displacement_of(parameter, displacements)
-    return None if displacement is None else displacement.dense()
-
-
-def written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
-    """Return the factor of a parameter whose gradients are written out."""
-    return {parameter: Dense(grads_BP)}
-
-
 def require_unchanged(path: str, watched: Watched) -> None:
     """Raise UnsupportedModuleError if a unit changed an argument: examples could then read each other's values."""
-    kind = watched.changed()
-    if kind is not None:
+    if (kind := watched.changed()) is not None:
         remedy = f"call it without (model.config.use_cache = False for a cache of transformers), or {REMEDY}"
         condition, got = "to stay unchanged during its forward", f"a changed {kind}"
         raise refused(f"the arguments of '{path}'", condition, got, remedy, unit=path)

@@ -57,26 +57,14 @@ def calls_changed(error: CallSequenceChangedError) -> UnitRefusedError:
     return cast(UnitRefusedError, refused("the calls of layers", condition, got, remedy, unit=error.path))
 
 
-def packed(path: str) -> UnsupportedModuleError:
-    """Return the error for a recurrent layer that gets a packed sequence, given its path."""
-    remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
-    return refused(f"the input of '{path}'", "to be a tensor", "a PackedSequence", remedy)
-
-
 def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
-    """Return the error for a use of a parameter that cannot be attributed to examples.
-
-    Args:
-        parameter: its name.
-        functions: names of torch functions that may be that use; empty for a function that torch does not show.
-    """
-    within = f" in {', '.join(functions)}" if functions else ""
+    """Return the error for a use of a parameter, in functions of torch or in one that it does not show."""
+    name = f"the uses of parameter {parameter!r}" + (f" in {', '.join(functions)}" if functions else "")
     remedy = "use it in torch functions of one example each, or register a rule for your module that uses it"
     if functions:
         lists = _OF_LISTS.issuperset(functions)
         remedy = "use expand or repeat instead" if lists else "use it in functions of one example each"
-    unit, got = parameter.rpartition(".")[0], "a use that cannot be attributed to examples"
-    name = f"the uses of parameter {parameter!r}{within}"
+    got, unit = "a use that cannot be attributed to examples", parameter.rpartition(".")[0]
     return refused(name, "to keep examples apart", got, f"{remedy}, or {REMEDY}", unit=unit)
 
 

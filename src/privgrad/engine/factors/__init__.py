@@ -3,8 +3,4 @@
 Clipping needs two things of a batch's gradients: the norm of each, and one weighted sum. A `Factor` computes both for
 one parameter, usually without storing a gradient per example. For instance, the gradient of a linear layer's weight
 is an outer product: its norm follows from two vectors, and the sum over examples is one matrix product.
-
-`privgrad.gradient.factor` has the interface and the norms. Here, `displacement` describes parameters that move, and
-the other files have the factors of one kind of parameter each. `tests/contract` compares them with written-out
-gradients.
 """

@@ -228,7 +228,6 @@ class Convolution(LinearMapFactor):
 
     @property
     def _patches(self) -> int:
-        """The number of floats that an example's patches take."""
         return self.positions * int(self.shape[1:].numel())
 
     def _per_block(self, floats: int) -> int:

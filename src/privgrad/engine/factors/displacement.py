@@ -132,7 +132,6 @@ class PerSampleWeight:
         return {n: moved[n] if n in moved else p.detach().expand(size, *p.shape) for n, p in self._own.items()}
 
     def _weights(self, points: Mapping[str, Tensor]) -> Tensor:
-        """Return each example's weight, shape (B, *weight.shape)."""
 
         def weight(*row: Tensor) -> Tensor:
             return cast(Tensor, functional_call(self._parametrization, dict(zip(points, row, strict=True)), ()))
@@ -150,10 +149,20 @@ class Displacements:
     factors: Mapping[int, Factor]  # g_i by id of the parameter; parameters that do not move are missing
     share: Tensor  # share_i, shape (B,)
 
+    def get(self, parameter: Tensor) -> Displacement | None:
+        """Return the displacement of a parameter; None if it does not move."""
+        factor = self.factors.get(id(parameter))
+        return None if factor is None else Displacement(factor, self.share)
+
     def of(self, weights: Mapping[str, Tensor]) -> dict[str, Displacement]:
         """Return the displacements of those of the given parameters that move, by name."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
         return {name: Displacement(factor, self.share) for name, factor in found.items() if factor is not None}
+
+
+def displacement_of(parameter: Tensor, displacements: Displacements | None) -> Displacement | None:
+    """Return the displacement of a parameter; None if it does not move, or none does."""
+    return None if displacements is None else displacements.get(parameter)
 
 
 def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ class WeightStandardization(nn.Module):
 
 
 def _added(fan_in: int) -> float:
-    """Return the constant that is added to the variance of a row."""
     return 1e-4 / fan_in
 
 
@@ -256,7 +255,6 @@ class StandardizedWeight:
         return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
 
     def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
-        """Return (<h>, <y h>), each of shape (B, O)."""
         return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
 
     def slope(self, g: Projected) -> Tensor:
@@ -349,5 +347,4 @@ def _products(h: Rows, other: LinearMapFactor | Tensor) -> Tensor:
 
 
 def _sums(h: Rows) -> Tensor:
-    """Return the sums over each row, shape (B, O)."""
     return (h.a_BTI.sum(2, keepdim=True).mT @ h.b_BTO)[:, 0] if isinstance(h, Outer) else h.grads_BP.sum(2)

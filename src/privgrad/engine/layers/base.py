@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.engine.factors.displacement import Displacement, Displacements
+from privgrad.engine.factors.displacement import Displacement, Displacements, displacement_of
 from privgrad.engine.factors.outer import Outer, sum_over
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import expected
 from privgrad.gradient.factor import Dense, Factor, at_least_float32
 from privgrad.gradient.functional import own_parameters
+from privgrad.gradient.refusals import refused
 
 # (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use in its place
 Tap = Callable[[Tensor, Callable[[Tensor], dict[Tensor, Factor]]], Tensor]
@@ -126,8 +127,8 @@ def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Call
         class MyLinearRule(Rule): ...
 
     Raises:
-        PrivacyError: the decorated class is not a Rule, or a layer is neither a module class nor a qualified name; or
-            privgrad computes the layer itself, and `replace` is not set.
+        PrivacyError: a layer is given by a name that is not qualified; or privgrad computes the layer itself, and
+            `replace` is not set.
     Privacy:
         A wrong rule breaks the guarantee. The first batch checks the rule on up to four examples, to half a percent (in
         half precision to five). Test it yourself against `engine="vmap"`.
@@ -135,11 +136,8 @@ def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Call
 
     def register(rule: type[RuleType]) -> type[RuleType]:
         for layer in layers:
-            named = isinstance(layer, str) and "." in layer
-            known = isinstance(layer, type) and issubclass(layer, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
-            if not named and not known:
-                remedy = "give the module class, or its name as 'package.module.Class'"
-                raise expected("register_rule", "a layer", "to be a module class or a qualified name", layer, remedy)
+            if isinstance(layer, str) and "." not in layer:  # no layer would ever have this name
+                raise expected("register_rule", "a layer", "to be a class or 'package.module.Class'", repr(layer))
             before = [key for key in (*_RULES, *_FORWARDS) if _name_of(key) == _name_of(layer)]
             if not replace and any(key in _FORWARDS or is_built_in(_RULES[key]) for key in before):
                 remedy = "register it for a subclass of your own, or with replace=True for the whole process"
@@ -255,17 +253,11 @@ def is_trained(tensor: Tensor | None) -> TypeGuard[nn.Parameter]:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def require_unwritten(layer: str, inputs: Tensor, version: int) -> None:
+def require_unwritten(unit: str, inputs: Tensor, version: int) -> None:
     """Raise UnsupportedModuleError if inputs have another version than in the forward pass."""
-    if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
-        # torch's own backward pass refuses such a change, too.
-        condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
-        raise expected(layer, "inputs", condition, got, "use an operation that is not in place", UnsupportedModuleError)
-
-
-def displacement_of(parameter: Tensor, displacements: Displacements | None) -> Displacement | None:
-    """Return the displacement of a parameter; None if it does not move."""
-    return None if displacements is None else displacements.of({"": parameter}).get("")
+    if (writes := inputs._version - version) != 0:  # pyright: ignore[reportPrivateUsage]
+        remedy = "work on a copy, as ordinary training requires too"
+        raise refused(f"the input of '{unit}'", "not to be changed in place", f"{writes} in-place writes", remedy)
 
 
 def values_of(parameter: Tensor, displacements: Displacements | None, rows: int) -> Tensor:
@@ -304,19 +296,18 @@ def moved_output(
 
     The weight, shape (O, I), and the bias are parameters, or these `rows` of parameters.
     """
-    of_weight = displacement_of(weight, displacements)
+    of_weight = displacements.get(weight)
     if of_weight is not None:
         if weight in rows:
             of_weight = Displacement(Dense(of_weight.dense()[:, rows[weight]]), torch.ones_like(of_weight.share))
         output_RTO = output_RTO + _applied(of_weight, x_RTI).to(output_RTO.dtype)
-    if bias is not None and (of_bias := displacement_of(bias, displacements)) is not None:
+    if bias is not None and (of_bias := displacements.get(bias)) is not None:
         moved_RO = of_bias.for_rows(x_RTI)[:, rows.get(bias, slice(None))]
         output_RTO = output_RTO + moved_RO[:, None].to(output_RTO.dtype)
     return output_RTO
 
 
 def _applied(displacement: Displacement, x_RTI: Tensor) -> Tensor:
-    """Return D_i x for every position, shape (R, T, O)."""
     x_BTI = at_least_float32(x_RTI).reshape(len(displacement.share), -1, x_RTI.shape[2])
     return by_rows(displacement.apply(x_BTI), x_RTI.shape[:2])
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from privgrad.engine.factors.displacement import Displacement, Displacements
+from privgrad.engine.factors.displacement import Displacement, Displacements, displacement_of
 from privgrad.engine.factors.routed import Routed, Routes
-from privgrad.engine.layers.base import Tap, displacement_of, is_trained, register_forward, require_unwritten, tapped
+from privgrad.engine.layers.base import Tap, is_trained, register_forward, require_unwritten, tapped
 from privgrad.gradient.factor import Factor, at_least_float32
 from privgrad.gradient.functional import version_of
 
@@ -45,10 +45,8 @@ def experts_forward(
         NOT private. Each row's gradients depend on that row and the weights alone.
     """
     total = torch.zeros_like(hidden_states)
-    moves = dict[Tensor, EachExpert]()
-    for own in (module.gate_up_proj, module.down_proj):
-        if (displacement := displacement_of(own, displacements)) is not None:
-            moves[own] = EachExpert(displacement)
+    both = {own: displacement_of(own, displacements) for own in (module.gate_up_proj, module.down_proj)}
+    moves = {own: EachExpert(displacement) for own, displacement in both.items() if displacement is not None}
     for expert in range(module.num_experts):
         row_M, place_M = torch.where(top_k_index == expert)
         if len(row_M) == 0:

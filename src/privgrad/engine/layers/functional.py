@@ -20,6 +20,8 @@ from privgrad.engine.layers.embedding import Embedding
 from privgrad.engine.layers.linear import Linear, TransposedLinear
 from privgrad.engine.layers.normalization import GroupNorm, LayerNorm, RMSNorm
 
+Maybe = Tensor | None
+
 
 @dataclass(frozen=True)
 class Product:
@@ -29,12 +31,6 @@ class Product:
     layer: Any  # the options of the call, which the rule takes in place of a layer
     weights: dict[str, Tensor]  # the weight and the bias that were passed, by name
     x: Tensor  # the input
-
-
-def find_product(func: Any, args: Any, kwargs: Any) -> Product | None:
-    """Return the product of a call of a torch function; None if there is no rule for it."""
-    read = _READERS.get(func)
-    return None if read is None else read(*args, **kwargs)
 
 
 def faster(func: Any, args: Any, shared: Sequence[Tensor]) -> str:
@@ -67,14 +63,13 @@ def _is_linear(equation: str, *, swapped: bool) -> bool:
     return len(matrix) == 2 and len(summed) == len(new) == 1 and new <= set(result)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:
+def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Product | None:
     """Return the product of a call of F.linear; None for a vector as weight, or a bias that is broadcast."""
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     stored = _transposed(weight)
-    if stored is None:
-        return Product(Linear(), None, _named(weight, bias), input)
-    return Product(TransposedLinear(), None, _named(stored, bias), input)
+    rule = Linear() if stored is None else TransposedLinear()
+    return Product(rule, None, _named(weight if stored is None else stored, bias), input)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Product | None:
@@ -82,9 +77,8 @@ def _matmul(input: Tensor, other: Tensor) -> Product | None:
     if not isinstance(other, Tensor) or other.dim() != 2 or input.dim() < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
         return None
     stored = _transposed(other)
-    if stored is None:
-        return Product(TransposedLinear(), None, {"weight": other}, input)
-    return Product(Linear(), None, {"weight": stored}, input)
+    rule = TransposedLinear() if stored is None else Linear()
+    return Product(rule, None, {"weight": other if stored is None else stored}, input)
 
 
 def _convolution(
@@ -121,7 +115,6 @@ def _embedding(
     sparse: bool = False,
 ) -> Product | None:
     """Return the product of a call of F.embedding; None if it has options without a rule."""
-    del norm_type, sparse
     if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
         return None
     size, width = weight.shape
@@ -130,42 +123,28 @@ def _embedding(
     return Product(Embedding(), layer, {"weight": weight}, input)
 
 
+# The last argument of this and of `_group_norm` says whether cuDNN may compute them.
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
+    input: Tensor, normalized_shape: Any, weight: Maybe = None, bias: Maybe = None, eps: Any = 1e-5, *_: Any, **__: Any
 ) -> Product:
-    del cudnn_enable
     layer = SimpleNamespace(normalized_shape=tuple(normalized_shape), eps=eps)
     return Product(LayerNorm(), layer, _named(weight, bias), input)
 
 
-def _rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Product:
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Maybe = None, eps: float | None = None) -> Product:
     layer = SimpleNamespace(normalized_shape=tuple(normalized_shape), eps=eps)
     return Product(RMSNorm(), layer, _named(weight, None), input)
 
 
 def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
+    input: Tensor, num_groups: int, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any, **__: Any
 ) -> Product:
-    del cudnn_enabled
     layer = SimpleNamespace(num_groups=num_groups, eps=eps)
     return Product(GroupNorm(), layer, _named(weight, bias), input)
 
 
-def _named(weight: Tensor | None, bias: Tensor | None) -> dict[str, Tensor]:
-    pairs = {"weight": weight, "bias": bias}
-    return {name: tensor for name, tensor in pairs.items() if tensor is not None}
+def _named(weight: Maybe, bias: Maybe) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in (("weight", weight), ("bias", bias)) if tensor is not None}
 
 
 def _transposed(weight: Tensor) -> Tensor | None:
@@ -180,13 +159,13 @@ def _transposed(weight: Tensor) -> Tensor | None:
 
 
 def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return one number for each dimension, by torch's convention."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * (dims if len(value) == 1 else 1)
 
 
-_READERS: dict[Any, Callable[..., Product | None]] = {
+# From the arguments of a torch function to its product; None if there is no rule for them.
+READERS: dict[Any, Callable[..., Product | None]] = {
     F.linear: _linear,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     F.embedding: _embedding,

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.layers.base import (
     Tap,
     add_to,
-    displacement_of,
     moved_linear,
     of_linear_map,
     of_linear_maps,
