@@ -41,7 +41,11 @@ def warn_of_private_bound(
     enough = max(2, min(_ROWS, _SHARE * len(rows)))
     for value in chosen:
         columns = bounds == value
-        if bool(_are_equal(extremes[columns], value).any()) and _count(rows, columns, value) < enough:
+        if not bool(_are_equal(extremes[columns], value).any()):
+            continue
+        own = columns.to(rows.device)
+        parts = (rows[start : start + _BLOCK, own].double() for start in range(0, len(rows), _BLOCK))
+        if sum(int(_are_equal(part, value).any(1).sum()) for part in parts) < enough:
             warnings.warn(
                 f"NOT PRIVATE: {function}: {name}: this is the {'smallest' if is_low else 'largest'} {of} of the data, "
                 "with all its digits. If it was taken from the data, it publishes one person's value: round it "
@@ -56,15 +60,7 @@ def is_typed(bound: float) -> bool:
 
 
 def _are_equal(values: Tensor, bound: float) -> Tensor:
-    """Return which values equal a bound, apart from rounding."""
     return (values - bound).abs() <= _EQUAL * abs(bound)
-
-
-def _count(rows: Tensor, columns: Tensor, bound: float) -> int:
-    """Return how many rows have a bound in one of these columns, by a mask of shape (columns,)."""
-    own = columns.to(rows.device)
-    parts = (rows[start : start + _BLOCK, own].double() for start in range(0, len(rows), _BLOCK))
-    return sum(int(_are_equal(part, bound).any(1).sum()) for part in parts)
 
 
 # Fault: public examples or validation data that are a Subset of the private data set, as a random_split makes them.

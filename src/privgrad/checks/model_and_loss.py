@@ -10,10 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from types import FunctionType, MethodType
 from typing import Any, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +65,10 @@ def find_problems(model: nn.Module) -> list[Problem]:
     if (path := next(traced, None)) is not None:  # its parts have no attributes to read
         what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
         return [Problem(path, TopLevelTracedModule.__name__, what, remedy)]
-    found = [(path, module, *problem) for path, module in named_modules(model) for problem in _problems_of(module)]
-    problems = [Problem(path, type(module).__name__, what, remedy) for path, module, what, remedy in found]
+    found = ((path, module, problem) for path, module in named_modules(model) for problem in _problems_of(module))
+    problems = [Problem(path, type(module).__name__, *problem) for path, module, problem in found]
     if not trainable(model):
-        remedy = "set requires_grad_(True) on the parameters to train"
+        remedy = "set requires_grad_(True) on the parameters to train, such as model.requires_grad_(True)"
         problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
     return problems
 
@@ -112,19 +110,13 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def require_supported(model: nn.Module) -> None:
     """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
-    problems = find_problems(model)
-    if problems:
+    if problems := find_problems(model):
         first = problems[0]
-        if first.what == _FROZEN:
-            count = sum(1 for _ in model.parameters())
-            got = f"{count} parameters with requires_grad=False" if count else f"a {first.module} without parameters"
-            condition, remedy = "to have trainable parameters", f"{first.remedy}, such as model.requires_grad_(True)"
-            raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
+        condition = "to have trainable parameters" if first.what == _FROZEN else "to keep examples apart"
         more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
-        raise UnsupportedModuleError(
-            f"PrivateGradient: expected a model that keeps examples apart, got {first.module} at "
-            f"'{first.path}', which {first.what}{more}; {first.remedy}."
-        )
+        place = f" at '{first.path}'" if first.path else ""
+        got = f"{first.module}{place}, which {first.what}{more}"
+        raise expected("PrivateGradient", "model", condition, got, first.remedy, UnsupportedModuleError)
 
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
@@ -214,22 +206,20 @@ def _warn_of_foreign(model: nn.Module, loss_fn: LossFunction, losses: Tensor, pa
         warnings.warn(f"{what} not hold them: {remedy}", stacklevel=2)
 
 
-# The hash of the configuration sees these.
+# The configuration has these.
 _PLAIN = frozenset({bool, str, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, set, list, tuple})
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 _TENSORS = frozenset({"_buffers", "_parameters"})
 _SMALL = 64  # most entries of a tensor whose values are read
 _DEPTH = 3  # of functions in the closures and arguments of functions
-_SERIALS: dict[int, tuple[ref[object], int]] = {}  # by id, which Python may use again
-_COUNT = count()
 
 
 # Fault: a layer or branch that mixes examples and is switched on after the first check.
 # Cost: a walk over modules and their attributes in each step; a change costs one more `check_loss`.
 # Refuses nothing by itself.
-def configuration(model: nn.Module) -> int:
-    """Return a hash of what decides how the modules compute; PrivateGradient checks the loss again if it changes.
+def configuration(model: nn.Module) -> tuple[object, ...]:
+    """Return what decides how the modules compute; PrivateGradient checks the loss again if it changes.
 
     It sees each module's path, class, code, flags, texts and functions, hooks too; and whether a number, or an entry of
     a small tensor on the CPU, is zero. So a counter of steps changes nothing. `checks.variables` sees the rest.
@@ -237,7 +227,7 @@ def configuration(model: nn.Module) -> int:
     found: list[object] = []
     for path, module in named_modules(model):
         owner = type(module)
-        found.append((path, _serial(owner), _serial(getattr(getattr(owner, "forward", None), "__code__", owner))))
+        found.append((path, owner, getattr(getattr(owner, "forward", None), "__code__", owner)))
         for name, value in vars(module).items():
             kind = type(value)  # pyright: ignore[reportUnknownVariableType]
             if kind in _PLAIN:
@@ -251,26 +241,22 @@ def configuration(model: nn.Module) -> int:
                 found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
             elif value and name in _TENSORS:
                 found.append((name, *((k, _nonzero(v)) for k, v in value.items() if isinstance(v, Tensor))))
-    return hash(tuple(found))
+    return tuple(found)
 
 
 def _state_of(value: object, depth: int) -> object:
-    """Return what the hash of the configuration sees of a value. Functions of one code are equal."""
+    """Return what the configuration sees of a value. Functions of one code are equal."""
     if isinstance(value, MethodType):
         value = value.__func__
     if isinstance(value, FunctionType | partial):
-        parts = references("", value) if depth else ()
-        return _serial(getattr(cast(object, value), "__code__", partial)), *(
-            _state_of(part.get(), depth - 1) for part in parts
-        )
-    if isinstance(value, type):
-        return _serial(value)
+        parts = (_state_of(part.get(), depth - 1) for part in (references("", value) if depth else ()))
+        return getattr(cast(object, value), "__code__", partial), *parts
     if isinstance(value, Tensor):
         return _nonzero(value)
-    if callable(value):  # a function of C, or an object of a class with __call__
-        return _serial(type(value)), str(getattr(value, "__qualname__", ""))
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str | type):
         return value
+    if callable(value):  # a function of C, or an object of a class with __call__
+        return type(value), str(getattr(value, "__qualname__", ""))
     return value != 0 if isinstance(value, int | float) else None
 
 
@@ -285,14 +271,6 @@ def _nonzero(value: Tensor) -> object:
         return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())
     except RuntimeError:  # a quantized type
         return None
-
-
-def _serial(value: object) -> int:
-    """Return the number of a class or of a function's code; no other object gets it, even if this one is deleted."""
-    known = _SERIALS.get(id(value))
-    if known is None or known[0]() is not value:
-        known = _SERIALS[id(value)] = ref(value), next(_COUNT)
-    return known[1]
 
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a

@@ -240,7 +240,6 @@ class Snapshot(Contents):
         )
 
     def _entry(self, variable: Variable) -> tuple[str, Any]:
-        """Note a variable; return its path and value."""
         value = variable.get()
         self.places[variable.path] = variable
         self._held.append((variable, value))
@@ -429,7 +428,6 @@ def amount(before: Any, after: Any) -> Any:
 
 
 def _place_of(model: nn.Module) -> int:
-    """Return where the first parameter lies in memory; `model.to` changes it."""
     return next(x.data_ptr() for x in model.parameters())
 
 
