@@ -1,4 +1,4 @@
-"""Recurrent and attention layers at each example's own moved parameters equal a loop over single examples."""
+"""Layers at each example's own moved parameters equal a loop over single examples."""
 
 from typing import Any
 
@@ -7,8 +7,10 @@ import test_attention
 import test_recurrent
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from privgrad.engine.factored import Factored
+from privgrad.engine.factors import embedding
 from privgrad.gradient.factor import Dense
 from privgrad.gradient.functional import gradients
 
@@ -75,3 +77,22 @@ def test_recurrent_layers(kind: str, option: str, length: str):
 @pytest.mark.parametrize("option", ["packed", "batch first", "no bias", "appended", "zero"])
 def test_attention_layers(option: str, roles: int):
     assert_right(Net(test_attention.make(option), roles), 5)
+
+
+@pytest.mark.parametrize("bags", [1, 3])
+@pytest.mark.parametrize("few", [0, 1 << 16])
+def test_rows_of_bags_are_those_of_the_gradients(bags: int, few: int, monkeypatch: pytest.MonkeyPatch):
+    """By comparisons of words, or by a loop over the examples."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(embedding, "_FEW", few)
+    shape = (SIZE, bags, 4)
+    ids, weight, r = torch.randint(0, 6, shape), torch.rand(shape).double(), torch.randn(SIZE, bags, 3).double()
+    factor = embedding.Bags(ids, weight, r, 6)
+    counts = (weight[..., None] * one_hot(ids, 6)).sum(2)
+    rows = Dense(torch.einsum("ijv,ijd->ivd", counts, r))
+    read, words, shares = torch.randint(0, 6, (SIZE, 9)), torch.randint(0, 6, (SIZE, 2, 5)), torch.rand(SIZE, 2, 5)
+    torch.testing.assert_close(factor.dense(), rows.dense())
+    torch.testing.assert_close(factor.read(read), rows.read(read))
+    torch.testing.assert_close(factor.read_bags(words, shares), rows.read_bags(words, shares))
+    torch.testing.assert_close(factor.norms(), rows.norms())
+    assert factor._compares(9) == (bags == 1 and few > 0)

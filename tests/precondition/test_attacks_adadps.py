@@ -362,7 +362,7 @@ def test_private_derived_scales_are_covered_by_no_epsilon():
         private_grad(next(plan.batches(make_data())))
         assert private_grad.ledger.epsilon(delta=1e-5) == math.inf == private_grad.epsilon(steps=1)
     with pytest.raises(AttributeError):
-        _ = scales | {"2.weight": torch.tensor(1.0)}
+        _ = scales | {"2.weight": torch.tensor(1.0)}  # pyright: ignore[reportOperatorIssue]
 
 
 def test_a_ledger_with_side_information_is_not_gone_on_with_without_any(tmp_path: Any):

@@ -23,6 +23,8 @@ from privgrad.gradient.factor import (
     norms_of,
 )
 
+_FEW = 1 << 16  # comparisons for one example that take less time than a loop over the examples
+
 
 class Bags(LinearMapFactor):
     """The gradients of a table for bags of its rows: g_i = sum over j of c_ij r_ij^T, shape (V, D).
@@ -82,7 +84,7 @@ class Bags(LinearMapFactor):
 
     def _compares(self, read: int) -> bool:
         """Return whether to compare each word that is read with all of the example, while that takes little memory."""
-        return self.positions == 1 and read * self.ids_BJT.shape[2] <= self.shape.numel()
+        return self.positions == 1 and read * self.ids_BJT.shape[2] <= max(_FEW, self.shape.numel())
 
     def scaled(self, scales: Tensor) -> LinearMapFactor:
         if scales.shape[1] > 1:

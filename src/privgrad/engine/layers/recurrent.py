@@ -189,9 +189,8 @@ class EachWeight:
         weight, displacement = parameter.detach(), displacement_of(parameter, displacements)
         if displacement is None:
             return EachWeight(weight)
-        factor = as_linear_map(displacement.factor)
-        (outputs, inputs), dtype = weight.shape, weight.dtype
-        if isinstance(factor, Outer) and factor.positions * (inputs + outputs) < inputs * outputs:
+        factor, dtype = as_linear_map(displacement.factor), weight.dtype
+        if isinstance(factor, Outer) and factor.has_few_positions:
             a_BTI = (factor.a_BTI * displacement.share[:, None, None]).to(dtype).contiguous()
             b_BTO = factor.b_BTO.to(dtype).contiguous()
             return EachWeight(weight, (a_BTI.mT, b_BTO), (b_BTO.mT, a_BTI))
