@@ -18,11 +18,10 @@ from torch import nn
 
 from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
 from privgrad.checks.randomness import Randomness, find_randomness, streams, without_randomness
-from privgrad.engine.factors.displacement import Displacements
 from privgrad.engine.factors.parametrized import Pulled, PulledDense
 from privgrad.engine.factors.weight_standardization import Projected
 from privgrad.engine.layouts import LayoutCache, example_shapes
-from privgrad.engine.passes import MemoryPlan, Passes, Point
+from privgrad.engine.passes import Found, MemoryPlan, Passes, Point
 from privgrad.engine.self_check import (
     require_apart_from_infinite,
     require_same_draws,
@@ -148,7 +147,6 @@ def _is_above(one: str, other: str) -> bool:
 _WEIGHTS = Point()
 _CHEAP = 0.1  # a share of the floats that a step holds for each example
 
-Found = tuple[dict[str, Factor], Displacements | None]
 Result = TypeVar("Result")
 
 
@@ -407,9 +405,10 @@ class Factored:
                 self._passes.learn_displaced(few, exact=point.exact)
                 randomness = self._randomness
                 with without_randomness(self._model, randomness, randomness.compared[0]):
-                    self._require_single(few, point, self._passes.compute(few, point), range(PROBED))
+                    found = self._passes.compute(few, point)
+                    require_single(self._passes, few, point, found, range(PROBED))
                 if randomness.draws and not point.exact:
-                    require_same_draws(self._passes, few, self._passes.tolerance, secret_seed(self._schedule.calls))
+                    require_same_draws(self._passes, few, secret_seed(self._schedule.calls))
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
@@ -475,13 +474,13 @@ class Factored:
                                 found = self._compute(examples, point)
                         rows = rows_to_check(found[0], examples, self._schedule)
                         try:
-                            self._require_single(examples, point, found, rows)
+                            require_single(self._passes, examples, point, found, rows)
                         except UnsupportedModuleError as refusal:
                             # In single precision, rounding may move the position of a maximum.
                             with self._double(refusal) as twin, seeded(seed):
                                 twin._check_rows(map_examples(doubled, examples), point.doubled(), rows)
                         if place == 0 and self._schedule.depth == 2:
-                            require_apart_from_infinite(self._passes, self._few(examples), self._passes.tolerance, seed)
+                            require_apart_from_infinite(self._passes, self._few(examples), seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
         self._schedule.is_due = self._compared = False
@@ -491,7 +490,8 @@ class Factored:
         self._learn(few_of(examples))
         if point.is_displaced:
             self._passes.learn_displaced(few_of(examples), exact=point.exact)
-        self._require_single(examples, point, self._passes.compute(examples, point), rows)
+        found = self._passes.compute(examples, point)
+        require_single(self._passes, examples, point, found, rows)
 
     def _check_losses(self, examples: Any) -> None:
         """Raise PrivacyError if losses depend on other examples."""
@@ -512,11 +512,3 @@ class Factored:
             yield twin
         except Exception:  # the check failed again, or, for instance, the loss accepts single precision only
             raise refusal from None
-
-    def _require_single(self, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
-        factors, along = found
-        model, loss_fn, tolerance = self._model, self._loss_fn, self._passes.tolerance
-        suspect = self._passes.shared()
-        require_single(
-            model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact, suspect=suspect
-        )

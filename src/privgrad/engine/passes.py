@@ -155,6 +155,8 @@ def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tenso
 
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05
 
+Found = tuple[dict[str, Factor], Displacements | None]  # the factors, and the displacements of the parameters
+
 
 @dataclass(frozen=True)
 class Point:
@@ -180,6 +182,7 @@ class Passes:
     """The passes over one model and loss. The forwards of the model are replaced during a pass only.
 
     Attributes:
+        model, loss_fn: as in `Factored`.
         layouts: where the tensors of each call hold the examples.
         closed_forms: by id of a parameter from which a weight is computed, whether its gradient has a closed form. The
             displacement of any other one is written out.
@@ -191,8 +194,8 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
+        self.model = model
+        self.loss_fn = loss_fn
         self._memory = memory
         self.norms = JacobianNorms()
         self.layouts = LayoutCache()
@@ -205,9 +208,7 @@ class Passes:
         """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
         return _TOLERANCE_HALF if self.half else _TOLERANCE
 
-    def compute(
-        self, examples: Any, point: Point, *, is_first: bool = False
-    ) -> tuple[dict[str, Factor], Displacements | None]:
+    def compute(self, examples: Any, point: Point, *, is_first: bool = False) -> Found:
         """Return the gradients at a point as factors, and the displacements of the parameters.
 
         It raises CallSequenceChangedError if the model makes other calls than the current layouts have. `is_first`:
@@ -218,7 +219,7 @@ class Passes:
         displacements = self._displacements(examples, point)
         known = self.layouts.current
         calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
-        capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self.norms)
+        capture = Capture(self.model, calls, count_examples(examples), units, displacements, norms=self.norms)
         try:
             with self._forward(capture, examples) as losses:
                 edges = [tap.edge for tap in capture.taps]
@@ -237,7 +238,7 @@ class Passes:
     def inputs(self, examples: Any) -> dict[str, Factor]:
         """Return factors with the inputs of each layer, and zeros as gradients of its outputs; errors as `compute`."""
         known = self.layouts.current
-        capture = Capture(self._model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
+        capture = Capture(self.model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
         with self._forward(capture, examples) as losses:
             return self._collected(losses, capture, [tap.zeros for tap in capture.taps], room=0)
 
@@ -248,14 +249,14 @@ class Passes:
     def learn_displaced(self, few: Any, *, exact: bool) -> None:
         """Learn the layouts of a pass with displaced parameters."""
         vmapped = self.layouts.current.vmapped_units
-        vmapped = vmapped | {p for p, unit in units(self._model, vmapped) if not self._displaces_cheaply(unit, exact)}
+        vmapped = vmapped | {p for p, unit in units(self.model, vmapped) if not self._displaces_cheaply(unit, exact)}
         self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
 
     def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
         """Return the displacements radius g_i / |g_i|, where |g_i| is the norm over all parameters."""
         if not first:  # no example reaches a trainable parameter
             return Displacements({}, torch.zeros(0))
-        parameters = trainable(self._model)
+        parameters = trainable(self.model)
         # Write out gradients that were pulled through a parametrization: they are needed more than once.
         first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
@@ -268,7 +269,7 @@ class Passes:
         """Return the number of parameters of which a pass with displaced parameters writes out one copy per example."""
         each = [
             unit
-            for _, unit in units(self._model)
+            for _, unit in units(self.model)
             if parametrize.is_parametrized(unit) or not self._displaces_cheaply(unit, exact)
         ]
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
@@ -296,7 +297,7 @@ class Passes:
     def _displacements(self, examples: Any, point: Point) -> Displacements | None:
         """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
         if point.along is not None:
-            parameters, rows = trainable(self._model), next(iter(point.along.values())).examples
+            parameters, rows = trainable(self.model), next(iter(point.along.values())).examples
             share_B = next(iter(parameters.values())).new_full((rows,), point.share)
             along = {id(parameters[name]): factor for name, factor in point.along.items()}
             return Displacements(along, at_least_float32(share_B))
@@ -309,7 +310,7 @@ class Passes:
     def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
         """Return the gradients plus their Hessians' products with the displacements, in one forward pass."""
         calls, vmapped = self.layouts.current.displaced[True]
-        capture = Capture(self._model, calls, count_examples(examples), vmapped, curved=True, norms=self.norms)
+        capture = Capture(self.model, calls, count_examples(examples), vmapped, curved=True, norms=self.norms)
         with differentiable(twice=True), self._forward(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))
@@ -324,8 +325,8 @@ class Passes:
     @contextmanager
     def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
         """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
-        with torch.enable_grad(), preserved(self._model), capture:
-            losses = require_losses(self._loss_fn(self._model, examples), capture.size)
+        with torch.enable_grad(), preserved(self.model), capture:
+            losses = require_losses(self.loss_fn(self.model, examples), capture.size)
             capture.finish()
             self.ambiguous = capture.size if capture.record.is_ambiguous else 0
             refuse_reentrant(losses)
@@ -382,9 +383,9 @@ class Passes:
         """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
 
         def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
-            capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
-            with torch.enable_grad(), streams_kept(), preserved(self._model), capture:
-                self._loss_fn(self._model, batch)
+            capture = Capture(self.model, None, count_examples(batch), vmapped, earlier=earlier)
+            with torch.enable_grad(), streams_kept(), preserved(self.model), capture:
+                self.loss_fn(self.model, batch)
                 capture.finish()
             return capture.record
 

@@ -14,52 +14,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from privgrad.engine.factors.displacement import Displacements
-from privgrad.engine.passes import Passes, Point
+from privgrad.engine.passes import Found, Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import gradients, seeded, trainable
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
-from privgrad.types import LossFunction, count_examples, map_examples, part_of
+from privgrad.types import count_examples, map_examples, part_of
 
 _AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
 
 
-def require_single(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    examples: Any,
-    found: Mapping[str, Factor],
-    tolerance: float,
-    moves: Displacements | None = None,
-    *,
-    rows: Sequence[int],
-    exact: bool = False,
-    suspect: str | None = None,
-) -> None:
+def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone.
 
-    It needs `restored` around it, since a forward pass may write to the model's own parameters.
-
-    The tolerance is relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters. The
-    `moves` displace each example's parameters; with `exact`, the gradients include the Hessian's product with them
-    instead. `suspect` is the unit to blame for a difference, if its place in the model can be the cause.
+    It needs `restored` around it, since a forward pass may write to the model's own parameters. The tolerance is
+    relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters.
     """
+    factors, moves = found
+    model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
     parameters, largest = trainable(model), 0.0
-    if found:
-        norms = torch.stack([factor[torch.tensor(rows)].norms() for factor in found.values()])
+    if factors:
+        norms = torch.stack([factor[torch.tensor(rows)].norms() for factor in factors.values()])
         largest = float(cast(Tensor, torch.linalg.vector_norm(norms.nan_to_num(0.0, 0.0), dim=0)).max())
     for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        alone = part_of(examples, row)
-        single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
+        single = gradients(model, loss_fn, part_of(examples, row), along=along, exact=point.exact, copied=False)
         norms = norms_of(list(single.values()))
         whole = math.hypot(*norms)
-        for (name, change), norm in zip(_changes(single, found, row), norms, strict=True):
+        for (name, change), norm in zip(_changes(single, factors, row), norms, strict=True):
             # The comparison is false if values are not finite: such an example contributes zero anyway.
             # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
             rounding = 64 * torch.finfo(torch.float64).eps * largest
@@ -69,6 +55,7 @@ def require_single(
                     "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
+                suspect = passes.shared()  # its place in the model can be the cause
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
 
 
@@ -106,7 +93,7 @@ def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSch
     return sorted({0, row, size - 1, int(least)})
 
 
-def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
+def require_apart_from_infinite(passes: Passes, few: Any, seed: int) -> None:
     """Raise UnsupportedModuleError if an example that is not finite changes the gradients of the others.
 
     Zero times such a number is not a number, so it can reach gradients that are right for all finite examples. The
@@ -116,7 +103,7 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
     # On an accelerator, an assertion that fails ends the process.
     if not any(leaf.is_floating_point() for leaf in leaves) or any(leaf.device.type != "cpu" for leaf in leaves):
         return
-    calls = passes.layouts.current.calls
+    calls, tolerance = passes.layouts.current.calls, passes.tolerance
     wanted = dict[str, Factor]()
     for number in (0.0, math.inf, math.nan):
         try:
@@ -158,7 +145,7 @@ def _factors_of(passes: Passes, few: Any, seed: int) -> dict[str, Factor]:
             return passes.compute(few, Point())[0]
 
 
-def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
+def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
     """Raise UnsupportedModuleError if the second pass, with zero displacements, differs from the first.
 
     Both passes start from the same random state, so a difference means that they draw different random numbers. This
@@ -168,6 +155,7 @@ def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) ->
         first, _ = passes.compute(few, Point())
     with seeded(seed):
         second, _ = passes.compute(few, Point(radius=0.0))
+    tolerance = passes.tolerance
     scale = tolerance * sum(_scales(first, slice(None)))
     rows = [slice(index, index + 1) for index in range(count_examples(few))]
     for changes in zip(*(_changes(first, second, row) for row in rows), strict=True):

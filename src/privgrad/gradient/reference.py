@@ -102,7 +102,7 @@ class Vmap:
         """Return the gradient of each example's own loss at its own point, as Factored.at does."""
         return self._checked(examples, {name: share * factor.dense() for name, factor in moved.items()})
 
-    def _checked(self, examples: Any, along: Mapping[str, Tensor]) -> dict[str, Factor]:
+    def _checked(self, examples: Any, along: Named) -> dict[str, Factor]:
         """Return the factors; where due, compare a few examples with the same examples alone."""
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
         if self._compare is not None:
@@ -126,13 +126,8 @@ def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
 
 
 def per_sample_gradients(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    examples: Any,
-    *,
-    along: Mapping[str, Tensor] | None = None,
-    exact: bool = False,
-) -> dict[str, Tensor]:
+    model: nn.Module, loss_fn: LossFunction, examples: Any, *, along: Named | None = None, exact: bool = False
+) -> Named:
     """Compute the gradient of each example's own loss, by the reference engine.
 
     Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one). It uses vmap over
@@ -159,7 +154,7 @@ def per_sample_gradients(
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
     buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
     rest |= buffers
-    bound, moves = BoundLoss(model, loss_fn), dict(along or {})
+    bound, moves = BoundLoss(model, loss_fn), along or {}
     with differentiable(twice=exact):
         try:
             before = numpy_and_python_states()
