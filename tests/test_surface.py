@@ -68,7 +68,7 @@ SIGNATURES = {
     "split_key",
     data.read_image: "path size channels",
     data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
-    "split_key table",
+    "split_key table bounds",
     pg.compare: "spec out data model progress",
     pg.Budget: "path total_epsilon delta num_examples privacy_unit",
     pg.Budget.commit: "self name releases by place",

@@ -62,7 +62,7 @@ def test_each_row_that_needs_a_decision_is_found(visits: Path):
 def test_dates_in_a_column_of_numbers_are_to_become_numbers(visits: Path):
     visits.write_text(VISITS.replace("abc", "2026-01-05 10:30"))
     (found,) = (one for one in raw_findings(visits, unit="row", row_id="visit", **SCHEMA) if one.column == "age")
-    assert found.remedy.startswith("turn dates into numbers by a rule for each person alone")
+    assert found.remedy.startswith('set kind = "date"')
     assert found.blocks
 
 

@@ -167,19 +167,22 @@ def category(**changed: Any) -> dict[str, Any]:
 WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": {}}, r"columns to be a table of columns, got \{\}"),
     ({"columns": {"age": {"kind": "ignore"}}}, "columns to hold an input column, got 1 ignored columns"),
-    ({"columns": {"age": {}}}, "columns.age.kind to be one of number, category, text, ignore, got None"),
+    (
+        {"columns": {"age": {}}},
+        "columns.age.kind to be one of number, days_between, category, date, text, ignore, got None",
+    ),
     ({"columns": {"age": {"kind": "numbr"}}}, "columns.age.kind .* got 'numbr'; did you mean 'number'"),
     ({"columns": {"age": {"kind": ["number"]}}}, r"columns.age.kind .* got \['number'\]"),
     ({"columns": number(binz=3)}, "keys of columns.age to be known for kind number, got 'binz'; did you mean 'bins'"),
     ({"columns": number(values=["a"])}, "keys of columns.age to be known for kind number, got 'values'"),
-    ({"columns": number(range=None)}, "columns.age to have exactly one of range and edges"),
-    ({"columns": number(edges=[0, 1, 2])}, "columns.age to have exactly one of range and edges, got range and edges"),
-    ({"columns": number(range=[90, 17])}, r"columns.age.range to be \[low, high\] with low < high"),
+    ({"columns": number(range=None)}, r"columns.age.range to be \[low, high\] of finite numbers, low < high, got None"),
+    ({"columns": number(edges=[0, 1, 2])}, "keys of columns.age to be known for kind number with edges, got 'range'"),
+    ({"columns": number(range=[90, 17])}, r"columns.age.range to be \[low, high\] of finite numbers, low < high"),
     ({"columns": number(range=[17])}, r"columns.age.range to be \[low, high\]"),
-    ({"columns": number(range=["17", "90"])}, "columns.age.range to be a list of finite numbers"),
-    ({"columns": number(range=[0, float("inf")])}, "columns.age.range to be a list of finite numbers"),
-    ({"columns": number(range=17)}, "columns.age.range to be a list of finite numbers"),
-    ({"columns": number(bins=1)}, "columns.age.bins to be an integer >= 2, got 1"),
+    ({"columns": number(range=["17", "90"])}, "columns.age.range to be .* of finite numbers"),
+    ({"columns": number(range=[0, float("inf")])}, "columns.age.range to be .* of finite numbers"),
+    ({"columns": number(range=17)}, "columns.age.range to be .* of finite numbers"),
+    ({"columns": number(bins=1)}, "columns.age.bins to be an integer from 2 to 10000, got 1"),
     ({"columns": number(bins=2.5)}, "columns.age.bins to be an integer"),
     ({"columns": number(bins=True)}, "columns.age.bins to be an integer"),
     ({"columns": number(range=[-1, 9], log=True)}, "columns.age.range to begin at 0 or above for log = true"),
@@ -187,19 +190,25 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": number(missing="mean")}, 'columns.age.missing to be "error" or "category", got \'mean\''),
     ({"columns": number(range=None, bins=None, edges=[1, 2])}, "columns.age.edges to be at least three rising"),
     ({"columns": number(range=None, bins=None, edges=[1, 3, 2])}, "columns.age.edges to be at least three rising"),
-    ({"columns": number(range=None, edges=[1, 2, 3])}, "columns.age.bins to be absent next to edges, got 4"),
-    ({"columns": number(range=None, bins=None, log=True, edges=[1, 2, 3])}, "columns.age.log to be absent next to"),
-    ({"columns": category(values=None)}, "columns.ward.values to be a list of texts"),
-    ({"columns": category(values=[])}, "columns.ward.values to be a list of texts"),
-    ({"columns": category(values=["a", "a"])}, "columns.ward.values to be different values, got 'a'"),
-    ({"columns": category(values=[1, "1"])}, "columns.ward.values to be different values, got '1'"),
-    ({"columns": category(values=["a", " "])}, "columns.ward.values to be values that are not empty"),
-    ({"columns": category(values="north")}, "columns.ward.values to be a list of texts"),
+    (
+        {"columns": number(range=None, edges=[1, 2, 3])},
+        "keys of columns.age to be known for kind number with edges, got 'bins'",
+    ),
+    (
+        {"columns": number(range=None, bins=None, log=True, edges=[1, 2, 3])},
+        "keys of columns.age .* kind number with edges, got 'log'",
+    ),
+    ({"columns": category(values=None)}, "columns.ward.values to be a list of different texts"),
+    ({"columns": category(values=[])}, "columns.ward.values to be a list of different texts"),
+    ({"columns": category(values=["a", "a"])}, r"columns.ward.values to be a list of different .* got \['a', 'a'\]"),
+    ({"columns": category(values=[1, "1"])}, r"columns.ward.values to be a list of different .* got \[1, '1'\]"),
+    ({"columns": category(values=["a", " "])}, "columns.ward.values to be a list of .* none of them empty"),
+    ({"columns": category(values="north")}, "columns.ward.values to be a list of different texts"),
     ({"columns": category(other="yes")}, "columns.ward.other to be true or false, got 'yes'"),
     ({"label": ""}, "label to be the name of a column"),
     ({"label": "age"}, "label to be a column apart from the inputs, got 'age'; remove it from columns"),
-    ({"classes": ["no"]}, r"classes to be at least two values, got \['no'\]"),
-    ({"classes": ["no", "no"]}, "classes to be different values, got 'no'"),
+    ({"classes": ["no"]}, r"classes to be a list of at least two different .* got \['no'\]"),
+    ({"classes": ["no", "no"]}, r"classes to be a list of at least two different .* got \['no', 'no'\]"),
     ({"unit": None}, 'unit to be "row" or the name of the column .* with "row", a person with several rows'),
     ({"unit": ""}, 'unit to be "row" or the name of the column'),
     ({"unit": "age", "max_rows": 2}, "unit to be a column apart from the inputs, got 'age'"),
@@ -253,17 +262,21 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
     ("age,ward\n1,north\n", {}, "columns of a.csv to include every declared one, got 'ill'"),
     (ROWS, {"unit": "person", "max_rows": 2}, "columns of a.csv to include every declared one, got 'person'"),
     (ROWS, {"row_id": "id"}, "columns of a.csv to include every declared one, got 'id'"),
-    (changed_row(age="forty"), {}, "row 3, column 'age' of a.csv to be a number, got 'forty', a str"),
+    (changed_row(age="forty"), {}, "row 3, column 'age' of a.csv to be a number, got 'forty'"),
     (changed_row(age="1_000"), {}, "row 3, column 'age' of a.csv to be a number, got '1_000'"),
     (changed_row(age="1,5"), {}, "row 3, column 'age' of a.csv to be a number, got '1,5'"),
-    (changed_row(age="2026-01-05"), {}, "to be a number, got '2026-01-05', a str; turn dates into numbers by a rule"),
+    (
+        changed_row(age="2026-01-05"),
+        {},
+        "to be a number, got '2026-01-05'; set kind = .date., or kind = .days_between.",
+    ),
     (changed_row(age=""), {}, "row 3, column 'age' of a.csv to have a value, got ''; .* missing = \"category\""),
     (changed_row(age="NaN"), {}, "row 3, column 'age' of a.csv to have a value, got 'NaN'"),
     (changed_row(ward=""), {}, "row 3, column 'ward' of a.csv to have a value, got ''"),
     (changed_row(ward="null"), {}, "row 3, column 'ward' of a.csv to have a value, got 'null'"),
-    (changed_row(ward="nort"), {}, "row 3, column 'ward' of a.csv to be a declared value, got 'nort'; did you mean"),
+    (changed_row(ward="nort"), {}, "row 3, column 'ward' of a.csv to be one of north, south, got 'nort'; did you mean"),
     (changed_row(ill="maybe"), {}, "row 3, column 'ill' of a.csv to be one of no, yes, got 'maybe'"),
-    (changed_row(ill=""), {}, "row 3, column 'ill' of a.csv to be one of no, yes, got ''"),
+    (changed_row(ill=""), {}, "row 3, column 'ill' of a.csv to have a value, got ''; fill it in"),
     (changed_row(patient=""), {"unit": "patient", "max_rows": 2}, "row 3, column 'patient' .* to identify the unit"),
     *[
         (
@@ -274,7 +287,11 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
         for mark in ("NA", "none", " <NA> ", "n/a", "?", "nil", "NaT", "\\N", "-", "Unknown")
     ],
     (changed_row(patient="NA"), {"row_id": "patient"}, "row 3, column 'patient' .* to identify the unit, got 'NA'"),
-    (changed_row(patient="p0"), {"row_id": "patient"}, "row 3, column 'patient' of a.csv to differ from row 1"),
+    (
+        changed_row(patient="p0"),
+        {"row_id": "patient"},
+        "row 3, column 'patient' of a.csv to differ from earlier rows, got 'p0'",
+    ),
     (ROWS, {"table": "visits"}, "table to be absent for a.csv, got 'visits'"),
     (ROWS, {"test_share": 0.999_999}, "training part of a.csv to hold at least 1 unit, got 0"),
     (ROWS, {"test": "none.csv"}, "file to be a readable table, got .*none.csv, which does not exist"),
@@ -339,13 +356,13 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
         ("none.csv", {}, "file to be a readable table, got .* which does not exist"),
         ("a.db", {}, "table to be given for a.db, got None"),
         ("a.db", {"table": "visit"}, "table to be a table of a.db, got 'visit'; did you mean 'visits'"),
-        ("a.db", {"table": "visits", "label": "sick"}, "columns of a.db, table visits to include .* got 'sick'"),
+        ("a.db", {"table": "visits", "label": "sick"}, "columns of a.db to include .* got 'sick'"),
         ("b.parquet", {}, "b.parquet to be a readable table, got ArrowInvalid"),
         ("c.feather", {}, "c.feather to be a readable table, got "),
         ("d.db", {"table": "visits"}, "d.db to be a readable table, got DatabaseError"),
         ("folder.csv", {}, "data folder to be a folder with state.json and dataset_info.json"),
         ("dict", {}, "data folder .*; give the folder of one part, such as mydata/train"),
-        ("lists.parquet", {}, "row 1, column 'age' of lists.parquet to be a single value, got a list"),
+        ("lists.parquet", {}, "row 1, column 'age' of lists.parquet to be a single value, got '<a list>'"),
     ]
     for name, keys, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"table: expected .*{message}"):
@@ -427,10 +444,14 @@ def test_wrong_folders_of_images_by_person_are_one_clear_error(tmp_path: Path):
             {},
             "row 2, column 'file_name' .* to be an image in a class's folder, got '../",
         ),
-        (changed(file_name=first), {}, "row 2, column 'file_name' of metadata.csv of people to differ from row 1"),
-        (changed(patient=" "), {}, "row 2, column 'patient' of metadata.csv of people to identify the person, got ''"),
-        (changed(patient="NaN"), {}, "row 2, column 'patient' .* to identify the person, got 'NaN'"),
-        (changed(patient="NA"), {}, "row 2, column 'patient' .* to identify the person, got 'NA'"),
+        (
+            changed(file_name=first),
+            {},
+            "row 2, column 'file_name' of metadata.csv of people to differ from earlier rows",
+        ),
+        (changed(patient=" "), {}, "row 2, column 'patient' of metadata.csv of people to identify the unit, got ''"),
+        (changed(patient="NaN"), {}, "row 2, column 'patient' .* to identify the unit, got 'NaN'"),
+        (changed(patient="NA"), {}, "row 2, column 'patient' .* to identify the unit, got 'NA'"),
         (
             rows[:-1],
             {},
@@ -928,7 +949,6 @@ def test_features():
         (lambda: Bins.equal(-1, 1, log=True), "Bins.equal: expected low to be >= 0"),
         (lambda: Bins((0, 1, 2))([float("nan")]), "Bins: expected number 0 to be given"),
         (lambda: Bins((0, 1, 2))(torch.zeros(2, 2)), "Bins: expected numbers to have shape"),
-        (lambda: Bins((0, 1, 2))(["1"]), r"Bins: expected numbers to be numbers, got \['1'\]"),  # pyright: ignore
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
@@ -983,7 +1003,7 @@ def test_parts_of_units_are_public_and_those_of_a_table(tmp_path: Path):
         with pytest.raises(pg.PrivacyError, match=f"part_of: expected {words}"):
             data.part_of("a", **(shares | wrong))
     number: Any = 7
-    with pytest.raises(pg.PrivacyError, match=r"part_of: expected unit to be a text or bytes, .*str\(unit\)"):
+    with pytest.raises(TypeError):
         data.part_of(number, test_share=0.1)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.schema import Schema
-from privgrad.features import Hog, OneHot, Scaled, save_extractor
+from privgrad.data.schema import Column, Schema
+from privgrad.features import Hog, Scaled, save_extractor
 from privgrad.heads import fitting
 from privgrad.optim import SGD
 
@@ -314,7 +314,8 @@ X, Y = rows_of(60, 7), torch.arange(60) % 3
 OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
 NO_FEATURES = X.index_fill(0, torch.tensor([7]), math.nan)
 NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
-SCHEMA = Schema({"ward": OneHot(("north", "south"))}, "back", ("no", "yes"), "row", None, None)
+WARD = Column("ward", {"kind": "category", "values": ["north", "south"], "other": False})
+SCHEMA = Schema({"ward": WARD}, "back", ("no", "yes"), "row", None, None)
 
 
 @pytest.mark.parametrize(

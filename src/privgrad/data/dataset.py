@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.data.schema import Schema, key_of_user
+from privgrad.data.schema import Schema, key_of_user, rows_by_key
 from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import Extractor
 from privgrad.gradient.transform import Provenance
@@ -36,19 +36,14 @@ def packed(matrix: Any) -> Tensor:
     Privacy:
         L depends on the private rows: NOT private, and never released.
     """
-    got: object = None
-    if not isinstance(matrix, Tensor):
-        got = None if hasattr(matrix, "tocoo") else type(matrix).__name__
-    elif matrix.layout not in _LAYOUTS or matrix.dense_dim():
-        got = "a dense tensor" if matrix.layout == torch.strided else "a partly dense tensor"
-    if got is not None:
-        remedy = "give scipy.sparse.csr_array(matrix), or use nn.Linear for dense input"
+    is_tensor = isinstance(matrix, Tensor)
+    if not (matrix.layout in _LAYOUTS and not matrix.dense_dim() if is_tensor else hasattr(matrix, "tocoo")):
+        got, remedy = matrix.layout if is_tensor else type(matrix).__name__, "use nn.Linear for dense input"
         raise expected("packed", "matrix", "to be a scipy sparse matrix or a torch sparse tensor", got, remedy)
     shape = tuple(matrix.shape)
     if len(shape) != 2 or shape[1] > _MOST_COLUMNS:
-        condition = f"to have shape (n, V), V at most {_MOST_COLUMNS}"
-        raise expected("packed", "matrix", condition, shape, "give one row per example")
-    if isinstance(matrix, Tensor):
+        raise expected("packed", "matrix", f"to have shape (n, V), V at most {_MOST_COLUMNS}", shape)
+    if is_tensor:
         coalesced = matrix.detach().to_sparse_coo().coalesce()
         rows, columns = coalesced.indices().numpy()
         values = coalesced.values().numpy()
@@ -95,27 +90,25 @@ def by_user(
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
     columns = list(tensors.tensors if isinstance(tensors, TensorDataset) else tensors)
-    kinds = {type(column).__name__ for column in columns if not isinstance(column, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
-    if kinds or isinstance(tensors, Tensor):
-        got = ", ".join(sorted(kinds)) or "Tensor"
+    if isinstance(tensors, Tensor) or not all(isinstance(column, Tensor) for column in columns):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got = ", ".join(sorted({type(column).__name__ for column in columns}))
         remedy = "give a tuple of tensors, for instance (torch.as_tensor(inputs), labels)"
         raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)
-    rows = dict[Hashable, list[int]]()
-    total = 0
-    for index, named in enumerate(users):
-        user = key_of_user(named)
-        if user is None:
-            got = repr(named.item() if isinstance(named, Tensor) else named)
-            raise expected("by_user", f"the user of example {index}", "to be known", got, "leave the example out")
-        rows.setdefault(user, []).append(index)
-        total = index + 1
-    if not columns or any(len(column) != total for column in columns):
-        got = f"{total} users and tensors of lengths {[len(column) for column in columns]}"
-        raise expected("by_user", "users", "to have one entry per example", got, "give the user of each example")
-    kept = sorted((own for own in rows.values() if len(own) >= minimum), key=len, reverse=True)
+    named = list(users)
+    keys = list(map(key_of_user, named))
+    if None in keys:
+        place = keys.index(None)
+        got = repr(named[place])
+        raise expected("by_user", f"the user of example {place}", "to be known", got, "leave the example out")
+    if not columns or any(len(column) != len(keys) for column in columns):
+        got = f"{len(keys)} users and tensors of lengths {[len(column) for column in columns]}"
+        raise expected("by_user", "users", "to have one entry per example", got)
+    rows = rows_by_key(keys).values()
+    kept = sorted((own for own in rows if len(own) >= minimum), key=len, reverse=True)
     if not kept:
-        got = max(map(len, rows.values()), default=0)
-        raise expected("by_user", "the most examples of a user", f"to be at least {minimum}", got, "lower minimum")
+        raise expected(
+            "by_user", "the most examples of a user", f"to be at least {minimum}", max(map(len, rows), default=0)
+        )
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
     place_UM = torch.tensor([(own + own[:1] * cap)[:cap] for own in kept])
     return TensorDataset(*(column[place_UM] for column in columns), count_U)
@@ -207,7 +200,7 @@ def split(
     inputs, labels = train
     kept = len(labels) - validation
     if validation < 0 or kept < 1:
-        raise expected("data", "validation", f"to be from 0 to {len(labels) - 1}", validation, "hold out fewer")
+        raise expected("data", "validation", f"to be from 0 to {len(labels) - 1}", validation)
     return DataSet(
         name=name,
         train=TensorDataset(inputs[:kept], labels[:kept]),
@@ -234,11 +227,11 @@ def with_public(data: DataSet, count: int) -> DataSet:
     if count == 0:
         return data
     if len(data.train.tensors) != 2:
-        raise expected("data", "public", "to be 0 for data by user", count, "choose data without users")
+        raise expected("data", "public", "to be 0 for data by user", count)
     inputs, labels = data.train.tensors
     kept = len(labels) - count
     if kept < 1:
-        raise expected("data", "public", f"to be below {len(labels)}, all training examples", count, "take fewer")
+        raise expected("data", "public", f"to be below {len(labels)}, all training examples", count)
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
     return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
 
@@ -252,12 +245,10 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
         The check for equal inputs finds only exact copies. The user is responsible for data that is truly public.
     """
     if other.input_shape != data.input_shape:
-        remedy = "choose a different set, or convert its inputs to that shape"
-        raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
+        raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape)
     if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
         condition = "to share at most half of its inputs with the training examples"
-        got = f"copies in {other.name}"  # their number is private
-        raise expected("data", "elsewhere", condition, got, "choose a set without any of the private examples")
+        raise expected("data", "elsewhere", condition, f"copies in {other.name}")  # their number is private
     return replace(data, other_public=other.train)
 
 
@@ -270,7 +261,7 @@ def have_most_rows_in_common(one: Tensor, other: Tensor) -> bool:
 def to_reconstruct(data: DataSet) -> DataSet:
     """Return the data set with every input as its own label; raise PrivacyError for data by user."""
     if len(data.train.tensors) > 2 or data.by_person:
-        raise expected("data", "reconstruct", "to be false for data by user", True, "leave it out")
+        raise expected("data", "reconstruct", "to be false for data by user", True)
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
     return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

@@ -4,21 +4,18 @@ All that it returns is computed from the private rows without noise.
 """
 
 import hashlib
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privgrad.data import schema as schemas
 from privgrad.data.images import SUFFIXES, read_image, require_images, require_pillow, units_of
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import OF_DATES, ROW, Schema, Text, Where
-from privgrad.data.table import key_of_row, part_in_file, require_every, require_split
+from privgrad.data.schema import ROW, Fault, Schema, Where, is_nobody, person_of, repeated, rows_by_key, schema_of
+from privgrad.data.table import Texts, divided, keys_of, require_every, require_split
 from privgrad.errors import PrivacyError
-from privgrad.features import Bins, OneHot
 
 SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 _SHOWN = 5  # example rows of a finding
@@ -53,25 +50,29 @@ def raw_findings(path: Path, *, table: str | None = None, **declaration: Any) ->
     Privacy:
         NOT private. A rule that is changed because of a finding depends on the private rows; the remedies say so.
     """
-    schema = schemas.schema_of(Where("doctor"), **declaration)
-    read_columns("doctor", path, schema.names, table)  # its errors name declared columns
-    content = read_columns("doctor", path, None, table)
-    texts = {name: [text_or_kind(value) for value in content[name]] for name in schema.names}
-    labels = texts[schema.label]
-    rows = _where(lambda text: text not in schema.classes, labels)
-    remedy = "add the class if it is public, or leave out rows without a label"
-    found = _finding(schema.label, f"no declared class: {_some(labels, rows)}", rows, remedy, blocks=True)
-    for name, kind in schema.columns.items():
-        if not isinstance(kind, Text):
-            found += _of_column(name, kind, content[name], texts[name])
-    declared = list(zip(*(texts[name] for name in (*schema.columns, schema.label)), strict=True))
+    schema, texts = _texts(path, table, declaration)
+    found: list[RawFinding] = []
+    for column in (schema.target, *schema.columns.values()):
+        shown = column.shown(texts)
+        found += _of_faults(column.name, column.read(texts)[1], shown)
+        if column.name in schema.columns and column.blocks and len(shown) > 1 and len(set(shown)) == 1:
+            remedy = "harmless; a column that is left out because of this is a choice from private rows"
+            found += _finding(column.name, f"constant: {shown[0]!r} in all rows", range(1, len(shown) + 1), remedy)
+    name = f"{schema.identifier}"
+    found += _of_faults(name, keys_of(schema, texts)[1], texts.get(name, ()))
+    declared = list(zip(*(texts[name] for name in (*schema.inputs, schema.label)), strict=True))
     remedy = "a person in several rows is protected less: leave out exact copies, or set unit to a column of persons"
     if schema.by_person:
         remedy = "harmless within one person; a person under two names is protected less"
-    found += _finding("", "the same declared columns as an earlier row", _repeated(declared), remedy)
-    found += _of_units(schema, texts) if schema.identifier is not None else []
-    others = {name: content[name] for name in content if name not in schema.names}
-    return found + ([] if schema.by_person else _persons(others))
+    rows = [row + 1 for row in repeated(declared)]
+    found += _finding("", "the same declared columns as an earlier row", rows, remedy)
+    return found + (_of_persons(schema, texts) if schema.by_person else _undeclared_persons(schema, texts))
+
+
+def _texts(path: Path, table: str | None, declaration: Mapping[str, Any]) -> tuple[Schema, Texts]:
+    """Return the schema, and the texts of all columns of a file."""
+    schema = schema_of(Where("doctor"), **declaration)
+    return schema, read_columns("doctor", path, schema.names, table=table, others=True)[1]
 
 
 def raw_image_findings(
@@ -90,7 +91,7 @@ def raw_image_findings(
     require_pillow()
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     content = [hashlib.blake2b(file.read_bytes(), digest_size=16).digest() for file in files]
-    again = [files[row - 1].relative_to(folder).as_posix() for row in _repeated(content)]
+    again = [files[row].relative_to(folder).as_posix() for row in repeated(content)]
     remedy = "remove copies; a person with several images needs unit, see own-data.md"
     damaged: list[str] = []
     for file in files:
@@ -104,100 +105,41 @@ def raw_image_findings(
     return found + _finding("", "the same file as an earlier one", again, remedy)
 
 
-def text_or_kind(value: object) -> str:
-    """Return the text of a value; its kind in angle brackets, if it is no single value."""
-    try:
-        return schemas.text_of(value)
-    except ValueError as error:
-        return f"<{error}>"
+def _finding(column: str, what: str, rows: Sequence[int | str], remedy: str) -> list[RawFinding]:
+    return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), remedy)] if rows else []
 
 
-def _finding(column: str, what: str, rows: Sequence[int | str], cure: str, *, blocks: bool = False) -> list[RawFinding]:
-    return [RawFinding(column, what, len(rows), tuple(rows[:_SHOWN]), cure, blocks)] if rows else []
-
-
-def _where(wrong: Callable[[Any], bool], values: Iterable[Any]) -> list[int]:
-    """Return the numbers of the rows whose value is wrong, from 1."""
-    return [row for row, value in enumerate(values, start=1) if wrong(value)]
-
-
-def _repeated(values: Sequence[Hashable]) -> list[int]:
-    """Return the numbers of the rows whose value an earlier row has."""
-    seen: set[Hashable] = set()
-    return _where(lambda value: value in seen or bool(seen.add(value)), values)
-
-
-def _some(texts: Sequence[str], rows: Sequence[int]) -> str:
-    """Return the most frequent values of some rows, for a sentence."""
-    counts = Counter(texts[row - 1] for row in rows)
-    return ", ".join(repr(text[:40]) for text, _ in counts.most_common(_SHOWN))
-
-
-def _of_column(name: str, kind: Bins | OneHot, values: Sequence[Any], texts: Sequence[str]) -> list[RawFinding]:
-    known: tuple[str, ...] = kind.values if isinstance(kind, OneHot) else ()  # pyright: ignore[reportAssignmentType]
-    missing = _where(lambda text: schemas.is_missing(text) and text not in known, texts)
-    has_code = "they have a code of their own"
-    remedy = has_code if kind.missing else 'set missing = "category", or fill them in by a rule for each row alone'
-    found = _finding(name, "missing", missing, remedy, blocks=not kind.missing)
-    if isinstance(kind, Bins):
-        found += _of_numbers(name, kind, values, texts)
-    else:
-        unknown = _where(lambda text: not schemas.is_missing(text) and text not in known, texts)
-        remedy = "they share a code" if kind.other else "set other = true, or add values that are public"
-        found += _finding(name, f"no declared value: {_some(texts, unknown)}", unknown, remedy, blocks=not kind.other)
-    if len(texts) > 1 and len(set(texts)) == 1:
-        remedy = "harmless; a column that is left out because of this is a choice from private rows"
-        found += _finding(name, f"constant: {texts[0]!r} in all rows", list(range(1, len(texts) + 1)), remedy)
+def _of_faults(column: str, faults: Sequence[Fault], shown: Sequence[str]) -> list[RawFinding]:
+    """Return the findings of faults, with their most frequent values."""
+    found: list[RawFinding] = []
+    for fault in (fault for fault in faults if fault.rows):
+        most = Counter(shown[row][:40] for row in fault.rows).most_common(_SHOWN)
+        what = fault.what if fault.what == "missing" else f"{fault.what}: {', '.join(repr(text) for text, _ in most)}"
+        rows = tuple(row + 1 for row in fault.rows[:_SHOWN])
+        found.append(RawFinding(column, what, len(fault.rows), rows, fault.remedy, fault.level == "error"))
     return found
 
 
-def _of_numbers(name: str, bins: Bins, values: Sequence[Any], texts: Sequence[str]) -> list[RawFinding]:
-    """Return the values of a column that are no numbers, or are outside of its range."""
-    numbers: list[float] = []  # with inf for what is no number
-    for value, text in zip(values, texts, strict=True):
-        try:
-            numbers.append(math.inf if text.startswith("<") else schemas.number_of(value))
-        except ValueError:
-            numbers.append(math.inf)
-    low, high = bins.edges[0], bins.edges[-1]
-    wrong = _where(math.isinf, numbers)
-    outside = _where(lambda number: not math.isinf(number) and (number < low or number > high), numbers)
-    are_dates = any(schemas.is_date(texts[row - 1]) for row in wrong)
-    remedy = OF_DATES if are_dates else 'correct them, or set kind = "category"'
-    found = _finding(name, f"no number: {_some(texts, wrong)}", wrong, remedy, blocks=True)
-    remedy = "they count as the nearest end; correct the unit, or the range from a public source"
-    what = f"outside of {low:g} to {high:g}: {_some(texts, outside)}"
-    return found + _finding(name, what, outside, remedy)
-
-
-def _of_units(schema: Schema, texts: Mapping[str, Sequence[str]]) -> list[RawFinding]:
-    """Return the rows without an identifier, repeated ids of rows, and persons with more rows than are kept."""
-    name = f"{schema.identifier}"
-    keys = [schemas.person_of(text) for text in texts[name]]
-    missing = _where(schemas.is_nobody, keys)
-    found = _finding(name, "missing", missing, "fill them in, or leave the rows out", blocks=True)
-    if not schema.by_person:
-        remedy = "leave copies out, or set unit to the column that identifies a person"
-        return found + _finding(name, "an id that an earlier row has", _repeated(keys), remedy, blocks=True)
-    counts, most = Counter(key for key in keys if not schemas.is_nobody(key)), schema.max_rows or 1
-    first = {key: row for row, key in reversed(list(enumerate(keys, start=1)))}
-    several = [first[key] for key, count in counts.items() if count > 1]
-    beyond = [first[key] for key, count in counts.items() if count > most]
-    what = f"persons with several rows, of {len(counts)} persons; the most is {max(counts.values(), default=0)}"
-    found += _finding(name, what, several, "unit protects them together; num_examples counts persons")
+def _of_persons(schema: Schema, texts: Texts) -> list[RawFinding]:
+    """Return the persons with several rows, and those with more rows than are kept."""
+    name, most = schema.unit, schema.max_rows or 1
+    persons = rows_by_key(map(person_of, texts[name]))
+    rows_of = [rows for key, rows in persons.items() if not is_nobody(key)]
+    several, beyond = ([rows[0] + 1 for rows in rows_of if len(rows) > least] for least in (1, most))
+    what = f"persons with several rows, of {len(rows_of)} persons; the most is {max(map(len, rows_of), default=0)}"
+    found = _finding(name, what, several, "unit protects them together; num_examples counts persons")
     remedy = f"rows after the first {most} are dropped; max_rows must be a public number"
     return found + _finding(name, f"persons with more than max_rows = {most} rows", beyond, remedy)
 
 
-def _persons(others: Mapping[str, Sequence[Any]]) -> list[RawFinding]:
+def _undeclared_persons(schema: Schema, texts: Texts) -> list[RawFinding]:
     """Return the undeclared columns that seem to identify persons with several rows, although unit is "row"."""
     found: list[RawFinding] = []
-    for name, values in others.items():
-        keys = [schemas.person_of(text) for text in map(text_or_kind, values) if not schemas.is_nobody(text)]
-        if _OF_PERSONS.search(name) and len(set(keys)) < len(keys):
-            what = f"{len(set(keys))} values in {len(keys)} rows, and unit is 'row'"
-            remedy = f'if it identifies persons, set unit = "{name}": several rows of a person are protected less'
-            found += _finding(name, what, _repeated(keys), remedy)
+    for name in (name for name in texts if name not in schema.names and _OF_PERSONS.search(name)):
+        keys = [person_of(text) for text in texts[name] if not is_nobody(text)]
+        what = f"{len(set(keys))} values in {len(keys)} rows, and unit is 'row'"
+        remedy = f'if it identifies persons, set unit = "{name}": several rows of a person are protected less'
+        found += _finding(name, what, [row + 1 for row in repeated(keys)], remedy)
     return found
 
 
@@ -238,16 +180,10 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
     Privacy:
         NOT private.
     """
-    options = {name: value for name, value in declared.items() if name != "table"}
-    schema = schemas.schema_of(Where("doctor"), **options)
-    read_columns("doctor", path, schema.names, declared.get("table"))  # its errors name declared columns
-    content = read_columns("doctor", path, None, declared.get("table"))
-    texts = {name: [text_or_kind(value) for value in content[name]] for name in schema.names}
-    if schema.identifier is None:
-        keys = [key_of_row(row) for row in zip(*texts.values(), strict=True)]
-    else:  # rows without an identifier are no unit
-        persons = [schemas.person_of(text) for text in texts[schema.identifier]]
-        keys = list(dict.fromkeys(key for key in persons if not schemas.is_nobody(key)))
+    schema, texts = _texts(path, declared.get("table"), {key: declared[key] for key in declared if key != "table"})
+    keys = keys_of(schema, texts)[0]
+    if schema.identifier is not None:  # rows without an identifier are no unit
+        keys = list(dict.fromkeys(key for key in keys if not is_nobody(key)))
     labels = texts[schema.label]
     return RawSize(
         rows=len(labels),
@@ -256,7 +192,7 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
         classes=len(set(labels) & set(schema.classes)),
         declared=len(schema.classes),
         training=None if split is None else _training(path.name, keys, schema.identifier, split),
-        unused=tuple(name for name in content if name not in schema.names),
+        unused=tuple(name for name in texts if name not in schema.names),
     )
 
 
@@ -298,11 +234,10 @@ def raw_count_findings(size: RawSize, num_examples: object) -> list[RawFinding]:
     return []
 
 
-def _training(name: str, keys: Sequence[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
+def _training(name: str, keys: Iterable[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
     where, test, every = Where("doctor"), split.get("test"), split.get("test_every")
     shares = {part: split.get(part, 0.0) for part in ("test_share", "validation_share")}
-    key_of_split = split.get("split_key", "")
-    require_split(where, test, **shares, split_key=key_of_split)
+    by: dict[str, Any] = {**shares, "split_key": split.get("split_key", "")}
+    require_split(where, test, **by)
     require_every(where, every, identifier, test, shares["test_share"])
-    parts = [part_in_file(name, key, every=every, split_key=key_of_split, **shares) for key in keys]
-    return parts.count("train")
+    return len(divided(name, ((key, None) for key in keys), every=every, **by)["train"])

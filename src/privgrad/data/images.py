@@ -1,8 +1,8 @@
 """A data set from a folder of your own images: one sub-folder per class."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,19 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import is_datasets_folder, read_columns
-from privgrad.data.schema import ROW, PathLike, Positive, Where, is_nobody, person_of, require_unit
-from privgrad.data.table import Share, part_of, require_split
+from privgrad.data.schema import (
+    ROW,
+    Fault,
+    PathLike,
+    Positive,
+    Where,
+    is_list,
+    read_names,
+    repeated,
+    require_unit,
+    rows_by_key,
+)
+from privgrad.data.table import Share, divided, report, require_split, require_training
 from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
 from privgrad.plugins import optional
 
@@ -73,19 +84,14 @@ def image_folder(
     require_split(Where("image_folder"), test, test_share, validation_share, split_key)
     folder = Path(path)
     own = units_of(folder, classes, unit, max_rows)
-    parts: dict[str, list[list[Image]]] = {"train": [], "validation": [], "test": []}
-    for key, images in own:
-        part = part_of(key, test_share=test_share, validation_share=validation_share, split_key=split_key)
-        parts[part].append(images)
+    shares: dict[str, Any] = {"test_share": test_share, "validation_share": validation_share}
+    parts: dict[Any, list[list[Image]]] = divided(f"{folder}", own, split_key=split_key, **shares)
+    require_training("image_folder", f"{folder}", "image" if unit == ROW else "person", parts)
     if test is not None:
         other = units_of(Path(test), classes, unit, max_rows)
         if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
             raise _in_both("persons", f"{len(shared)} of them in both", Path(test), folder)
         parts["test"] = [images for _, images in other]
-    if not parts["train"]:
-        remedy = "lower test_share and validation_share, or give a larger folder"
-        name = "image" if unit == ROW else "person"
-        raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
     form = size, channels, max_rows, standardize
     made: dict[str, Any] = {name: _tensors(units, *form) for name, units in parts.items()}
     if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
@@ -110,10 +116,9 @@ def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
 
 def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
     """Raise PrivacyError unless the declaration of a folder is complete."""
-    shown: object = classes
-    given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
-    if len(given) < 2 or len(set(given)) < len(given) or not all(isinstance(name, str) and name for name in given):
-        raise where.wrong("classes", "to be at least two different names", described(shown), "list the sub-folders")
+    are_names = is_list(classes) and all(isinstance(name, str) and name for name in classes)
+    if not are_names or len(set(classes)) < max(2, len(classes)):
+        raise where.wrong("classes", "to be at least two different names", described(classes), "list the sub-folders")
     require_integer(where.function, f"{where.prefix}size", size, 1)
     if isinstance(channels, bool) or channels not in (1, 3):
         raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
@@ -130,36 +135,25 @@ def units_of(
     if unit == ROW or unit is None:
         return [(image.file.read_bytes(), [image]) for image in found]
     by_name = {image.file.relative_to(folder).as_posix(): image for image in found}
-    return [(key, [by_name[name] for name in names[:max_rows]]) for key, names in _persons(folder, by_name, unit)]
-
-
-def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str, list[str]]]:
-    """Return each person of metadata.csv, with the names of all of their images in the order of the rows."""
     source = f"{METADATA} of {folder.name}"
     if not (folder / METADATA).exists():
         remedy = f"write it with the columns {FILE_NAME} and {unit}, one row per image"
         raise expected("image_folder", source, "to name the person of each image", "a missing file", remedy)
-    columns = read_columns("image_folder", folder / METADATA, [FILE_NAME, unit], None)
-    seen: dict[str, int] = {}
-    persons: dict[str, list[str]] = {}
-    for row, (listed, text) in enumerate(zip(*columns.values(), strict=True), start=1):
-        name, key = listed.strip(), person_of(text)
-        place = f"row {row}, column {FILE_NAME!r} of {source}"
-        if name not in names:
-            remedy = f"give the path from {folder.name}, such as '{next(iter(names))}', or leave the row out"
-            raise expected("image_folder", place, "to be an image in a class's folder", repr(name), remedy)
-        if name in seen:
-            raise expected("image_folder", place, f"to differ from row {seen[name]}", repr(name), "leave one out")
-        if is_nobody(key):
-            place, remedy = f"row {row}, column {unit!r} of {source}", "fill it in, or leave row and image out"
-            raise expected("image_folder", place, "to identify the person", repr(text), remedy)
-        seen[name] = row
-        persons.setdefault(key, []).append(name)
-    for name in names:
-        if name not in seen:
-            remedy = "add its row, or move the image out of the folder"
-            raise expected("image_folder", source, "to have a row for each image", f"no row for {name!r}", remedy)
-    return list(persons.items())
+    _, columns = read_columns("image_folder", folder / METADATA, [FILE_NAME, unit])
+    names, texts = columns[FILE_NAME], columns[unit]
+    unknown = [row for row, name in enumerate(names) if name not in by_name]
+    remedy = f"give the path from {folder.name}, such as '{next(iter(by_name))}', or leave the row out"
+    faults = [
+        Fault("no image", "to be an image in a class's folder", unknown, remedy),
+        Fault("a repeated image", "to differ from earlier rows", repeated(names), "leave one out"),
+    ]
+    report("image_folder", f"column {FILE_NAME!r} of {source}", faults, names)
+    keys, faults = read_names(texts, unique=False)
+    report("image_folder", f"column {unit!r} of {source}", faults, texts)
+    if left := [name for name in by_name if name not in {*names}]:
+        remedy = "add its row, or move the image out of the folder"
+        raise expected("image_folder", source, "to have a row for each image", f"no row for {left[0]!r}", remedy)
+    return [(key, [by_name[names[row]] for row in rows[:max_rows]]) for key, rows in rows_by_key(keys).items()]
 
 
 def _files(folder: Path, classes: Sequence[str]) -> list[Image]:

@@ -1,43 +1,83 @@
-"""Read named columns: CSV, Parquet, Arrow, Feather, SQLite, a folder of Hugging Face datasets, or a DataFrame."""
+"""The rows of a table: of CSV, Parquet, Arrow, Feather, SQLite, Hugging Face datasets, data frames, or columns."""
 
 import csv
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from privgrad.data.schema import is_table, text_of
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.plugins import optional
 
 Columns = dict[str, list[Any]]
+Choose = Callable[[list[str]], list[str]]  # from the columns that are there, those to read
 SUFFIXES = (".csv", ".parquet", ".arrow", ".feather", ".sqlite", ".db")
-FRAME = "the DataFrame"  # in errors, in place of a file's name
 _HF_FILES = ("state.json", "dataset_info.json")
 
 
 @runtime_checkable
 class Frame(Protocol):
-    """The parts of a pandas DataFrame by which it is recognized, so that pandas is not imported."""
+    """The parts of a DataFrame of pandas or polars by which it is recognized, so that neither is imported."""
 
     @property
     def columns(self) -> Any: ...
     @property
-    def iloc(self) -> Any: ...
-    @property
     def to_numpy(self) -> Any: ...
+
+
+def read_columns(
+    function: str, given: Any, names: Sequence[str], *, table: str | None = None, others: bool = False
+) -> tuple[str, dict[str, list[str]]]:
+    """Return the name of a table for errors, and the texts of each named column; see `schema.text_of`.
+
+    Args:
+        function: for errors.
+        given: a file, whose suffix decides its format; a folder of Hugging Face datasets; a DataFrame of pandas or
+            polars; a Table of pyarrow; or a dict of columns.
+        names: of the columns.
+        table: of an SQLite file.
+        others: whether to return all other columns, too.
+    Raises:
+        PrivacyError: the file is absent or damaged, a named column is not there or there twice, there are no rows, or a
+            package is not installed.
+    """
+    path = Path(given) if hasattr(given, "__fspath__") or isinstance(given, str) else None
+    name = f"the {type(given).__name__}" if path is None else path.name
+    is_sqlite = path is not None and path.suffix.lower() in (".sqlite", ".db")
+    if path is not None:
+        _require_table(function, path)
+    if (table is not None) != is_sqlite:
+        raise expected(function, "table", f"to be {'given' if is_sqlite else 'absent'} for {name}", repr(table))
+    choose = partial(_chosen, function, name, names, others)
+    try:
+        if path is None:
+            columns = _held(given, choose)
+        elif path.is_dir():
+            columns = _held(_module(function, "datasets", path).Dataset.load_from_disk(f"{path}"), choose)
+        elif is_sqlite:
+            columns = _sqlite(function, path, f"{table}", choose)
+        else:
+            columns = (
+                _csv(function, path, choose) if path.suffix.lower() == ".csv" else _held(_arrow(function, path), choose)
+            )
+    except PrivacyError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
+        remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "write it again"
+        raise expected(function, name, "to be a readable table", got, remedy) from error
+    if not any(columns.values()):
+        raise expected(function, name, "to hold at least 1 row", 0)
+    return name, {column: list(map(text_of, values)) for column, values in columns.items()}
 
 
 def records_of(frame: Frame) -> list[dict[str, Any]]:
     """Return the rows of a DataFrame by column name, with None for missing values."""
-    names = [f"{name}" for name in frame.columns]
-    columns = [_values(frame, place) for place in range(len(names))]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _values(frame: Frame, place: int) -> list[Any]:
-    """Return the values of the column at a place, with None for missing values."""
-    column = frame.iloc[:, place]
-    return column.astype(object).where(column.notna(), None).tolist()
+    columns = _held(frame, lambda present: present)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def is_datasets_folder(path: Path) -> bool:
@@ -45,77 +85,31 @@ def is_datasets_folder(path: Path) -> bool:
     return all((path / name).is_file() for name in _HF_FILES)
 
 
-def read_frame(function: str, frame: Frame, names: Sequence[str]) -> Columns:
-    """Return the values of each named column of a DataFrame, as `read_columns` does of a file."""
-    present = [f"{name}" for name in frame.columns]
-    _require_single(function, FRAME, names, present)
-    columns = {name: _values(frame, present.index(name)) for name in _required(function, FRAME, names, present)}
-    if not any(columns.values()):
-        raise expected(function, FRAME, "to hold at least 1 row", 0, "give one with rows")
-    return columns
-
-
-def read_columns(function: str, path: Path, names: Sequence[str] | None, table: str | None) -> Columns:
-    """Return the values of each named column, in the order of the file; of all columns without names.
-
-    The suffix of `path` decides its format; a folder is one of Hugging Face datasets. `table` names the table of an
-    SQLite file.
-
-    Raises:
-        PrivacyError: the file is absent or damaged, lacks a column or has no rows, or a package is not installed.
-    """
-    suffix = path.suffix.lower()
-    is_sqlite = suffix in (".sqlite", ".db")
-    if not path.is_dir() and suffix not in SUFFIXES:
-        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, "convert it to CSV, say")
+def _require_table(function: str, path: Path) -> None:
     if path.is_dir():
         if not is_datasets_folder(path):
             is_dict = (path / "dataset_dict.json").is_file()  # of DatasetDict.save_to_disk: one folder per part
             remedy = "give the folder of one part, such as mydata/train" if is_dict else "give a file"
             condition = f"to be a folder with {' and '.join(_HF_FILES)}, as save_to_disk writes it"
             raise expected(function, "the data folder", condition, path, remedy)
+    elif path.suffix.lower() not in SUFFIXES:
+        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, "convert it to CSV, say")
     elif problem := file_problem(path):
         raise expected(function, "file", "to be a readable table", f"{path}, which {problem}", "correct the path")
-    if (table is not None) != is_sqlite:
-        remedy = "name the table of the file" if is_sqlite else "leave it out"
-        condition = f"to be {'given' if is_sqlite else 'absent'} for {path.name}"
-        raise expected(function, "table", condition, repr(table), remedy)
-    try:
-        if path.is_dir():
-            columns = _datasets(function, path, names)
-        elif suffix == ".csv":
-            columns = _csv(function, path, names)
-        elif is_sqlite:
-            columns = _sqlite(function, path, names, f"{table}")
-        else:
-            columns = _arrow(function, path, names)
-    except PrivacyError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
-        remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "write the file again"
-        raise expected(function, f"{path.name}", "to be a readable table", got, remedy) from error
-    if not any(columns.values()):
-        raise expected(function, f"{path.name}", "to hold at least 1 row", 0, "correct the path")
-    return columns
 
 
-def _required(function: str, source: str, names: Sequence[str] | None, present: Sequence[str]) -> Sequence[str]:
-    """Return the columns to read; raise PrivacyError for the first one that a table lacks."""
-    for name in names or ():
-        if name not in present:
+def _chosen(function: str, source: str, names: Sequence[str], others: bool, present: list[str]) -> list[str]:
+    for name in names:
+        if present.count(name) != 1:
             remedy = did_you_mean(name, present, f"correct the name; the columns are {', '.join(present)[:200]}")
-            raise expected(function, f"the columns of {source}", "to include every declared one", repr(name), remedy)
-    return list(dict.fromkeys(present)) if names is None else names
+            condition, remedy = (
+                ("to differ", "rename one") if name in present else ("to include every declared one", remedy)
+            )
+            raise expected(function, f"the columns of {source}", condition, repr(name), remedy)
+    return list(dict.fromkeys(present if others else names))
 
 
-def _require_single(function: str, source: str, names: Sequence[str], present: Sequence[str]) -> None:
-    """Raise PrivacyError for the first column to read whose name a table has twice."""
-    if double := [name for name in present if present.count(name) > 1 and name in names]:
-        raise expected(function, f"the columns of {source}", "to differ", repr(double[0]), "rename one")
-
-
-def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
+def _csv(function: str, path: Path, choose: Choose) -> Columns:
     """Read a CSV file with a header, in UTF-8; blanks after a comma do not count."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, skipinitialspace=True, strict=True)
@@ -123,10 +117,8 @@ def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
         if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
             got = f"the header {header[0][:60]!r}"
             raise expected(function, path.name, "to be separated by commas", got, "write it with commas")
-        _require_single(function, path.name, names or (), header)
-        names = _required(function, path.name, names, header)
-        columns: Columns = {name: [] for name in names}
-        places = [(columns[name], header.index(name)) for name in names]
+        columns: Columns = {name: [] for name in choose(header)}
+        places = [(column, header.index(name)) for name, column in columns.items()]
         for count, row in enumerate((row for row in rows if row), start=1):  # empty lines do not count
             if len(row) != len(header):
                 name, remedy = f"row {count} of {path.name}", "correct the row, or quote values that contain commas"
@@ -140,20 +132,16 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _sqlite(function: str, path: Path, names: Sequence[str] | None, table: str) -> Columns:
+def _sqlite(function: str, path: Path, table: str, choose: Choose) -> Columns:
     """Read a table or view of an SQLite file, which is not changed."""
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
         found = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
         tables = [row[0] for row in found]
         if table not in tables:
             remedy = did_you_mean(table, tables, f"choose one of {', '.join(tables)}" if tables else "check the file")
             raise expected(function, "table", f"to be a table of {path.name}", repr(table), remedy)
-        present = [row[1] for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")]
-        names = _required(function, f"{path.name}, table {table}", names, present)
+        names = choose([row[1] for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")])
         rows = connection.execute(f"SELECT {', '.join(map(_quoted, names))} FROM {_quoted(table)}").fetchall()
-    finally:
-        connection.close()
     return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
@@ -163,31 +151,33 @@ def _module(function: str, name: str, path: Path) -> Any:
     return optional(function, package, name, remedy, f" for {path.name}")
 
 
-def _arrow(function: str, path: Path, names: Sequence[str] | None) -> Columns:
+def _arrow(function: str, path: Path) -> Any:
     """Read a Parquet, Arrow or Feather file with pyarrow."""
     pa, feather, parquet = (_module(function, name, path) for name in ("pyarrow", "pyarrow.feather", "pyarrow.parquet"))
     if path.suffix.lower() == ".parquet":
-        table = parquet.read_table(path)
-    else:
-        try:
-            table = feather.read_table(path)
-        except pa.ArrowInvalid:  # the format of a stream, which Hugging Face writes
-            with pa.memory_map(f"{path}") as source:
-                table = pa.ipc.open_stream(source).read_all()
-    names = _required(function, path.name, names, table.column_names)
-    return {name: table.column(name).to_pylist() for name in names}
+        return parquet.read_table(path)
+    try:
+        return feather.read_table(path)
+    except pa.ArrowInvalid:  # the format of a stream, which Hugging Face writes
+        with pa.memory_map(f"{path}") as source:
+            return pa.ipc.open_stream(source).read_all()
 
 
-def _datasets(function: str, path: Path, names: Sequence[str] | None) -> Columns:
-    """Read a folder of Hugging Face datasets; the numbers of a ClassLabel become its names."""
-    datasets = _module(function, "datasets", path)
-    found = datasets.Dataset.load_from_disk(f"{path}")
-    names = _required(function, path.name, names, found.column_names)
-    columns: Columns = {}
-    for name in names:
-        values: list[Any] = list(found.with_format(None)[name])
-        kind = found.features[name]
-        if isinstance(kind, datasets.ClassLabel):
-            values = [None if value is None or value < 0 else kind.names[value] for value in values]
-        columns[name] = values
-    return columns
+def _held(table: Any, choose: Choose) -> Columns:
+    """Read a table in memory. The names of its columns may be numbers."""
+    own: list[Any] = list(table if is_table(table) else getattr(table, "column_names", None) or list(table.columns))
+    present = [f"{name}" for name in own]
+    kinds = getattr(table, "features", {})  # of a Dataset
+    plain = table.with_format(None) if kinds else table
+    return {name: _values(plain[own[present.index(name)]], kinds.get(name)) for name in choose(present)}
+
+
+def _values(column: Any, kind: Any) -> list[Any]:
+    """Return the values of a column, with None for missing ones; the numbers of a ClassLabel become its names."""
+    if hasattr(column, "notna"):  # of pandas
+        return column.astype(object).where(column.notna(), None).tolist()
+    made = next((name for name in ("to_pylist", "to_list", "tolist") if hasattr(column, name)), None)
+    values = list(column) if made is None else getattr(column, made)()
+    if hasattr(kind, "int2str"):  # a ClassLabel
+        return [None if value is None or value < 0 else kind.names[value] for value in values]
+    return values

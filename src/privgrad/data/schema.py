@@ -1,23 +1,32 @@
-"""The declared schema of a table: columns, label, classes and the privacy unit, checked before a file is read."""
+"""The declared schema of a table: its columns, label and privacy unit, and how each of them reads a text.
+
+Ranges, categories and codes are declared and not fitted, so a saved head codes new rows as the training coded its own.
+"""
 
 import math
 import os
 import re
 import unicodedata
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import cached_property
 from itertools import pairwise
-from numbers import Number, Real
-from typing import Annotated, Any, NamedTuple, cast
+from numbers import Integral, Number, Real
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Ge
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
-from privgrad.features import Bins, OneHot
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.features import Bins, OneHot, text_rows
 
+PathLike = str | os.PathLike[str]
+# A TOML file that names a loader is checked against the types of the loader's arguments.
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
+ROW = "row"  # the unit of a table whose every row is protected by itself
 _WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
 # Marks of a missing value, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
 _NOBODY = {
@@ -27,22 +36,19 @@ _NOBODY = {
 }
 _WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
 _NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
-PathLike = str | os.PathLike[str]
-# A TOML file that names a loader is checked against the types of the loader's arguments.
-Natural = Annotated[int, Ge(0)]
-Positive = Annotated[int, Ge(1)]
-ROW = "row"  # the unit of a table whose every row is protected by itself
-_KEYS = {
-    "number": ("kind", "range", "bins", "edges", "log", "missing"),
-    "category": ("kind", "values", "other", "missing"),
-    "text": ("kind", "length"),
-    "ignore": ("kind",),
-}
-OF_DATES = (  # a remedy
-    "turn dates into numbers by a rule for each person alone, such as the month or the days since an earlier visit"
-)
 _MISSING = ("", "nan", "null")
 _MOST_BINS = 10_000
+_SECONDS = 86_400  # of a day
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list or a tuple; the type of its items stays Any."""
+    return isinstance(value, list | tuple)
+
+
+def is_table(value: Any) -> bool:
+    """Return whether a value is a mapping; the types of its items stay Any."""
+    return isinstance(value, Mapping)
 
 
 def person_of(text: str) -> str:
@@ -66,9 +72,10 @@ def key_of_user(user: Hashable) -> Hashable | None:
     Texts and numbers have the key of their name in a table, so "7 ", "7.0", 7 and 7.0 are one user. A tuple has the
     keys of its parts, and each part must name something. Other values are their own keys.
     """
-    value: Any = cast("Any", user).item() if isinstance(user, Tensor | np.generic) else user
-    if isinstance(value, tuple):
-        keys = tuple(map(key_of_user, cast("tuple[Hashable, ...]", value)))
+    given: Any = user
+    value: Any = given.item() if isinstance(user, Tensor | np.generic) else given
+    if is_list(value):
+        keys = tuple(map(key_of_user, value))
         return None if None in keys else keys
     is_text = isinstance(value, str | Number)
     text = text_of(value) if is_text else f"{value}"
@@ -77,11 +84,216 @@ def key_of_user(user: Hashable) -> Hashable | None:
     return person_of(text) if is_text else value
 
 
-@dataclass(frozen=True)
-class Text:
-    """A column of free text, as rows of bytes; see `features.text_rows`."""
+class NoText(str):
+    """The kind of a value that is no single value, such as "<a list>"."""
 
-    width: int  # the bytes of a row
+
+def text_of(value: Any) -> str:
+    """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
+
+    A whole number has no decimal point, and True is "true". The same value from a CSV, an SQLite or a Parquet file has
+    the same text. Bytes, a list or a mapping, which are no single value, have a NoText.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        return f"{int(value)}"
+    if is_list(value) or is_table(value) or isinstance(value, bytes | bytearray | set | frozenset):
+        return NoText(f"<a {value.__class__.__name__}>")
+    return f"{value}".strip()
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a text is a missing value: empty, NaN or null; `is_nobody` is for names of persons."""
+    return text.lower() in _MISSING
+
+
+def date_of(text: str, form: str | None = None) -> datetime:
+    """Return the date of a text as ISO 8601 and pandas write it, or of a format of `strptime`; else ValueError."""
+    return datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
+
+
+class Fault(NamedTuple):
+    """The rows of a column whose texts have no value, or perhaps not the one that is meant."""
+
+    what: str  # for a list of findings, such as "no number"
+    condition: str  # for an error, such as "to be a number"
+    rows: list[int]  # from 0
+    remedy: str
+    level: Literal["error", "warning", "code"] = "error"  # "code": such texts have a code of their own
+
+
+# The parts of a date: the smallest and the largest number, how many numbers share a code, and the number of a date.
+_PARTS: dict[str, tuple[int, int, int, Callable[[datetime], int]]] = {
+    "year": (0, 0, 1, lambda date: date.year),  # the range is declared
+    "month": (1, 12, 1, lambda date: date.month),
+    "day": (1, 31, 1, lambda date: date.day),
+    "weekday": (0, 6, 1, lambda date: date.weekday()),
+    "hour": (0, 23, 1, lambda date: date.hour),
+    "day_of_year": (1, 366, 7, lambda date: date.timetuple().tm_yday),  # weeks from January 1
+}
+_OF_DATES = "write dates as 2026-01-31, or declare their format, such as format = '%d.%m.%Y'"
+# Of a text without a value, by the kind of column: for a finding, for an error, and the remedy.
+_WRONG: dict[str, tuple[str, str, str]] = {
+    "number": ("no number", "to be a number", 'correct it, or set kind = "category" before training'),
+    "bounded": ("no number", "to be a number", "correct it, or give classes in place of bounds"),
+    "days_between": ("no two dates", "to be two dates", _OF_DATES),
+    "date": ("no date", "to be a date", _OF_DATES),
+    "category": ("no declared value", "to be one of {}", "add it to values if it is public, or set other = true"),
+    "class": ("no declared class", "to be one of {}", "add it to classes, or leave out rows without a label"),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A declared column: `read` finds its values and its faults, and `encode` returns the codes of the values.
+
+    Attributes:
+        name: of the column, for errors.
+        declared: the kind and all options, as JSON holds them. All of it is public.
+    """
+
+    name: str
+    declared: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return self.declared["kind"]
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The columns of the table that this one reads."""
+        return self.declared.get("dates", [self.name])
+
+    @cached_property
+    def blocks(self) -> list[Bins | OneHot]:
+        """The codes, block by block, each with one code that is not 0; none for a column of text."""
+        own, missing = self.declared, self.declared.get("missing") == "category"
+        if "edges" in own:
+            return [Bins(own["edges"], missing)]
+        if "values" in own:
+            return [OneHot(own["values"], own["other"], missing)]
+        found: list[Bins | OneHot] = []
+        for part in own.get("as", []):
+            low, high, step, _ = _PARTS[part]
+            low, high = own["range"] if part == "year" else (low, high)
+            edges = [number - 0.5 for number in range(low, high + 1, step)]  # a bin begins below its first number
+            found.append(Bins((*edges, edges[-1] + step), missing))
+        return found
+
+    @property
+    def width(self) -> int:
+        """The number of codes of a row, or the bytes of a text."""
+        return self.declared.get("length", 0) + sum(block.width for block in self.blocks)
+
+    def encode(self, values: Sequence[Any]) -> list[Tensor]:
+        """Return the codes of n values, block by block, each (n, width of the block); bytes for a column of text."""
+        if self.kind in ("text", "category"):
+            return [text_rows(values, self.width)] if self.kind == "text" else [self.blocks[0](values)]
+        numbers = [values]
+        if self.kind == "date":
+            of = [_PARTS[part][-1] for part in self.declared["as"]]
+            numbers = [[None if date is None else number(date) for date in values] for number in of]
+        given = ([math.nan if number is None else number for number in own] for own in numbers)
+        return [block(own) for block, own in zip(self.blocks, given, strict=True)]
+
+    def read(self, table: Mapping[str, Sequence[str]]) -> tuple[list[Any], list[Fault]]:
+        """Return the value of each row, None where it is missing, and all faults, from the texts of a table."""
+        has_other, has_missing = self.declared.get("other"), self.declared.get("missing") == "category"
+        known = self.declared.get("values", ())
+        values: list[Any] = []
+        several, missing, wrong = list[int](), list[int](), list[int]()
+        rows = list(zip(*(table[source] for source in self.sources), strict=True))
+        for row, texts in enumerate(rows):
+            values.append(texts[0] if has_other else None)
+            if any(isinstance(text, NoText) for text in texts):
+                several.append(row)
+            elif self.kind != "text" and texts[0] not in known and any(map(is_missing, texts)):
+                missing.append(row)
+                values[-1] = None
+            else:
+                try:
+                    values[-1] = self._value(*texts)
+                except (ValueError, OverflowError):
+                    wrong.append(row)
+        remedy = "fill it in with a public constant, or leave the row out"
+        if "missing" in self.declared:
+            remedy = 'fill it in with a public constant, or set missing = "category" before training'
+        remedy = "they have a code of their own" if has_missing else remedy
+        faults = [
+            Fault("no single value", "to be a single value", several, "split it into columns of one value each"),
+            Fault("missing", "to have a value", missing, remedy, "code" if has_missing else "error"),
+        ]
+        if wrong:
+            what, condition, remedy = _WRONG[self.kind]
+            remedy = did_you_mean(rows[wrong[0]][0], known, "they share a code" if has_other else remedy)
+            if self.kind == "number" and _is_date(rows[wrong[0]][0]):
+                remedy = 'set kind = "date", or kind = "days_between" for the days between two dates'
+            condition = condition.format(", ".join(known))
+            faults.append(Fault(what, condition, wrong, remedy, "code" if has_other else "error"))
+        if ends := self.declared.get("range") or self.declared.get("edges"):
+            numbers = [value.year if isinstance(value, datetime) else value for value in values]
+            outside = [row for row, one in enumerate(numbers) if one is not None and not ends[0] <= one <= ends[-1]]
+            remedy = "they count as the nearest end; correct the unit, or the range from a public source"
+            faults.append(Fault(f"outside of {ends[0]:g} to {ends[-1]:g}", "", outside, remedy, "warning"))
+        return values, faults
+
+    def shown(self, table: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return what each row of a table holds, for errors and findings."""
+        return list(map(" to ".join, zip(*(table[source] for source in self.sources), strict=True)))
+
+    def _value(self, *texts: str) -> Any:
+        """Return the value of a row; raise ValueError for texts without one."""
+        text, form = texts[0], self.declared.get("format")
+        match self.kind:
+            case "number" | "bounded":
+                if "_" in text or math.isnan(float(text)):  # "1_000" is a number for Python alone
+                    raise ValueError(text)
+                return float(text)
+            case "date":
+                return date_of(text, form)
+            case "days_between":
+                dates = (date_of(one, form) for one in texts)
+                start, end = (date if date.tzinfo else date.replace(tzinfo=UTC) for date in dates)
+                return (end - start).total_seconds() / _SECONDS
+            case "category" | "class" if text not in self.declared["values"]:
+                raise ValueError(text)
+            case _:
+                return text
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return bool(date_of(text))
+    except ValueError:
+        return False
+
+
+def rows_by_key(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the rows of each key, from 0."""
+    found: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def repeated(keys: Iterable[Any]) -> list[int]:
+    """Return the rows whose key an earlier row has, from 0."""
+    return sorted(row for rows in rows_by_key(keys).values() for row in rows[1:])
+
+
+def read_names(texts: Sequence[str], *, unique: bool) -> tuple[list[str], list[Fault]]:
+    """Return the name of the unit of each row, and the faults; repeated names are faults if each row is a unit."""
+    names = list(map(person_of, texts))
+    missing = [row for row, name in enumerate(names) if is_nobody(name)]
+    again = [row for row in repeated(names) if unique and not is_nobody(names[row])]
+    remedy = "leave copies out, or set unit to the column that identifies a person"
+    return names, [
+        Fault("missing", "to identify the unit", missing, "fill it in, or leave the row out"),
+        Fault("an id that an earlier row has", "to differ from earlier rows", again, remedy),
+    ]
 
 
 class Where(NamedTuple):
@@ -90,20 +302,21 @@ class Where(NamedTuple):
     function: str
     prefix: str = ""
 
-    def wrong(self, name: str, condition: str, got: object, remedy: str) -> PrivacyError:
+    def wrong(self, name: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
         return expected(self.function, f"{self.prefix}{name}", condition, got, remedy)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A checked declaration of a table; see `data.table` for its attributes."""
+    """A declaration of a table; see `data.table` for its attributes. `schema_of` makes and checks it."""
 
-    columns: Mapping[str, Bins | OneHot | Text]
+    columns: Mapping[str, Column]
     label: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # none for a label that is a number
     unit: str
     max_rows: int | None
     row_id: str | None
+    bounds: tuple[float, float] | None = None  # of a label that is a number
 
     @property
     def by_person(self) -> bool:
@@ -116,53 +329,35 @@ class Schema:
         return self.unit if self.by_person else self.row_id
 
     @property
+    def inputs(self) -> list[str]:
+        """The names of the columns of the table that are inputs, or from which inputs follow."""
+        return list(dict.fromkeys(source for column in self.columns.values() for source in column.sources))
+
+    @property
     def names(self) -> list[str]:
-        """The names of the columns that are read."""
-        return [*self.columns, self.label, *([] if self.identifier is None else [self.identifier])]
+        """The names of the columns of the table that are read."""
+        return [*self.inputs, self.label, *([] if self.identifier is None else [self.identifier])]
 
+    @property
+    def target(self) -> Column:
+        """The label: a class, or a number within its bounds."""
+        if self.bounds is None:
+            return Column(self.label, {"kind": "class", "values": self.classes})
+        return Column(self.label, {"kind": "bounded", "range": self.bounds})
 
-def text_of(value: object) -> str:
-    """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
-
-    A whole number has no decimal point, and True is "true". The same value from a CSV, an SQLite or a Parquet file has
-    the same text.
-
-    Raises:
-        ValueError: the value is bytes, a list or a mapping, which is no single value.
-    """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and value.is_integer():
-        return f"{int(value)}"
-    if isinstance(value, bytes | bytearray | list | tuple | Mapping | set):
-        raise ValueError(f"a {type(cast(object, value)).__name__}")
-    return f"{value}".strip()
-
-
-def is_missing(text: str) -> bool:
-    """Return whether a text is a missing value: empty, NaN or null; `is_nobody` is for names of persons."""
-    return text.lower() in _MISSING
-
-
-def is_date(text: str) -> bool:
-    """Return whether a text is a date, with or without a time, as ISO 8601 and pandas write it."""
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
-
-
-def number_of(value: object) -> float:
-    """Return a number, NaN if it is missing; raise ValueError for a value that is no number."""
-    text = text_of(value)
-    if is_missing(text):
-        return math.nan
-    if isinstance(value, bool) or "_" in text:
-        raise ValueError(text)
-    return float(text)
+    def check(self, where: Where) -> None:
+        """Raise PrivacyError unless the parts of the declaration go together."""
+        if len(self.columns) > 1 and any(column.kind == "text" for column in self.columns.values()):
+            remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
+            raise where.wrong("columns", "to hold a column of text alone", ", ".join(self.columns), remedy)
+        require_unit(where, self.unit, self.max_rows, self.row_id)
+        person = self.unit if self.by_person else None
+        for role, name in (("label", self.label), ("unit", person), ("row_id", self.row_id)):
+            if name in (*self.columns, *self.inputs):
+                remedy = f"remove it from columns: it is no input, because it is the {role}"
+                raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
+        if self.label == self.identifier:
+            raise where.wrong("label", "to differ from the unit", repr(self.label), "name the column of the classes")
 
 
 def schema_of(
@@ -174,38 +369,31 @@ def schema_of(
     unit: Any,
     max_rows: int | None = None,
     row_id: str | None = None,
+    bounds: Any = None,
 ) -> Schema:
     """Return the checked schema of a table; raise PrivacyError if the declaration is incomplete or contradicts itself.
 
     The arguments are as in `data.table`.
     """
-    shown: object = columns
-    if not isinstance(columns, Mapping) or not columns:
+    if not is_table(columns) or not columns:
         remedy = 'declare each input column, such as age = { kind = "number", range = [0, 100] }'
-        raise where.wrong("columns", "to be a table of columns", described(shown), remedy)
-    tables = cast("Mapping[str, Any]", columns)
-    kinds = {name: _column(where, name, table) for name, table in tables.items()}
-    read = {name: kind for name, kind in kinds.items() if kind is not None}
+        raise where.wrong("columns", "to be a table of columns", described(columns), remedy)
+    read = {name: column for name in columns if (column := _column(where, name, columns[name])) is not None}
     if not read:
-        raise where.wrong("columns", "to hold an input column", f"{len(kinds)} ignored columns", "declare one")
-    texts = [name for name, kind in read.items() if isinstance(kind, Text)]
-    if texts and len(read) > 1:
-        remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
-        raise where.wrong("columns", "to hold a column of text alone", ", ".join(read), remedy)
+        raise where.wrong("columns", "to hold an input column", f"{len(columns)} ignored columns")
     if not isinstance(label, str) or not label:
-        raise where.wrong("label", "to be the name of a column", described(label), "name the column of the classes")
-    names = _texts(where, "classes", classes)
-    if len(names) < 2:
-        raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
-    require_unit(where, unit, max_rows, row_id)
-    person = unit if unit != ROW else None
-    for role, name in (("label", label), ("unit", person), ("row_id", row_id)):
-        if name in read:
-            remedy = f"remove it from columns: it is no input, because it is the {role}"
-            raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
-    if label in (person, row_id):
-        raise where.wrong("label", "to differ from the unit", repr(label), "name the column of the classes")
-    return Schema(read, label, names, unit, max_rows, row_id)
+        raise where.wrong("label", "to be the name of a column", described(label))
+    if (classes is None) == (bounds is None):
+        remedy = "list the label's allowed values; for a number, give data.table bounds, and train it by fit_head"
+        condition = "to be given" if classes is None else "to be absent next to bounds"
+        raise where.wrong("classes", condition, classes, remedy)
+    name, given = ("bounds", bounds) if classes is None else ("classes", classes)
+    _require_option(where, name, name, given)
+    names = () if classes is None else tuple(map(text_of, classes))
+    ends = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+    schema = Schema(read, label, names, unit, max_rows, row_id, ends)
+    schema.check(where)
+    return schema
 
 
 def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
@@ -217,97 +405,115 @@ def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | No
     if unit == ROW and max_rows is not None:
         remedy = "leave it out, or name the column that identifies a person as unit"
         raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
-    if unit != ROW and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+    if unit != ROW and not _is_whole(max_rows, 1):
         remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped. "
         remedy += f'If each person has one row, set unit = "row", and for a table row_id = "{unit}"'
         if unit.lower() in ("rows", "example", "examples"):  # hardly a column
             remedy = f'set unit = "row" to protect each row by itself; for a column {unit!r}, give max_rows'
         raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
-        raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id), "leave it out")
+        raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id))
 
 
-def _column(where: Where, name: str, table: Any) -> Bins | OneHot | Text | None:
-    """Return the codes of one declared column; None for a column that is ignored."""
+def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
+
+
+def _are_rising(values: Any, least: int, most: float = math.inf) -> bool:
+    """Return whether values are a list of so many finite numbers, each above the one before."""
+    are_numbers = is_list(values) and all(not isinstance(value, bool) and isinstance(value, Real) for value in values)
+    if not are_numbers or not least <= len(values) <= most:
+        return False
+    return all(map(math.isfinite, values)) and all(low < high for low, high in pairwise(values))
+
+
+def _are_values(values: Any, least: int = 1) -> bool:
+    """Return whether values are a list of at least so many texts, numbers or bools, of which no two are one text."""
+    if not is_list(values) or not all(isinstance(value, str | int | float) for value in values):
+        return False
+    texts = set(map(text_of, values))
+    return len(texts) == len(values) >= least and "" not in texts
+
+
+def _are_parts(values: Any) -> bool:
+    """Return whether values are a list of different parts of a date."""
+    return is_list(values) and 0 < len(values) == sum(part in values for part in _PARTS)
+
+
+_VALUES = "different texts, numbers or true and false, none of them empty"
+# What each option takes, and how an error says it.
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "as": (_are_parts, f"to be a list of {', '.join(_PARTS)}"),
+    "bins": (lambda value: _is_whole(value, 2, _MOST_BINS), f"to be an integer from 2 to {_MOST_BINS}"),
+    "bounds": (lambda value: _are_rising(value, 2, 2), "to be [low, high] of finite numbers, low < high"),
+    "classes": (lambda value: _are_values(value, 2), f"to be a list of at least two {_VALUES}"),
+    "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates"),
+    "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers"),
+    "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'"),
+    "length": (lambda value: _is_whole(value, 1), "to be an integer >= 1"),
+    "log": (lambda value: isinstance(value, bool), "to be true or false"),
+    "missing": (lambda value: value in ("error", "category"), 'to be "error" or "category"'),
+    "other": (lambda value: isinstance(value, bool), "to be true or false"),
+    "range": (lambda value: _are_rising(value, 2, 2), "to be [low, high] of finite numbers, low < high"),
+    "values": (_are_values, f"to be a list of {_VALUES}"),
+}
+_BINS: dict[str, Any] = {"range": ..., "bins": 16, "log": False}
+_DAYS: dict[str, Any] = {"kind": "days_between", "dates": ..., "format": None}
+_MISSING_IS: dict[str, Any] = {"missing": "error"}
+# The options of each kind with their defaults; ... for those that it needs.
+_KINDS: dict[str, dict[str, Any]] = {
+    "number": {"kind": "number", **_BINS, **_MISSING_IS},
+    "number with edges": {"kind": "number", "edges": ..., **_MISSING_IS},
+    "days_between": {**_DAYS, **_BINS, **_MISSING_IS},
+    "days_between with edges": {**_DAYS, "edges": ..., **_MISSING_IS},
+    "category": {"kind": "category", "values": ..., "other": False, **_MISSING_IS},
+    "date": {"kind": "date", "as": ..., "range": None, "format": None, **_MISSING_IS},
+    "text": {"kind": "text", "length": 2048},
+    "ignore": {"kind": "ignore"},
+}
+
+
+def _require_option(where: Where, place: str, key: str, value: Any) -> None:
+    suits, condition = _OPTIONS[key]
+    if not suits(value):
+        remedy = "take it from a codebook, a form or common knowledge, not from the data"
+        remedy = remedy if key in ("bounds", "classes", "edges", "range", "values") else ""
+        raise where.wrong(place, condition, described(None if value is ... else value), remedy)
+
+
+def _column(where: Where, name: str, table: Any) -> Column | None:
+    """Return a declared column, with all of its options; None for a column that is ignored."""
     place = f"columns.{name}"
-    if not isinstance(table, Mapping):
-        shown: object = table
+    if not is_table(table):
         remedy = 'give a table, such as { kind = "category", values = ["yes", "no"] }'
-        raise where.wrong(place, "to be a table with a kind", described(shown), remedy)
-    keys = cast("Mapping[str, Any]", table)
-    kind = keys.get("kind")
-    if not isinstance(kind, str) or kind not in _KEYS:
-        remedy = did_you_mean(kind, list(_KEYS), "choose one of these")
-        raise where.wrong(f"{place}.kind", f"to be one of {', '.join(_KEYS)}", repr(kind), remedy)
-    for key in keys:
-        if key not in _KEYS[kind]:
-            remedy = did_you_mean(key, _KEYS[kind], f"choose one of {', '.join(_KEYS[kind])}")
-            raise where.wrong(f"keys of {place}", f"to be known for kind {kind}", repr(key), remedy)
-    missing = keys.get("missing", "error")
-    if missing not in ("error", "category"):
-        remedy = 'with "category", missing values have a code of their own'
-        raise where.wrong(f"{place}.missing", 'to be "error" or "category"', repr(missing), remedy)
-    if kind == "number":
-        return _bins(where, place, keys, missing=missing == "category")
+        raise where.wrong(place, "to be a table with a kind", described(table), remedy)
+    kinds, kind = [one for one in _KINDS if " " not in one], table.get("kind")
+    if kind not in kinds:
+        raise where.wrong(f"{place}.kind", f"to be one of {', '.join(kinds)}", repr(kind), did_you_mean(kind, kinds))
+    by_edges = f"{kind} with edges"
+    of = by_edges if "edges" in table and by_edges in _KINDS else f"{kind}"
+    own: dict[str, Any] = {**_KINDS[of], **table}
+    for key, value in own.items():
+        if key not in _KINDS[of]:
+            remedy = did_you_mean(key, [*_KINDS[of]], f"choose one of {', '.join(_KINDS[of])}")
+            raise where.wrong(f"keys of {place}", f"to be known for kind {of}", repr(key), remedy)
+        if value != _KINDS[of][key] or value is ...:
+            _require_option(where, f"{place}.{key}", key, value)
+    own |= {key: list(own[key]) for key in ("as", "dates") if key in own}
+    years = own.get("range") if kind == "date" else None
+    if kind == "date" and (
+        ("year" in own["as"]) != bool(years) or any(year not in range(1, 10_000) for year in years or ())
+    ):
+        raise where.wrong(f"{place}.range", "to be the first and the last year if as has year, else absent", years)
     if kind == "category":
-        values, other = _texts(where, f"{place}.values", keys.get("values")), keys.get("other", False)
-        if not isinstance(other, bool):
-            raise where.wrong(f"{place}.other", "to be true or false", described(other), "others share a code if true")
-        return OneHot(values, other, missing == "category")
-    if kind == "text":
-        length = keys.get("length", 2048)
-        require_integer(where.function, f"{where.prefix}{place}.length", length, 1)
-        return Text(length)
-    return None
-
-
-def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -> Bins:
-    if ("range" in keys) == ("edges" in keys):
-        got = "range and edges" if "range" in keys else sorted(keys)
-        remedy = "give range = [low, high] with bins, or edges, from what is publicly known and not from the data"
-        raise where.wrong(place, "to have exactly one of range and edges", got, remedy)
-    log = keys.get("log", False)
-    if not isinstance(log, bool):
-        raise where.wrong(f"{place}.log", "to be true or false", described(log), "write log = true")
-    if "edges" in keys:
-        for key in {"bins", "log"} & keys.keys():
-            raise where.wrong(f"{place}.{key}", "to be absent next to edges", keys[key], "leave one of the two out")
-        edges = _numbers(where, f"{place}.edges", keys["edges"])
-        if len(edges) < 3 or any(low >= high for low, high in pairwise(edges)):
-            remedy = "give the ends of the range and an edge between, in rising order"
-            raise where.wrong(f"{place}.edges", "to be at least three rising numbers", keys["edges"], remedy)
-        return Bins(tuple(edges), missing)
-    ends = _numbers(where, f"{place}.range", keys["range"])
-    if len(ends) != 2 or ends[0] >= ends[1]:
-        raise where.wrong(f"{place}.range", "to be [low, high] with low < high", keys["range"], "correct it")
-    bins = keys.get("bins", 16)
-    require_integer(where.function, f"{where.prefix}{place}.bins", bins, 2)
-    if bins > _MOST_BINS:
-        raise where.wrong(f"{place}.bins", f"to be at most {_MOST_BINS}", bins, "give a number such as 16")
-    if log and ends[0] < 0:
-        raise where.wrong(f"{place}.range", "to begin at 0 or above for log = true", ends, "leave log out")
-    return Bins.equal(ends[0], ends[1], bins, log=log, missing=missing)
-
-
-def _numbers(where: Where, place: str, values: Any) -> list[float]:
-    shown: object = values
-    given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else [None]
-    for value in given:
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise where.wrong(place, "to be a list of finite numbers", described(shown), "correct it")
-    return [float(value) for value in given]
-
-
-def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
-    shown: object = values
-    given: Sequence[Any] = cast("Sequence[Any]", values) if isinstance(values, list | tuple) else []
-    if not given or any(not isinstance(value, str | int | float) for value in given):
-        remedy = "list the allowed values from a codebook or form, not from the data"
-        raise where.wrong(place, "to be a list of texts, numbers or true and false", described(shown), remedy)
-    texts = tuple(text_of(value) for value in given)
-    if double := [text for text in texts if texts.count(text) > 1]:
-        raise where.wrong(place, "to be different values", repr(double[0]), "list each value once")
-    if "" in texts:
-        remedy = 'leave it out, and set missing = "category" in the column for missing values'
-        raise where.wrong(place, "to be values that are not empty", list(texts), remedy)
-    return texts
+        own["values"] = list(map(text_of, own["values"]))
+    if "edges" in own:
+        own["edges"] = list(map(float, own["edges"]))
+    if "bins" in own:
+        (low, high), bins, log = (own.pop(key) for key in ("range", "bins", "log"))
+        if log and low < 0:
+            raise where.wrong(f"{place}.range", "to begin at 0 or above for log = true", low)
+        own["edges"] = list(Bins.equal(low, high, bins, log=log).edges)
+    if years:
+        own["range"] = list(map(int, years))
+    return None if kind == "ignore" else Column(name, own)
