@@ -379,9 +379,9 @@ def test_refused_files(tmp_path: Path):
         ),
         (lambda: ft.load_extractor(folder, modules={"small": ft.Hog()}), r"got 'small', a Hog; make it with"),
         (lambda: ft.load_extractor(folder, modules={"small": other}), "expected the digest of"),
-        (lambda: ft.load_extractor(tmp_path / "none", modules=given), "does not exist"),
+        (lambda: ft.load_extractor(tmp_path / "none", modules=given), "an undamaged .* got FileNotFoundError"),
         (lambda: ft.load_extractor(written(format=99), modules=given), "expected the format of .* to be 1, got 99"),
-        (lambda: ft.load_extractor(written(extractor={}), modules=given), "to be undamaged"),
+        (lambda: ft.load_extractor(written(extractor={}), modules=given), "to hold an undamaged extractor"),
         (
             lambda: ft.load_extractor(written(extractor={"class": "Hogg", "options": {}}), modules=given),
             r"expected the class to be defined, got Hogg; did you mean 'Hog'\?",
@@ -479,7 +479,7 @@ def test_refused_caches(tmp_path: Path):
         "features.npy to be undamaged": lambda folder: flip(folder / "features.npy"),
         "cache.json to be undamaged": lambda folder: (folder / "cache.json").write_text("{"),
         "blocks.jsonl to be undamaged": lambda folder: (folder / "blocks.jsonl").write_text("{}\n"),
-        "expected the format of": lambda folder: edit(folder / "cache.json", format=0),
+        "expected the format to be 0": lambda folder: edit(folder / "cache.json", format=0),
         "to be a cache or an empty folder": lambda folder: (folder / "cache.json").unlink(),
     }
     for index, (message, damage) in enumerate(damages.items()):
@@ -579,12 +579,11 @@ def test_refused_arguments():
         (lambda: ft.Whitened(ft.Hog(), rows), "Whitened: expected source to be given for bare rows"),
         (lambda: ft.Patches(rows), "Patches: expected source to be given for bare rows"),
         (lambda: ft.Patches(PUBLIC, source="more"), "Patches: expected source to be given once"),
-        (lambda: ft.Public(rows, " "), "Public: expected source to be a text"),
+        (lambda: ft.Public(rows, " "), "Public: expected source to say where"),
         (lambda: ft.Public(rows[:0], "nothing"), "Public: expected rows to be at least one"),
         (lambda: ft.Hog()(2 * rows - 1), "Hog: expected pixels to be in .0, 1., got -1 to .*; load pixels"),
         (lambda: ft.Hog()(rows[:, 0]), "Hog: expected rows to be images"),
         (lambda: ft.Hog()(rows[:0]), "Hog: expected rows to be at least one"),
-        (lambda: patches()(rows.expand(5, 3, SIZE, SIZE)), "Patches: expected rows to have 1 channels"),
         (lambda: ft.Patches(PUBLIC, size=13), "Patches: expected public images to be at least 13"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, keep=10**4), "Whitened: expected keep to be at most"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, power=0.6), "Whitened: expected power to be in"),
@@ -593,8 +592,6 @@ def test_refused_arguments():
         (lambda: ft.join(ft.Hog(), rows), "join: expected blocks"),  # pyright: ignore
         (lambda: ft.silhouettes(0), "silhouettes: expected n"),
         (lambda: ft.silhouettes(3, channels=2), "silhouettes: expected channels"),  # pyright: ignore
-        (lambda: ft.RandomFourier(3, 4, bandwidth=1.0)(torch.zeros(2, 4)), "RandomFourier: expected rows of 3 numbers"),
-        (lambda: ft.Frozen(nn.Identity(), 3, name="a", source="b"), "expected transform to be a function"),  # pyright: ignore
         (lambda: ft.Hog()(torch.full_like(rows, float("nan"))), "expected pixels to be in"),
     ]
     for call, message in wrong:

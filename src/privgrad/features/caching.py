@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -62,7 +62,7 @@ def cache(
     require_integer("cache", "block", block, 1)
     require_choice("cache", "dtype", _DTYPES.get(dtype, str(dtype)), tuple(_DTYPES.values()))
     data = rows.tensors[0] if isinstance(rows, TensorDataset) else rows
-    count = len(cast(Sequence[Any], data))
+    count = len(cast("Any", data))
     require_integer("cache", "the number of rows", count, 1)
     copies = Copies(extractor, count)
     return cached(extractor, data, folder, dtype=dtype, block=block, progress=progress, copies=copies)
@@ -70,7 +70,7 @@ def cache(
 
 def cached(
     extractor: Extractor,
-    data: Rows | Dataset[Any],
+    data: Any,
     folder: str | os.PathLike[str] | None,
     *,
     dtype: torch.dtype,
@@ -79,7 +79,7 @@ def cached(
     copies: Copies | None = None,
 ) -> Tensor:
     """Return features as `cache` does; rows are compared with public ones by `copies`, and public rows by none."""
-    count = len(cast(Sequence[Any], data))
+    count = len(data)
     with bars(shown=progress) as shown:
         task = shown.add_task("features", total=count, note="")
         if folder is None:
@@ -124,21 +124,17 @@ class _Folder:
         if (place / _HEADER).exists():
             self._open()
         elif (place / _FEATURES).exists():
-            got = f"{_FEATURES} without {_HEADER}"
-            raise expected("cache", str(place), "to be a cache or an empty folder", got, "give another folder")
+            raise expected("cache", f"{place}", "to be a cache or an empty folder", f"{_FEATURES} without {_HEADER}")
 
     def _open(self) -> None:
         try:
             header: dict[str, Any] = json.loads((self.place / _HEADER).read_text(encoding="utf-8"))
-            version = header["format"]
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise self._damaged(_HEADER, error) from error
-        if version != _FORMAT:
-            raise expected("cache", f"the format of {self.place}", f"to be {_FORMAT}", version, _REMEDY)
-        for name, words in (("extractor", "the extractor"), ("rows", "the number of rows"), ("dtype", "the dtype")):
-            if header.get(name) != self.facts[name]:
+        for name, value in {"format": _FORMAT, **self.facts}.items():
+            if header.get(name) != value:
                 condition = f"to be {header.get(name)}, as in {self.place}"
-                raise expected("cache", words, condition, self.facts[name], _REMEDY)
+                raise expected("cache", f"the {name.replace('rows', 'number of rows')}", condition, value, _REMEDY)
         self.block = int(header["block"])
         self.log.seek(0)
         content = self.log.read()
@@ -167,7 +163,7 @@ class _Folder:
         self.values = values
 
     def holds(self, index: int, start: int, digest: str) -> bool:
-        """Return whether a block is finished; raise PrivacyError if its rows or its features are others."""
+        """Return whether a block is finished; raise PrivacyError if its rows or its features have changed."""
         line = self.lines.get(index)
         if line is None or self.values is None or self.block is None:
             return False
@@ -219,13 +215,13 @@ def _locked(place: Path) -> Generator[IO[str]]:
 def _slice(data: Any, start: int, stop: int) -> Rows:
     if not isinstance(data, Dataset):
         return data[start:stop]
-    given = cast(Any, data)
-    items: list[Any] = [given[index] for index in range(start, min(stop, len(given)))]
+    given = cast("Any", data)
+    items = (given[index] for index in range(start, min(stop, len(given))))
     rows: list[Any] = [item[0] if isinstance(item, tuple | list) else item for item in items]
-    if isinstance(rows[0], Tensor):
-        require_alike("cache", rows)  # one float among bytes would turn all of them into floats
-        return torch.stack(rows)
-    return rows
+    if not isinstance(rows[0], Tensor):
+        return rows
+    require_alike("cache", rows)  # one float among bytes would turn all of them into floats
+    return torch.stack(rows)
 
 
 def _features(extractor: Extractor, rows: Rows, start: int, dtype: torch.dtype) -> Tensor:

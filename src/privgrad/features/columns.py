@@ -32,12 +32,10 @@ class Bins:
     missing: bool = False
 
     def __post_init__(self) -> None:
-        edges = tuple(self.edges)
-        rising = all(low < high for low, high in pairwise(edges))
-        if len(edges) < 3 or not rising or not all(map(math.isfinite, edges)):
-            condition = "to be at least three increasing finite numbers"
-            raise expected("Bins", "edges", condition, list(edges), "give the ends of the range and an edge between")
-        object.__setattr__(self, "edges", tuple(map(float, edges)))
+        edges = tuple(map(float, self.edges))
+        if len(edges) < 3 or not all(low < high for low, high in pairwise(edges)) or math.inf in map(abs, edges):
+            raise expected("Bins", "edges", "to be at least three increasing finite numbers", list(edges))
+        object.__setattr__(self, "edges", edges)
 
     @classmethod
     def equal(cls, low: float, high: float, bins: int = 16, *, log: bool = False, missing: bool = False) -> "Bins":
@@ -53,11 +51,10 @@ class Bins:
             PrivacyError: a number is out of its range.
         """
         require_integer("Bins.equal", "bins", bins, 2)
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            got = f"{low} and {high}"
-            raise expected("Bins.equal", "low and high", "to be finite, and low < high", got, "give a public range")
+        if not -math.inf < low < high < math.inf:
+            raise expected("Bins.equal", "low and high", "to be finite, and low < high", f"{low} and {high}")
         if log and low < 0:
-            raise expected("Bins.equal", "low", "to be >= 0 for log = True", low, "raise it, or leave log out")
+            raise expected("Bins.equal", "low", "to be >= 0 for log = True", low)
         ends = (math.log1p(low), math.log1p(high)) if log else (low, high)
         steps = [ends[0] + (ends[1] - ends[0]) * k / bins for k in range(1, bins)]
         inner = map(math.expm1, steps) if log else steps
@@ -77,14 +74,10 @@ class Bins:
         Raises:
             PrivacyError: the numbers have another shape, or one is NaN and `missing` is False.
         """
-        try:
-            values = torch.as_tensor(numbers, dtype=torch.float64)
-        except (TypeError, ValueError) as error:  # of texts or None, as csv.DictReader reads them
-            remedy = "convert each one by float, and a missing one to NaN; head.encode and data.table take texts"
-            raise expected("Bins", "numbers", "to be numbers", described(numbers), remedy) from error
-        if values.ndim != 1:
-            raise expected("Bins", "numbers", "to have shape (n,)", tuple(values.shape), "give one column")
+        values = torch.as_tensor(numbers, dtype=torch.float64)
         absent = values.isnan()
+        if values.ndim != 1:
+            raise expected("Bins", "numbers", "to have shape (n,)", tuple(values.shape))
         if not self.missing and bool(absent.any()):
             remedy = "fill it in, or set missing = True for a code of its own"
             raise expected("Bins", f"number {int(absent.nonzero()[0])}", "to be given", math.nan, remedy)
@@ -113,8 +106,7 @@ class OneHot:
     def __post_init__(self) -> None:
         values = tuple(self.values)
         if not values or len(set(values)) < len(values):
-            condition = "to be at least one value, all different"
-            raise expected("OneHot", "values", condition, list(values), "list each public category once")
+            raise expected("OneHot", "values", "to be at least one value, all different", list(values))
         object.__setattr__(self, "values", values)
 
     @property

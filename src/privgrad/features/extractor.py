@@ -43,9 +43,9 @@ class Public:
 
     def __post_init__(self) -> None:
         if not self.source.strip():
-            raise expected("Public", "source", "to be a text", described(self.source), "say where the rows come from")
+            raise expected("Public", "source", "to say where the rows come from", described(self.source))
         if len(self.rows) == 0:
-            raise expected("Public", "rows", "to be at least one", 0, "give public rows")
+            raise expected("Public", "rows", "to be at least one", 0)
 
 
 def marks_of(rows: Rows) -> Tensor:
@@ -153,10 +153,11 @@ class Extractor(nn.Module, ABC):
             return self._features(rows / 255 if rows.dtype == torch.uint8 else rows).float()
         name = type(self).__name__
         if len(rows) == 0:
-            raise expected(name, "rows", "to be at least one", 0, "give rows")
+            raise expected(name, "rows", "to be at least one", 0)
         if isinstance(rows, Tensor) and rows.ndim < 2:
             raise expected(name, "rows", "to have shape (n, ...)", tuple(rows.shape), "give one row as rows[None]")
-        if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        # One text would be taken letter by letter, and an array as the texts of its rows.
+        if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(rows[0], str)):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
@@ -227,10 +228,10 @@ class Extractor(nn.Module, ABC):
         if made.ndim != 2 or len(made) != len(rows) or not made.is_floating_point():
             got = f"{made.dtype} of shape {tuple(made.shape)}"
             condition = f"to be floating point, of shape ({len(rows)}, width)"
-            raise expected(type(self).__name__, "features", condition, got, "return one row for each row")
+            raise expected(type(self).__name__, "features", condition, got)
         if (row := first_infinite(made)) is not None:
             got = "inf or NaN in " + ("the first or the last row" if start is None else f"row {start + row}")
-            raise expected(type(self).__name__, "features", "to be finite", got, "check the rows for NaN")
+            raise expected(type(self).__name__, "features", "to be finite", got)
         return made.float()
 
     @property
@@ -292,7 +293,7 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
     """Return public rows with their source; raise PrivacyError if there is no source, or a second one."""
     if isinstance(public, Public):
         if source is not None:
-            raise expected(where, "source", "to be given once", source, "leave source out: the public rows have one")
+            raise expected(where, "source", "to be given once", source, "the public rows have one")
         return public
     if source is None:
         raise expected(where, "source", "to be given for bare rows", None, "say in a few words where they come from")

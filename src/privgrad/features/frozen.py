@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.errors import did_you_mean, expected, require_callable, require_choice, require_integer, require_positive
+from privgrad.errors import did_you_mean, expected, require_choice, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Rows, digest_of
 from privgrad.features.pretrained import pretrained
 from privgrad.features.text import texts_of
@@ -76,8 +76,8 @@ class FrozenText(Extractor):
         made = super().rebuilt(config, parts)
         made._load()
         if (found := digest_of("", made._model.state_dict())) != made.weights:
-            condition = f"to have digest {made.weights[:12]}"
-            raise expected("FrozenText", "the weights", condition, found[:12], f"restore those that {made.encoder} had")
+            remedy = f"restore those that {made.encoder} had"
+            raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
         return made
 
     def features(self, rows: Rows) -> Tensor:
@@ -165,8 +165,6 @@ class Frozen(Extractor):
         tolerance: float | None = None,
     ) -> None:
         require_integer("Frozen", "block", block, 1)
-        if transform is not None:
-            require_callable("Frozen", "transform", transform, "give a function of rows, or leave it out")
         for path, layer in named_modules(module):
             if isinstance(layer, _BATCH_NORMS) and getattr(layer, "running_mean", None) is None:
                 remedy = "set track_running_stats=True and load running statistics, or use GroupNorm"
@@ -204,11 +202,7 @@ class Frozen(Extractor):
         return hashlib.sha256(f"{super().digest()}\n{kinds}\n{name} {numbers}".encode()).hexdigest()
 
     def features(self, rows: Any) -> Tensor:
-        made: object = self.module(rows if self.transform is None else self.transform(rows))
-        if not isinstance(made, Tensor):
-            remedy = "wrap the network in a module that returns one tensor"
-            raise expected("Frozen", "the network's result", "to be a tensor", f"a {type(made).__name__}", remedy)
-        return made.flatten(1)
+        return self.module(rows if self.transform is None else self.transform(rows)).flatten(1)
 
 
 class RandomFourier(Extractor):
@@ -233,14 +227,13 @@ class RandomFourier(Extractor):
     def __init__(self, inputs: int, width: int, *, bandwidth: float, seed: int = 0) -> None:
         require_integer("RandomFourier", "inputs", inputs, 1)
         require_integer("RandomFourier", "width", width, 1)
-        require_positive("RandomFourier", "bandwidth", bandwidth, "give a typical distance of two rows")
+        require_positive("RandomFourier", "bandwidth", bandwidth)
         generator = torch.Generator().manual_seed(seed)
         directions = torch.randn(inputs, width, generator=generator) / bandwidth
         super().__init__("no data", directions=directions, shift=2 * math.pi * torch.rand(width, generator=generator))
         self.bandwidth = float(bandwidth)
 
     def features(self, rows: Any) -> Tensor:
-        directions, values = self.get_buffer("directions"), rows.flatten(1).float()
-        if values.shape[1] != len(directions):
-            raise expected("RandomFourier", "rows", f"of {len(directions)} numbers", values.shape[1], "correct inputs")
-        return math.sqrt(2 / directions.shape[1]) * torch.cos(values @ directions + self.get_buffer("shift"))
+        directions = self.get_buffer("directions")
+        turned = rows.flatten(1).float() @ directions + self.get_buffer("shift")
+        return math.sqrt(2 / directions.shape[1]) * torch.cos(turned)

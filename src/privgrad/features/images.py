@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,10 +35,8 @@ def silhouettes(n: int, size: int = 28, *, channels: Literal[1, 3] = 1, seed: in
     Raises:
         PrivacyError: a number is out of its range.
     """
-    _require("silhouettes", n, size, channels)
-    generator = torch.Generator().manual_seed(seed)
-    parts = [_silhouettes(min(_CHUNK, n - start), size, channels, generator) for start in range(0, n, _CHUNK)]
-    return Public(torch.cat(parts), f"{n:,} synthetic silhouettes (seed {seed})")
+    images = _drawn("silhouettes", _silhouettes, n, size, channels, seed)
+    return Public(images, f"{n:,} synthetic silhouettes (seed {seed})")
 
 
 def pink_noise(n: int, size: int = 28, *, channels: Literal[1, 3] = 1, seed: int = 0) -> Public:
@@ -45,25 +44,26 @@ def pink_noise(n: int, size: int = 28, *, channels: Literal[1, 3] = 1, seed: int
 
     Arguments, result and errors are as in `silhouettes`; the channels share half of their variance.
     """
-    _require("pink_noise", n, size, channels)
-    generator = torch.Generator().manual_seed(seed)
-    parts: list[Tensor] = []
-    for start in range(0, n, _CHUNK):
-        count = min(_CHUNK, n - start)
-        waves = _pink(count * channels, size, generator).view(count, channels, size, size)
-        if channels == 3:
-            waves = (waves + _pink(count, size, generator)[:, None]) / math.sqrt(2)
-        contrast = 0.1 + 0.2 * torch.rand(count, 1, 1, 1, generator=generator)
-        light = 0.3 + 0.4 * torch.rand(count, 1, 1, 1, generator=generator)
-        parts.append((light + contrast * waves).clamp(0, 1))
-    return Public(torch.cat(parts), f"{n:,} images of pink noise (seed {seed})")
+    return Public(_drawn("pink_noise", _noise, n, size, channels, seed), f"{n:,} images of pink noise (seed {seed})")
 
 
-def _require(where: str, n: int, size: int, channels: int) -> None:
+def _drawn(where: str, draw: Callable[..., Tensor], n: int, size: int, channels: int, seed: int) -> Tensor:
+    """Return n images of a few thousand at a time, which `draw` draws."""
     require_integer(where, "n", n, 1)
     require_integer(where, "size", size, 4)
     if channels not in (1, 3):
-        raise expected(where, "channels", "to be 1 or 3", channels, "give 1 for gray, 3 for color")
+        raise expected(where, "channels", "to be 1 or 3", channels)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([draw(min(_CHUNK, n - start), size, channels, generator) for start in range(0, n, _CHUNK)])
+
+
+def _noise(count: int, size: int, channels: int, generator: torch.Generator) -> Tensor:
+    waves = _pink(count * channels, size, generator).view(count, channels, size, size)
+    if channels == 3:
+        waves = (waves + _pink(count, size, generator)[:, None]) / math.sqrt(2)
+    contrast = 0.1 + 0.2 * torch.rand(count, 1, 1, 1, generator=generator)
+    light = 0.3 + 0.4 * torch.rand(count, 1, 1, 1, generator=generator)
+    return (light + contrast * waves).clamp(0, 1)
 
 
 def _pink(count: int, size: int, generator: torch.Generator, power: float = 1.0) -> Tensor:
@@ -142,7 +142,7 @@ class Patches(Extractor):
         images = require_images("Patches", given.rows)
         if min(images.shape[2:]) < size:
             got = f"{tuple(images.shape[2:])} pixels"
-            raise expected("Patches", "public images", f"to be at least {size} wide and high", got, "lower size")
+            raise expected("Patches", "public images", f"to be at least {size} wide and high", got)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(images), (_PATCHES,), generator=generator)
         tops = torch.randint(images.shape[2] - size + 1, (_PATCHES,), generator=generator)
@@ -155,8 +155,6 @@ class Patches(Extractor):
         values, vectors = eigen((patches - mean).T @ (patches - mean) / len(patches))
         whiten = (vectors * (values + 0.1).rsqrt()) @ vectors.T
         chosen = torch.randperm(len(patches), generator=generator)[:filters]
-        if len(chosen) < filters:
-            raise expected("Patches", "filters", f"to be at most {len(patches)}", filters, "lower filters")
         directions = F.normalize((patches[chosen] - mean) @ whiten, dim=1) @ whiten
         # A filter of sum 0 ignores the mean of a patch, so that one convolution computes all products.
         kernel = directions - directions.mean(1, keepdim=True)
@@ -171,9 +169,6 @@ class Patches(Extractor):
     def features(self, rows: Any) -> Tensor:
         images = require_images(type(self).__name__, rows)
         kernel: Tensor = self.get_buffer("kernel")
-        if images.shape[1] != kernel.shape[1] or min(images.shape[2:]) < self.size:
-            condition = f"to have {kernel.shape[1]} channels and at least {self.size} pixels each way"
-            raise expected("Patches", "rows", condition, tuple(images.shape[1:]), "give public images of the same kind")
         mean = F.avg_pool2d(images, self.size, 1).mean(1, keepdim=True)
         square = F.avg_pool2d(images.square(), self.size, 1).mean(1, keepdim=True)
         scale = ((square - mean.square()).clamp(min=0) + 0.01).rsqrt()
@@ -258,9 +253,9 @@ class Scattering(Extractor):
 
 def require_images(where: str, rows: Any) -> Tensor:
     """Return rows as float32 images; raise PrivacyError unless they are images in [0, 1], or bytes."""
-    if not isinstance(rows, Tensor) or rows.ndim != 4 or rows.shape[1] not in (1, 3):
-        got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-        raise expected(where, "rows", "to be images with 1 or 3 channels", got, "give (n, channels, height, width)")
+    if rows.ndim != 4 or rows.shape[1] not in (1, 3):
+        got, remedy = f"shape {tuple(rows.shape)}", "give (n, channels, height, width)"
+        raise expected(where, "rows", "to be images with 1 or 3 channels", got, remedy)
     images = rows.float() / 255 if rows.dtype == torch.uint8 else rows.float()
     if torch.compiler.is_exporting():  # an exported program cannot raise this error
         return images

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, file_problem, require_path
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
 
@@ -26,14 +26,12 @@ def require_place(
 
     With `overwrite`, a folder of which `is_own` says that it holds what the function wrote may be replaced.
     """
-    require_path(function, "folder", folder, "give the path of a new folder")
     if not isinstance(overwrite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise expected(function, "overwrite", "to be True or False", described(overwrite), "leave it out for a new one")
+        raise expected(function, "overwrite", "to be True or False", described(overwrite))  # "no" would replace it
     place = Path(folder)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return place
-    is_saved = place.is_dir() and is_own(place)
-    if is_saved and overwrite:
+    if (is_saved := place.is_dir() and is_own(place)) and overwrite:
         return place.resolve()  # a link to the folder stays a link
     condition = f"to be new, empty, or as {function} wrote it" if overwrite else "to be new or empty"
     got = f"{place}, which {'holds something else' if overwrite else 'exists'}"
@@ -122,26 +120,20 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
             has other weights.
     """
     place = Path(folder)
-    for name in (CONFIG, CONSTANTS):
-        if problem := file_problem(place / name):
-            remedy = "give the folder that save_extractor wrote"
-            raise expected("load_extractor", name, "to be readable", f"{place / name}, which {problem}", remedy)
-    remedy = "save the extractor again"
     try:
         content: dict[str, Any] = json.loads((place / CONFIG).read_text(encoding="utf-8"))
-        version, digest, config = content["format"], str(content["digest"]), content["extractor"]
-        constants: dict[str, Tensor] = safetensors().load_file(place / CONSTANTS)
-    except Exception as error:  # safetensors raises errors of its own
-        raise expected("load_extractor", str(place), "to hold an undamaged extractor", error, remedy) from error
-    if version != FORMAT:
-        raise expected("load_extractor", f"the format of {place}", f"to be {FORMAT}", version, remedy)
-    try:
-        made = _filled(_rebuilt(config, modules or {}), constants)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise expected("load_extractor", f"the config in {place}", "to be undamaged", error, remedy) from error
-    if made.digest() != digest:
-        remedy = "give the same networks as before, and load with the version of privgrad that saved"
-        raise expected("load_extractor", f"the digest of {place}", f"to be {digest}", made.digest(), remedy)
+        if content["format"] != FORMAT:
+            raise expected("load_extractor", f"the format of {place}", f"to be {FORMAT}", content["format"])
+        made = _filled(_rebuilt(content["extractor"], modules or {}), safetensors().load_file(place / CONSTANTS))
+        if made.digest() != content["digest"]:
+            remedy = "give the same networks as before, and load with the version of privgrad that saved"
+            name, condition = f"the digest of {place}", f"to be {content['digest']}"
+            raise expected("load_extractor", name, condition, made.digest(), remedy)
+    except PrivacyError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        got, remedy = f"{type(error).__name__}: {error}", "give the folder that save_extractor wrote"
+        raise expected("load_extractor", f"{place}", "to hold an undamaged extractor", got, remedy) from error
     return made
 
 

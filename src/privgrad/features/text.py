@@ -31,10 +31,8 @@ def word_sequences(counts: Tensor, n: int, length: int, *, seed: int = 0) -> Pub
     require_integer("word_sequences", "n", n, 1)
     require_integer("word_sequences", "length", length, 1)
     require_integer("word_sequences", "seed", seed, 0)
-    shaped = isinstance(counts, Tensor) and counts.dim() == 1  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not shaped or not counts.numel() or bool((counts < 0).any()) or not bool((counts > 0).any()):
-        condition = "to be of shape (vocabulary,), >= 0"
-        raise expected("word_sequences", "counts", condition, described(counts), "count each id in public text")
+    if counts.dim() != 1 or bool((counts < 0).any()) or not bool((counts > 0).any()):
+        raise expected("word_sequences", "counts", "to be of shape (vocabulary,), >= 0, not all 0", described(counts))
     drawn = torch.multinomial(counts.double(), n * length, True, generator=torch.Generator().manual_seed(seed))
     return Public(drawn.view(n, length), f"{n:,} sequences of words drawn by public frequencies (seed {seed})")
 
@@ -53,8 +51,6 @@ def text_rows(texts: Sequence[str], length: int) -> Tensor:
     require_integer("text_rows", "length", length, 1)
     rows = np.zeros((len(texts), length), np.uint8)
     for row, text in zip(rows, texts, strict=True):
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected("text_rows", "texts", "to be texts", described(text), "convert each row by str(...)")
         content = text.replace("\0", " ").encode("utf-8", "replace")[:length]
         row[: len(content)] = np.frombuffer(content, np.uint8)
     return torch.from_numpy(rows.view(np.int8))
@@ -106,14 +102,14 @@ class TfIdf(Extractor):
         require_integer("TfIdf", "vocabulary", vocabulary, 1)
         require_choice("TfIdf", "analyzer", analyzer, get_args(Analyzer))
         if len(ngrams) != 2 or not 1 <= ngrams[0] <= ngrams[1]:
-            raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams), "give (1, 1) for words")
+            raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams))
         known = public_rows("TfIdf", public, source)
         settings: dict[str, Any] = {"ngrams": list(ngrams), "analyzer": analyzer, "sublinear": sublinear}
         counter = _counter(settings, max_features=vocabulary)
         try:
             counts = counter.fit_transform(texts_of(known.rows))
         except ValueError as error:  # an empty vocabulary
-            raise expected("TfIdf", "the public texts", "to hold words", error, "give public texts") from error
+            raise expected("TfIdf", "the public texts", "to hold words", error) from error
         documents = torch.from_numpy((counts > 0).sum(0)).flatten()
         idf = ((1 + len(known.rows)) / (1 + documents)).log().float() + 1
         super().__init__(known.source, idf=idf, marks=marks_of(known.rows))

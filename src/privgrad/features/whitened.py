@@ -36,16 +36,15 @@ class Scaled(Extractor):
         start, end = start + torch.zeros_like(end), end + torch.zeros_like(start)  # of one shape
         if start.ndim > 1 or not bool((start.isfinite() & end.isfinite() & (start < end)).all()):
             got = f"{start.tolist()} and {end.tolist()}"
-            raise expected("Scaled", "low and high", "to be finite, and low < high", got, "give public bounds")
+            raise expected("Scaled", "low and high", "to be finite, and low < high", got)
         super().__init__(source, low=start, high=end)
 
     def features(self, rows: Any) -> Tensor:
         low, high = self.get_buffer("low"), self.get_buffer("high")
         if not isinstance(rows, Tensor):
             raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", "give a tensor or an array")
-        if low.ndim and rows.shape[1:] != low.shape:
-            shape = tuple(rows.shape)
-            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", shape, "give one column for each bound")
+        if low.ndim and rows.shape[1:] != low.shape:  # one column would be scaled by all bounds
+            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", tuple(rows.shape))
         moved = (2 * rows.float() - low - high) / (high - low)
         return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))
 
@@ -110,8 +109,7 @@ class Whitened(Extractor):
             post-processing. Nothing is subtracted, as the mean of the rows was not released.
         """
         if moment.ndim != 2 or moment.shape[0] != moment.shape[1] or not torch.equal(moment, moment.T):
-            remedy = "give the result of release_second_moment"
-            raise expected("Whitened", "moment", "to be a symmetric matrix", tuple(moment.shape), remedy)
+            raise expected("Whitened", "moment", "to be a symmetric matrix", tuple(moment.shape))
         made = cls.__new__(cls)
         mean = torch.zeros(len(moment))
         made._finish(extractor, PRIVATE_MOMENT, mean, eigen(moment.float()), len(moment), power, ridge, keep)
@@ -130,12 +128,12 @@ class Whitened(Extractor):
     ) -> None:
         """Scale the directions by (l + ridge * mean l) ** -power, and keep at most `most` of them."""
         if not 0 <= power <= 0.5:
-            raise expected("Whitened", "power", "to be in [0, 0.5]", power, "give 0.375")
-        require_positive("Whitened", "ridge", ridge, "give 0.3")
+            raise expected("Whitened", "power", "to be in [0, 0.5]", power)
+        require_positive("Whitened", "ridge", ridge)
         chosen = most if keep is None else keep
         require_integer("Whitened", "keep", chosen, 1)
         if chosen > most:
-            raise expected("Whitened", "keep", f"to be at most {most}", chosen, "lower keep, or give more public rows")
+            raise expected("Whitened", "keep", f"to be at most {most}", chosen, "give more public rows")
         values, vectors = eigenpairs
         scales = (values + ridge * values.sum() / most) ** -power
         directions = (vectors * scales)[:, :chosen].contiguous()
@@ -187,14 +185,14 @@ def join(*blocks: Any) -> Tensor | Extractor:
     weights = [weight for _, weight in pairs]
     for weight in weights:
         if weight is not None:
-            require_positive("join", "a weight", weight, "leave out a block that must not count")
+            require_positive("join", "a weight", weight)
     parts = [part for part, _ in pairs]
     if parts and all(isinstance(part, Extractor) for part in parts):
         return Joined(parts, weights)
     shapes = [tuple(part.shape) if isinstance(part, Tensor) else described(part) for part in parts]
     if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
         condition = "to be at least one tensor, all of shape (n, width), or extractors only"
-        raise expected("join", "blocks", condition, f"shapes {shapes}", "give the codes of the same rows")
+        raise expected("join", "blocks", condition, f"shapes {shapes}")
     return _joined(parts, weights)
 
 
@@ -208,7 +206,7 @@ def unit_rows(rows: Tensor) -> Tensor:
     """
     if not rows.is_floating_point() or rows.ndim < 2:
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
-        raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got, "convert it by .float()")
+        raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got)
     norms = rows.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
     return rows / torch.where(norms > 0, norms, 1.0)
 
