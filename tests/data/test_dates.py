@@ -1,6 +1,5 @@
 """Dates, days between two of them, labels that are numbers, and tables in memory: from rows to predictions."""
 
-import csv
 import math
 import random
 import sqlite3
@@ -11,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_own_data import BY_ROW, spec, visits, write_csv
+from test_own_data import COLUMNS as OTHERS
 
 import privgrad as pg
 from privgrad import data
 from privgrad.data.findings import raw_findings
 from privgrad.data.table import row_codes
+from privgrad_lab.build import make_data
+from privgrad_lab.load_spec import check_spec
 
 COLUMNS: dict[str, Any] = {
     "admitted": {"kind": "date", "as": ["year", "month", "weekday"], "range": [2020, 2026], "missing": "category"},
@@ -38,14 +41,6 @@ def rows_of(count: int) -> list[dict[str, Any]]:
         )
     found[3]["admitted"] = ""
     return found
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def load(given: Any, **changes: Any) -> data.DataSet:
@@ -104,7 +99,7 @@ def test_the_days_between_two_dates_are_a_number():
 
 def test_a_saved_head_codes_new_dates_as_the_training(tmp_path: Path):
     rows = rows_of(240)
-    loaded = load(written(tmp_path / "visits.csv", rows))
+    loaded = load(write_csv(tmp_path / "visits.csv", rows))
     assert loaded.input_shape == (8 + 13 + 8 + 5 + 2,)
     head = pg.fit_head(*loaded.train.tensors, classes=loaded.classes, schema=loaded.schema, progress=False, **FACTS)
     head.save(tmp_path / "head")
@@ -129,7 +124,7 @@ def test_all_formats_give_the_same_dates(tmp_path: Path):
     pa, pq = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     pd, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
     rows = rows_of(40)
-    expected = load(written(tmp_path / "a.csv", rows)).train.tensors[0]
+    expected = load(write_csv(tmp_path / "a.csv", rows)).train.tensors[0]
     timed = [
         row | {name: datetime.fromisoformat(row[name]) if row[name] else None for name in ("admitted", "left")}
         for row in rows
@@ -144,7 +139,7 @@ def test_all_formats_give_the_same_dates(tmp_path: Path):
     for given, changes in (
         (tmp_path / "a.parquet", {}),
         (tmp_path / "a.db", {"table": "visits"}),
-        (written(tmp_path / "b.csv", german), {"columns": formed}),
+        (write_csv(tmp_path / "b.csv", german), {"columns": formed}),
         (held, {}),
         (pd.DataFrame(timed), {}),
         (datasets.Dataset.from_list(timed), {}),
@@ -222,7 +217,7 @@ def test_wrong_dates_are_one_clear_error_and_a_finding_each(tmp_path: Path):
     rows[5]["left"], rows[7]["left"] = "soon", ""
     needed = {"stay": {"kind": "days_between", "dates": ["admitted", "left"], "range": [0, 40]}}
     own = {name: OWN[name] for name in ("label", "classes", "unit")}
-    path = written(tmp_path / "a.csv", rows)
+    path = write_csv(tmp_path / "a.csv", rows)
     for columns, message in (
         (needed, "row 4, column 'stay' of a.csv to have a value, got ' to "),
         (COLUMNS, "row 6, column 'stay' of a.csv to be two dates, got '2.* to soon'; write dates as 2026-01-31"),
@@ -266,3 +261,11 @@ def test_labels_that_are_numbers_train_a_head(tmp_path: Path):
     ):
         with pytest.raises(pg.PrivacyError, match=message):
             table(rows, **(own | {"columns": {"stay": COLUMNS["stay"]}} | changes))
+
+
+def test_an_experiment_refuses_a_label_that_is_a_number(tmp_path: Path):
+    write_csv(tmp_path / "visits.csv", visits())
+    own = {name: value for name, value in BY_ROW.items() if name != "classes"}
+    own |= {"columns": {"ward": OTHERS["ward"]}, "label": "age", "bounds": [0, 120]}
+    with pytest.raises(pg.PrivacyError, match="fit_head"):
+        make_data(check_spec(spec({"file": "visits.csv", **own, "test_share": 0.25}), tmp_path / "own.toml"))

@@ -91,7 +91,7 @@ def by_user(
     require_integer("by_user", "minimum", minimum, 1)
     columns = list(tensors.tensors if isinstance(tensors, TensorDataset) else tensors)
     if isinstance(tensors, Tensor) or not all(isinstance(column, Tensor) for column in columns):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got = ", ".join(sorted({type(column).__name__ for column in columns}))
+        got = ", ".join(sorted({type(column).__name__ for column in columns} - {"Tensor"})) or "Tensor"
         remedy = "give a tuple of tensors, for instance (torch.as_tensor(inputs), labels)"
         raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)
     named = list(users)

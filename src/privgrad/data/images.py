@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
-from privgrad.data.read_rows import is_datasets_folder, read_columns
+from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import (
     ROW,
     Fault,
@@ -150,7 +150,8 @@ def units_of(
     report("image_folder", f"column {FILE_NAME!r} of {source}", faults, names)
     keys, faults = read_names(texts, unique=False)
     report("image_folder", f"column {unit!r} of {source}", faults, texts)
-    if left := [name for name in by_name if name not in {*names}]:
+    listed = set(names)
+    if left := [name for name in by_name if name not in listed]:
         remedy = "add its row, or move the image out of the folder"
         raise expected("image_folder", source, "to have a row for each image", f"no row for {left[0]!r}", remedy)
     return [(key, [by_name[names[row]] for row in rows[:max_rows]]) for key, rows in rows_by_key(keys).items()]
@@ -160,9 +161,6 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     if not folder.is_dir():
         got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
         raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got, "correct the path")
-    if is_datasets_folder(folder):
-        remedy = "declare columns, label and classes, and leave size out"
-        raise expected("image_folder", "path", "to be a folder of images", f"the data set {folder}", remedy)
     present = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
     place = f"sub-folders of {folder.name}"
     for name in present:

@@ -80,14 +80,9 @@ def records_of(frame: Frame) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def is_datasets_folder(path: Path) -> bool:
-    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
-    return all((path / name).is_file() for name in _HF_FILES)
-
-
 def _require_table(function: str, path: Path) -> None:
     if path.is_dir():
-        if not is_datasets_folder(path):
+        if not all((path / name).is_file() for name in _HF_FILES):
             is_dict = (path / "dataset_dict.json").is_file()  # of DatasetDict.save_to_disk: one folder per part
             remedy = "give the folder of one part, such as mydata/train" if is_dict else "give a file"
             condition = f"to be a folder with {' and '.join(_HF_FILES)}, as save_to_disk writes it"

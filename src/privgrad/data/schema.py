@@ -441,7 +441,7 @@ def _are_parts(values: Any) -> bool:
 
 
 _VALUES = "different texts, numbers or true and false, none of them empty"
-# What each option takes, and how an error says it.
+# The values that each option takes, and how an error says it.
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "as": (_are_parts, f"to be a list of {', '.join(_PARTS)}"),
     "bins": (lambda value: _is_whole(value, 2, _MOST_BINS), f"to be an integer from 2 to {_MOST_BINS}"),

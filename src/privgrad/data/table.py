@@ -41,12 +41,12 @@ def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[
     """
     given = [rows] if isinstance(rows, Mapping) else rows
     for number, row in enumerate(given, start=1):
-        if not isinstance(row, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not schemas.is_table(row):
             raise expected(function, f"row {number}", "to be a dict by column name", described(row))
         if lacking := [name for name in schema.inputs if name not in row]:
             others = [f"{name}" for name in row if name not in schema.inputs]
-            remedy = did_you_mean(lacking[0], others, "give every input column; None is a missing value")
-            got = f"no column {', '.join(map(repr, lacking))}"
+            got, remedy = f"no column {', '.join(map(repr, lacking))}", "give every input column; None is missing"
+            remedy = did_you_mean(lacking[0], others, remedy)
             raise expected(function, f"row {number}", "to have the columns of the training", got, remedy)
     texts = {name: [schemas.text_of(row[name]) for row in given] for name in schema.inputs}
     return _codes(schema, {name: _taken(function, "the rows", one, texts) for name, one in schema.columns.items()})
@@ -135,7 +135,7 @@ def table(
     validation_share: Share = 0.0,
     split_key: str = "",
     table: str | None = None,
-    bounds: tuple[float, float] | None = None,
+    bounds: Sequence[float] | None = None,
 ) -> DataSet:
     """Load a table of your own, by a schema that you declare; docs/own-data.md lists its rules.
 
@@ -249,18 +249,15 @@ def require_training(function: str, name: str, unit: str, parts: Mapping[Part, S
 
 
 def divided(
-    name: str,
-    units: Iterable[tuple[str | bytes, Any]],
-    *,
-    every: int | None = None,
-    split_key: str,
-    test_share: float,
-    validation_share: float,
+    name: str, units: Iterable[tuple[str | bytes, Any]], *, every: int | None = None, **split: Any
 ) -> dict[Part, list[Any]]:
-    """Return the rows of the units of each part; raise PrivacyError if `every` is given, and an id is no integer."""
+    """Return the rows of the units of each part, by the arguments of `part_of`.
+
+    It raises PrivacyError if `every` is given, and an id is no integer.
+    """
     parts: dict[Part, list[Any]] = {"train": [], "validation": [], "test": []}
     for key, rows in units:
-        part = _part_of(key, split_key, test_share, validation_share)
+        part = _part_of(key, **split)
         if every is not None:
             try:
                 part = "test" if int(key) % every == every - 1 else part
@@ -284,13 +281,13 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
         Adding or removing another unit does not change the part. How many units a part has is private.
     """
     require_split(Where("part_of"), None, test_share, validation_share, split_key)
-    return _part_of(schemas.person_of(unit) if isinstance(unit, str) else unit, split_key, test_share, validation_share)
+    name = schemas.person_of(unit) if isinstance(unit, str) else unit
+    return _part_of(name, test_share=test_share, validation_share=validation_share, split_key=split_key)
 
 
-def _part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:
-    """Return the part of a unit, as `part_of` does, for checked numbers."""
+def _part_of(unit: str | bytes, *, test_share: float, validation_share: float, split_key: str) -> Part:
     content = unit.encode("utf-8", "surrogatepass") if isinstance(unit, str) else unit
-    place = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key.encode()).digest()) / 2**64
+    place = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=split_key.encode()).digest()) / 2**64
     if place < test_share:
         return "test"
     return "validation" if place < test_share + validation_share else "train"

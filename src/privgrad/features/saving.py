@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_path
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
 
@@ -28,6 +28,7 @@ def require_place(
     """
     if not isinstance(overwrite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise expected(function, "overwrite", "to be True or False", described(overwrite))  # "no" would replace it
+    require_path(function, "folder", folder)
     place = Path(folder)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return place
