@@ -129,6 +129,9 @@ def make_data(spec: Spec) -> DataSet:
     if spec.data.elsewhere is not None:
         loaded = with_other_public(loaded, load(spec.data.elsewhere, spec.model.encoder))
     loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    if loaded.schema is not None and loaded.schema.bounds is not None:
+        remedy = "train it in Python, by data.table and fit_head with bounds"
+        raise expected("make_data", "the label", "to be a class", f"a number within {loaded.schema.bounds}", remedy)
     _require_suited(spec, loaded)
     for method in spec.methods:
         if method.needs_public:
