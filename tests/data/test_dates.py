@@ -110,7 +110,7 @@ def test_a_saved_head_codes_new_dates_as_the_training(tmp_path: Path):
     assert torch.equal(again.predict_proba(rows), head.predict_proba(loaded.train.tensors[0]))
     alone = {"admitted": datetime(2024, 2, 29, 13), "left": "2024-03-04", "ward": "north"}
     assert again.predict(alone).shape == (1,)
-    with pytest.raises(pg.PrivacyError, match="row 1 to have the columns of the training, got no column 'left'"):
+    with pytest.raises(pg.PrivacyError, match="row 1 to be a dict with the columns of the training, got no column 'left'"):
         again.predict({name: value for name, value in alone.items() if name != "left"})
     with pytest.raises(pg.PrivacyError, match="row 1, column 'admitted' of the rows to be a date, got 'in May'"):
         again.predict(alone | {"admitted": "in May"})

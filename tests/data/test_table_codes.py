@@ -162,7 +162,7 @@ GOOD: dict[str, Any] = {"age": 71, "cost": 1.5, "stay": 4, "ward": "north", "smo
         ({**GOOD, "age": "old"}, "column 'age' of the rows to be a number, got 'old'"),
         ({**GOOD, "age": [71]}, "column 'age' of the rows to be a single value, got '<a list>'"),
         ({"aeg": 71, **{k: v for k, v in GOOD.items() if k != "age"}}, "got no column 'age'; did you mean 'aeg'?"),
-        ([GOOD, 7], "row 2 to be a dict by column name, got 7"),
+        ([GOOD, 7], "row 2 to be a dict with the columns of the training, got 7"),
         (iter([GOOD]), "give list\\(rows\\)"),
         (torch.zeros(1, 5), "give a list of dicts by column name"),
     ],

@@ -41,14 +41,9 @@ class RawFinding:
 
 
 def raw_findings(path: Path, *, table: str | None = None, **declaration: Any) -> list[RawFinding]:
-    """Return what a table holds that needs a decision before a training.
+    """Return what a table holds that needs a decision before a training; `declaration` is that of `data.table`.
 
-    The arguments are as in `data.table`; `declaration` holds those of `schema_of`.
-
-    Raises:
-        PrivacyError: the declaration is wrong, or the file is absent, damaged or lacks a column.
-    Privacy:
-        NOT private. A rule that is changed because of a finding depends on the private rows; the remedies say so.
+    NOT private. A rule that is changed because of a finding depends on the private rows; the remedies say so.
     """
     schema, texts = _texts(path, table, declaration)
     found: list[RawFinding] = []
@@ -78,14 +73,9 @@ def _texts(path: Path, table: str | None, declaration: Mapping[str, Any]) -> tup
 def raw_image_findings(
     folder: Path, *, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any = None
 ) -> list[RawFinding]:
-    """Return the images of a folder that cannot be read, all of them, and those that are copies of others.
+    """Return the images of a folder that cannot be read, all of them, and those that are copies of others. NOT private.
 
     The arguments are as in `data.image_folder`, which checks the form of the folder.
-
-    Raises:
-        PrivacyError: the declaration is wrong, or Pillow is missing.
-    Privacy:
-        NOT private. The number of damaged files is private too.
     """
     require_images(Where("doctor"), classes, size, channels, unit, max_rows)
     require_pillow()
@@ -170,15 +160,10 @@ class RawSize:
 
 
 def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, Any] | None) -> RawSize:
-    """Return the sizes of a table, also of one with rows that a training refuses.
+    """Return the sizes of a table, also of one with rows that a training refuses. NOT private.
 
     `declared` holds the arguments of `schema_of`, and `table`. `split` holds the arguments of `data.table` in SPLIT
     that were given; it is None for the file that is the test part.
-
-    Raises:
-        PrivacyError: the declaration is wrong, or the file is absent, damaged or lacks a column.
-    Privacy:
-        NOT private.
     """
     schema, texts = _texts(path, declared.get("table"), {key: declared[key] for key in declared if key != "table"})
     keys = keys_of(schema, texts)[0]
@@ -197,15 +182,7 @@ def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, 
 
 
 def raw_folder_size(folder: Path, declared: Mapping[str, Any], split: Mapping[str, Any] | None) -> RawSize:
-    """Return the sizes of a folder of images, also of one with damaged images.
-
-    `declared` holds the arguments of `data.image_folder`; `split` is as in `raw_table_size`.
-
-    Raises:
-        PrivacyError: the folder has another form than `image_folder` takes.
-    Privacy:
-        NOT private.
-    """
+    """Return the sizes of a folder of images, damaged ones too; `declared` holds the arguments of `image_folder`."""
     unit, classes = declared["unit"], declared["classes"]
     units = units_of(folder, classes, unit, None)
     found = {image.label for _, images in units for image in images}
@@ -215,11 +192,7 @@ def raw_folder_size(folder: Path, declared: Mapping[str, Any], split: Mapping[st
 
 
 def raw_count_findings(size: RawSize, num_examples: object) -> list[RawFinding]:
-    """Return what is wrong with a public count for the training part of a file; nothing if it suits, or is no number.
-
-    Privacy:
-        NOT private. No remedy names a number that comes from the data.
-    """
+    """Return what is wrong with a public count for a training part. NOT private; no remedy names a private number."""
     if size.training is None or isinstance(num_examples, bool) or not isinstance(num_examples, int):
         return []
     units, far = size.kind if size.units is None else "persons", _FAR[size.units is not None]
@@ -236,8 +209,8 @@ def raw_count_findings(size: RawSize, num_examples: object) -> list[RawFinding]:
 
 def _training(name: str, keys: Iterable[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
     where, test, every = Where("doctor"), split.get("test"), split.get("test_every")
-    shares = {part: split.get(part, 0.0) for part in ("test_share", "validation_share")}
-    by: dict[str, Any] = {**shares, "split_key": split.get("split_key", "")}
+    by: dict[str, Any] = {"test_share": 0.0, "validation_share": 0.0, "split_key": ""}
+    by |= {name: split[name] for name in by if name in split}
     require_split(where, test, **by)
-    require_every(where, every, identifier, test, shares["test_share"])
+    require_every(where, every, identifier, test, by["test_share"])
     return len(divided(name, ((key, None) for key in keys), every=every, **by)["train"])

@@ -31,15 +31,11 @@ class Frame(Protocol):
 def read_columns(
     function: str, given: Any, names: Sequence[str], *, table: str | None = None, others: bool = False
 ) -> tuple[str, dict[str, list[str]]]:
-    """Return the name of a table for errors, and the texts of each named column; see `schema.text_of`.
+    """Return the name of a table for errors, and the texts of each named column, or also of the `others`.
 
-    Args:
-        function: for errors.
-        given: a file, whose suffix decides its format; a folder of Hugging Face datasets; a DataFrame of pandas or
-            polars; a Table of pyarrow; or a dict of columns.
-        names: of the columns.
-        table: of an SQLite file.
-        others: whether to return all other columns, too.
+    It is a file, whose suffix decides its format, a folder of Hugging Face datasets, a DataFrame of pandas or polars, a
+    Table of pyarrow, or a dict of columns. `table` names the table of an SQLite file.
+
     Raises:
         PrivacyError: the file is absent or damaged, a named column is not there or there twice, there are no rows, or a
             package is not installed.

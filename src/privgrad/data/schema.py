@@ -27,6 +27,7 @@ PathLike = str | os.PathLike[str]
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 ROW = "row"  # the unit of a table whose every row is protected by itself
+_DATE = re.compile(r"\d{4}-\d\d-\d\d\b")
 _WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
 # Marks of a missing value, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
 _NOBODY = {
@@ -148,15 +149,10 @@ _WRONG: dict[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A declared column: `read` finds its values and its faults, and `encode` returns the codes of the values.
+    """A declared column: `read` finds its values and its faults, and `encode` returns the codes of the values."""
 
-    Attributes:
-        name: of the column, for errors.
-        declared: the kind and all options, as JSON holds them. All of it is public.
-    """
-
-    name: str
-    declared: Mapping[str, Any]
+    name: str  # for errors
+    declared: Mapping[str, Any]  # the kind and all options, as JSON holds them; public
 
     @property
     def kind(self) -> str:
@@ -218,10 +214,8 @@ class Column:
                     values[-1] = self._value(*texts)
                 except (ValueError, OverflowError):
                     wrong.append(row)
-        remedy = "fill it in with a public constant, or leave the row out"
-        if "missing" in self.declared:
-            remedy = 'fill it in with a public constant, or set missing = "category" before training'
-        remedy = "they have a code of their own" if has_missing else remedy
+        cure = 'set missing = "category" before training' if "missing" in self.declared else "leave the row out"
+        remedy = "they have a code of their own" if has_missing else f"fill it in with a public constant, or {cure}"
         faults = [
             Fault("no single value", "to be a single value", several, "split it into columns of one value each"),
             Fault("missing", "to have a value", missing, remedy, "code" if has_missing else "error"),
@@ -229,7 +223,7 @@ class Column:
         if wrong:
             what, condition, remedy = _WRONG[self.kind]
             remedy = did_you_mean(rows[wrong[0]][0], known, "they share a code" if has_other else remedy)
-            if self.kind == "number" and _is_date(rows[wrong[0]][0]):
+            if self.kind == "number" and _DATE.match(rows[wrong[0]][0]):
                 remedy = 'set kind = "date", or kind = "days_between" for the days between two dates'
             condition = condition.format(", ".join(known))
             faults.append(Fault(what, condition, wrong, remedy, "code" if has_other else "error"))
@@ -262,13 +256,6 @@ class Column:
                 raise ValueError(text)
             case _:
                 return text
-
-
-def _is_date(text: str) -> bool:
-    try:
-        return bool(date_of(text))
-    except ValueError:
-        return False
 
 
 def rows_by_key(keys: Iterable[Any]) -> dict[Any, list[int]]:
@@ -371,26 +358,21 @@ def schema_of(
     row_id: str | None = None,
     bounds: Any = None,
 ) -> Schema:
-    """Return the checked schema of a table; raise PrivacyError if the declaration is incomplete or contradicts itself.
-
-    The arguments are as in `data.table`.
-    """
-    if not is_table(columns) or not columns:
-        remedy = 'declare each input column, such as age = { kind = "number", range = [0, 100] }'
-        raise where.wrong("columns", "to be a table of columns", described(columns), remedy)
+    """Return the schema of a table, by arguments of `data.table`; raise PrivacyError if they do not make one."""
+    _require_option(where, "columns", "columns", columns)
     read = {name: column for name in columns if (column := _column(where, name, columns[name])) is not None}
     if not read:
         raise where.wrong("columns", "to hold an input column", f"{len(columns)} ignored columns")
-    if not isinstance(label, str) or not label:
-        raise where.wrong("label", "to be the name of a column", described(label))
+    _require_option(where, "label", "label", label)
     if (classes is None) == (bounds is None):
         remedy = "list the label's allowed values; for a number, give data.table bounds, and train it by fit_head"
         condition = "to be given" if classes is None else "to be absent next to bounds"
         raise where.wrong("classes", condition, classes, remedy)
-    name, given = ("bounds", bounds) if classes is None else ("classes", classes)
-    _require_option(where, name, name, given)
-    names = () if classes is None else tuple(map(text_of, classes))
-    ends = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+    if classes is not None:
+        _require_option(where, "classes", "classes", classes)
+    else:
+        _require_option(where, "bounds", "bounds", bounds)
+    names, ends = tuple(map(text_of, classes or ())), bounds and (float(bounds[0]), float(bounds[1]))
     schema = Schema(read, label, names, unit, max_rows, row_id, ends)
     schema.check(where)
     return schema
@@ -398,10 +380,7 @@ def schema_of(
 
 def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
     """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
-    if not isinstance(unit, str) or not unit:
-        remedy = 'with "row", a person with several rows is protected less; with a column, they are protected together'
-        condition = 'to be "row" or the name of the column that identifies a person'
-        raise where.wrong("unit", condition, described(unit), remedy)
+    _require_option(where, "unit", "unit", unit)
     if unit == ROW and max_rows is not None:
         remedy = "leave it out, or name the column that identifies a person as unit"
         raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
@@ -413,6 +392,10 @@ def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | No
         raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
         raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id))
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
@@ -435,27 +418,34 @@ def _are_values(values: Any, least: int = 1) -> bool:
     return len(texts) == len(values) >= least and "" not in texts
 
 
-def _are_parts(values: Any) -> bool:
-    """Return whether values are a list of different parts of a date."""
-    return is_list(values) and 0 < len(values) == sum(part in values for part in _PARTS)
-
-
+_PUBLIC = "take it from a codebook, a form or common knowledge, not from the data"
+_OF_UNITS = 'with "row", a person with several rows is protected less; with a column, they are protected together'
+_SUCH = 'such as age = { kind = "number", range = [0, 100] }'
+_ENDS = "to be [low, high] of finite numbers, low < high"
 _VALUES = "different texts, numbers or true and false, none of them empty"
 # The values that each option takes, and how an error says it.
-_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "as": (_are_parts, f"to be a list of {', '.join(_PARTS)}"),
-    "bins": (lambda value: _is_whole(value, 2, _MOST_BINS), f"to be an integer from 2 to {_MOST_BINS}"),
-    "bounds": (lambda value: _are_rising(value, 2, 2), "to be [low, high] of finite numbers, low < high"),
-    "classes": (lambda value: _are_values(value, 2), f"to be a list of at least two {_VALUES}"),
-    "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates"),
-    "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers"),
-    "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'"),
-    "length": (lambda value: _is_whole(value, 1), "to be an integer >= 1"),
-    "log": (lambda value: isinstance(value, bool), "to be true or false"),
-    "missing": (lambda value: value in ("error", "category"), 'to be "error" or "category"'),
-    "other": (lambda value: isinstance(value, bool), "to be true or false"),
-    "range": (lambda value: _are_rising(value, 2, 2), "to be [low, high] of finite numbers, low < high"),
-    "values": (_are_values, f"to be a list of {_VALUES}"),
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "as": (
+        lambda value: is_list(value) and 0 < len(value) == sum(part in value for part in _PARTS),
+        f"to be a list of {', '.join(_PARTS)}",
+        "",
+    ),
+    "bins": (lambda value: _is_whole(value, 2, _MOST_BINS), f"to be an integer from 2 to {_MOST_BINS}", ""),
+    "bounds": (lambda value: _are_rising(value, 2, 2), _ENDS, _PUBLIC),
+    "classes": (lambda value: _are_values(value, 2), f"to be a list of at least two {_VALUES}", _PUBLIC),
+    "columns": (lambda value: is_table(value) and len(value) > 0, "to be a table of columns", _SUCH),
+    "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates", ""),
+    "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers", _PUBLIC),
+    "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'", ""),
+    "label": (_is_name, "to be the name of a column", ""),
+    "length": (lambda value: _is_whole(value, 1), "to be an integer >= 1", ""),
+    "log": (lambda value: isinstance(value, bool), "to be true or false", ""),
+    "missing": (lambda value: value in ("error", "category"), 'to be "error" or "category"', ""),
+    "other": (lambda value: isinstance(value, bool), "to be true or false", ""),
+    "range": (lambda value: _are_rising(value, 2, 2), _ENDS, _PUBLIC),
+    "table": (is_table, "to be a table with a kind", _SUCH),
+    "unit": (_is_name, 'to be "row" or the name of the column that identifies a person', _OF_UNITS),
+    "values": (_are_values, f"to be a list of {_VALUES}", _PUBLIC),
 }
 _BINS: dict[str, Any] = {"range": ..., "bins": 16, "log": False}
 _DAYS: dict[str, Any] = {"kind": "days_between", "dates": ..., "format": None}
@@ -474,19 +464,15 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def _require_option(where: Where, place: str, key: str, value: Any) -> None:
-    suits, condition = _OPTIONS[key]
+    suits, condition, remedy = _OPTIONS[key]
     if not suits(value):
-        remedy = "take it from a codebook, a form or common knowledge, not from the data"
-        remedy = remedy if key in ("bounds", "classes", "edges", "range", "values") else ""
         raise where.wrong(place, condition, described(None if value is ... else value), remedy)
 
 
 def _column(where: Where, name: str, table: Any) -> Column | None:
     """Return a declared column, with all of its options; None for a column that is ignored."""
     place = f"columns.{name}"
-    if not is_table(table):
-        remedy = 'give a table, such as { kind = "category", values = ["yes", "no"] }'
-        raise where.wrong(place, "to be a table with a kind", described(table), remedy)
+    _require_option(where, place, "table", table)
     kinds, kind = [one for one in _KINDS if " " not in one], table.get("kind")
     if kind not in kinds:
         raise where.wrong(f"{place}.kind", f"to be one of {', '.join(kinds)}", repr(kind), did_you_mean(kind, kinds))

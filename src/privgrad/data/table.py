@@ -41,13 +41,12 @@ def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[
     """
     given = [rows] if isinstance(rows, Mapping) else rows
     for number, row in enumerate(given, start=1):
-        if not schemas.is_table(row):
-            raise expected(function, f"row {number}", "to be a dict by column name", described(row))
-        if lacking := [name for name in schema.inputs if name not in row]:
-            others = [f"{name}" for name in row if name not in schema.inputs]
-            got, remedy = f"no column {', '.join(map(repr, lacking))}", "give every input column; None is missing"
-            remedy = did_you_mean(lacking[0], others, remedy)
-            raise expected(function, f"row {number}", "to have the columns of the training", got, remedy)
+        present = list(row) if schemas.is_table(row) else []
+        if lacking := [name for name in schema.inputs if name not in present]:
+            others = [f"{name}" for name in present if name not in schema.inputs]
+            remedy = did_you_mean(lacking[0], others, "None is a missing value")
+            got = f"no column {', '.join(map(repr, lacking))}" if present else described(row)
+            raise expected(function, f"row {number}", "to be a dict with the columns of the training", got, remedy)
     texts = {name: [schemas.text_of(row[name]) for row in given] for name in schema.inputs}
     return _codes(schema, {name: _taken(function, "the rows", one, texts) for name, one in schema.columns.items()})
 
@@ -109,15 +108,9 @@ def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0)
 
 def declaration_of(schema: Schema) -> dict[str, Any]:
     """Return the schema for JSON, as `schema_of` takes it. All of it is declared, and so public."""
-    return {
-        "columns": {name: column.declared for name, column in schema.columns.items()},
-        "label": schema.label,
-        "classes": list(schema.classes) or None,
-        "unit": schema.unit,
-        "max_rows": schema.max_rows,
-        "row_id": schema.row_id,
-        **({} if schema.bounds is None else {"bounds": list(schema.bounds)}),
-    }
+    own = {name: value for name, value in vars(schema).items() if name != "bounds" or value is not None}
+    columns = {name: column.declared for name, column in schema.columns.items()}
+    return own | {"columns": columns, "classes": list(schema.classes) or None}
 
 
 def table(

@@ -127,10 +127,8 @@ class _Folder:
             raise expected("cache", f"{place}", "to be a cache or an empty folder", f"{_FEATURES} without {_HEADER}")
 
     def _open(self) -> None:
-        try:
+        with self._undamaged(_HEADER):
             header: dict[str, Any] = json.loads((self.place / _HEADER).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise self._damaged(_HEADER, error) from error
         for name, value in {"format": _FORMAT, **self.facts}.items():
             if header.get(name) != value:
                 condition = f"to be {header.get(name)}, as in {self.place}"
@@ -139,25 +137,21 @@ class _Folder:
         self.log.seek(0)
         content = self.log.read()
         finished = content[: content.rfind("\n") + 1]
-        for line in finished.splitlines():
-            try:
+        with self._undamaged(_BLOCKS):
+            for line in finished.splitlines():
                 found = json.loads(line)
                 self.lines[found["block"]] = {"data": found["data"], "features": found["features"]}
-            except (ValueError, KeyError, TypeError) as error:
-                raise self._damaged(_BLOCKS, error) from error
         # The process may have ended while it wrote a line; that block is computed again.
         self.log.truncate(len(finished.encode()))
         self._map(int(header["width"]), create=not self.lines)
 
     def _map(self, width: int, *, create: bool) -> None:
         path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
-        try:
+        with self._undamaged(_FEATURES):
             if create:
                 path.touch(mode=0o600)  # the features are as private as the data
                 np.lib.format.open_memmap(path, mode="w+", dtype=self.facts["dtype"], shape=shape)
             values = np.load(path, mmap_mode="r+", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise self._damaged(_FEATURES, error) from error
         if values.shape != shape or values.dtype != self.facts["dtype"]:
             raise self._damaged(_FEATURES, f"{values.dtype} of shape {values.shape}")
         self.values = values
@@ -194,6 +188,13 @@ class _Folder:
     def features(self) -> Tensor:
         """Return all features, memory-mapped; changes stay in memory."""
         return torch.from_numpy(np.load(self.place / _FEATURES, mmap_mode="c", allow_pickle=False))
+
+    @contextmanager
+    def _undamaged(self, name: str) -> Generator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(name, error) from error
 
     def _damaged(self, name: str, problem: object) -> PrivacyError:
         return expected("cache", str(self.place / name), "to be undamaged", problem, _REMEDY)
