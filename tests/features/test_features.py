@@ -175,8 +175,8 @@ def test_planted_faults_are_refused(fault: str, count: int):
 
 
 def test_batch_statistics_of_networks_are_refused_or_switched_off():
-    with pytest.raises(pg.PrivacyError, match="layer '1' to have running statistics"):
-        frozen(nn.BatchNorm2d(6, track_running_stats=False))
+    with pytest.raises(pg.PrivacyError, match="Frozen: expected each row's features to depend on that row only"):
+        frozen(nn.BatchNorm2d(6, track_running_stats=False))(images(5))
     for norm in (nn.GroupNorm(3, 6), nn.InstanceNorm2d(6)):
         frozen(norm)(images(5))
     extractor, rows = frozen(), images(40)
@@ -580,7 +580,7 @@ def test_refused_arguments():
         (lambda: ft.Patches(rows), "Patches: expected source to be given for bare rows"),
         (lambda: ft.Patches(PUBLIC, source="more"), "Patches: expected source to be given once"),
         (lambda: ft.Public(rows, " "), "Public: expected source to say where"),
-        (lambda: ft.Public(rows[:0], "nothing"), "Public: expected rows to be at least one"),
+        (lambda: ft.Whitened(ft.Hog(), rows[:0], source="nothing"), "Hog: expected rows to be at least one"),
         (lambda: ft.Hog()(2 * rows - 1), "Hog: expected pixels to be in .0, 1., got -1 to .*; load pixels"),
         (lambda: ft.Hog()(rows[:, 0]), "Hog: expected rows to be images"),
         (lambda: ft.Hog()(rows[:0]), "Hog: expected rows to be at least one"),

@@ -45,16 +45,12 @@ class Bins:
             low: lower end of the range, finite.
             high: upper end of the range, finite and above `low`.
             bins: number of bins, >= 2.
-            log: whether widths are equal for log(1 + x), for numbers with a heavy tail; `low` is then >= 0.
+            log: whether widths are equal for log(1 + x), for numbers with a heavy tail; `low` is then above -1.
             missing: as in Bins.
         Raises:
             PrivacyError: a number is out of its range.
         """
         require_integer("Bins.equal", "bins", bins, 2)
-        if not -math.inf < low < high < math.inf:
-            raise expected("Bins.equal", "low and high", "to be finite, and low < high", f"{low} and {high}")
-        if log and low < 0:
-            raise expected("Bins.equal", "low", "to be >= 0 for log = True", low)
         ends = (math.log1p(low), math.log1p(high)) if log else (low, high)
         steps = [ends[0] + (ends[1] - ends[0]) * k / bins for k in range(1, bins)]
         inner = map(math.expm1, steps) if log else steps

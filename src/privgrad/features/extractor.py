@@ -32,7 +32,7 @@ class Public:
         rows: shape (n, ...), or texts. No row may come from the private data.
         source: a few words for the ledger, such as "6,000 synthetic silhouettes (seed 0)".
     Raises:
-        PrivacyError: there are no rows, or the source is empty.
+        PrivacyError: the source is empty.
     Privacy:
         The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
         and `fit_head` refuse private rows of which most are among the public ones.
@@ -44,8 +44,6 @@ class Public:
     def __post_init__(self) -> None:
         if not self.source.strip():
             raise expected("Public", "source", "to say where the rows come from", described(self.source))
-        if len(self.rows) == 0:
-            raise expected("Public", "rows", "to be at least one", 0)
 
 
 def marks_of(rows: Rows) -> Tensor:

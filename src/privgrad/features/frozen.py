@@ -24,7 +24,6 @@ Pooling = Literal["mean", "cls", "last"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}  # eight bits of precision, over the depth of the network
 _STEP = 16  # tokens; texts are padded to a multiple
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FrozenText(Extractor):
@@ -146,7 +145,8 @@ class Frozen(Extractor):
         tolerance: see Extractor. None: 1e-6 for float64, 1e-5 for float32, 2e-2 for float16 and bfloat16, by the
             least precise parameter.
     Raises:
-        PrivacyError: a layer normalizes by statistics of the batch even in evaluation mode, or an argument is wrong.
+        PrivacyError: an argument is wrong; or, as the first rows come, a layer normalizes by statistics of the batch
+            even in evaluation mode.
     Privacy:
         The network must not have been trained on the private rows.
     """
@@ -165,10 +165,6 @@ class Frozen(Extractor):
         tolerance: float | None = None,
     ) -> None:
         require_integer("Frozen", "block", block, 1)
-        for path, layer in named_modules(module):
-            if isinstance(layer, _BATCH_NORMS) and getattr(layer, "running_mean", None) is None:
-                remedy = "set track_running_stats=True and load running statistics, or use GroupNorm"
-                raise expected("Frozen", f"layer {path!r}", "to have running statistics", None, remedy)
         super().__init__(source)
         self.module, self.transform, self.name, self.block = module, transform, name, block
         types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
