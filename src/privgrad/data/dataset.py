@@ -106,9 +106,8 @@ def by_user(
     rows = rows_by_key(keys).values()
     kept = sorted((own for own in rows if len(own) >= minimum), key=len, reverse=True)
     if not kept:
-        raise expected(
-            "by_user", "the most examples of a user", f"to be at least {minimum}", max(map(len, rows), default=0)
-        )
+        most = max(map(len, rows), default=0)
+        raise expected("by_user", "the most examples of a user", f"to be at least {minimum}", most)
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
     place_UM = torch.tensor([(own + own[:1] * cap)[:cap] for own in kept])
     return TensorDataset(*(column[place_UM] for column in columns), count_U)

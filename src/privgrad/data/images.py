@@ -8,20 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import (
-    ROW,
-    Fault,
-    PathLike,
-    Positive,
-    Where,
-    is_list,
-    read_names,
-    repeated,
-    require_unit,
-    rows_by_key,
-)
+from privgrad.data.schema import ROW, Fault, PathLike, Positive, Where
 from privgrad.data.table import Share, divided, report, require_split, require_training
 from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
 from privgrad.plugins import optional
@@ -116,13 +106,13 @@ def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
 
 def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
     """Raise PrivacyError unless the declaration of a folder is complete."""
-    are_names = is_list(classes) and all(isinstance(name, str) and name for name in classes)
+    are_names = schemas.is_a(classes, list, tuple) and all(isinstance(name, str) and name for name in classes)
     if not are_names or len(set(classes)) < max(2, len(classes)):
         raise where.wrong("classes", "to be at least two different names", described(classes), "list the sub-folders")
     require_integer(where.function, f"{where.prefix}size", size, 1)
     if isinstance(channels, bool) or channels not in (1, 3):
         raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
-    require_unit(where, unit, max_rows)
+    schemas.require_unit(where, unit, max_rows)
     if unit == FILE_NAME:
         raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), "name the column of persons")
 
@@ -145,16 +135,16 @@ def units_of(
     remedy = f"give the path from {folder.name}, such as '{next(iter(by_name))}', or leave the row out"
     faults = [
         Fault("no image", "to be an image in a class's folder", unknown, remedy),
-        Fault("a repeated image", "to differ from earlier rows", repeated(names), "leave one out"),
+        Fault("a repeated image", "to differ from earlier rows", schemas.repeated(names), "leave one out"),
     ]
     report("image_folder", f"column {FILE_NAME!r} of {source}", faults, names)
-    keys, faults = read_names(texts, unique=False)
+    keys, faults = schemas.read_names(texts, unique=False)
     report("image_folder", f"column {unit!r} of {source}", faults, texts)
     listed = set(names)
     if left := [name for name in by_name if name not in listed]:
         remedy = "add its row, or move the image out of the folder"
         raise expected("image_folder", source, "to have a row for each image", f"no row for {left[0]!r}", remedy)
-    return [(key, [by_name[names[row]] for row in rows[:max_rows]]) for key, rows in rows_by_key(keys).items()]
+    return [(key, [by_name[names[row]] for row in rows[:max_rows]]) for key, rows in schemas.rows_by_key(keys).items()]
 
 
 def _files(folder: Path, classes: Sequence[str]) -> list[Image]:

@@ -2,13 +2,13 @@
 
 import csv
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from privgrad.data.schema import is_table, text_of
+from privgrad.data.schema import is_a, text_of
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.plugins import optional
 
@@ -156,7 +156,9 @@ def _arrow(function: str, path: Path) -> Any:
 
 def _held(table: Any, choose: Choose) -> Columns:
     """Read a table in memory. The names of its columns may be numbers."""
-    own: list[Any] = list(table if is_table(table) else getattr(table, "column_names", None) or list(table.columns))
+    own: list[Any] = list(
+        table if is_a(table, Mapping) else getattr(table, "column_names", None) or list(table.columns)
+    )
     present = [f"{name}" for name in own]
     kinds = getattr(table, "features", {})  # of a Dataset
     plain = table.with_format(None) if kinds else table

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from numbers import Integral, Number, Real
 from typing import Annotated, Any, Literal, NamedTuple
@@ -42,14 +42,9 @@ _MOST_BINS = 10_000
 _SECONDS = 86_400  # of a day
 
 
-def is_list(value: Any) -> bool:
-    """Return whether a value is a list or a tuple; the type of its items stays Any."""
-    return isinstance(value, list | tuple)
-
-
-def is_table(value: Any) -> bool:
-    """Return whether a value is a mapping; the types of its items stay Any."""
-    return isinstance(value, Mapping)
+def is_a(value: Any, *kinds: Any) -> bool:
+    """Return what `isinstance` does, for a value whose items stay Any."""
+    return isinstance(value, kinds)
 
 
 def person_of(text: str) -> str:
@@ -75,7 +70,7 @@ def key_of_user(user: Hashable) -> Hashable | None:
     """
     given: Any = user
     value: Any = given.item() if isinstance(user, Tensor | np.generic) else given
-    if is_list(value):
+    if is_a(value, list, tuple):
         keys = tuple(map(key_of_user, value))
         return None if None in keys else keys
     is_text = isinstance(value, str | Number)
@@ -101,8 +96,8 @@ def text_of(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer():
         return f"{int(value)}"
-    if is_list(value) or is_table(value) or isinstance(value, bytes | bytearray | set | frozenset):
-        return NoText(f"<a {value.__class__.__name__}>")
+    if is_a(value, bytes, bytearray, list, tuple, Mapping, set):
+        return NoText(f"<a {type(value).__name__}>")
     return f"{value}".strip()
 
 
@@ -198,21 +193,21 @@ class Column:
     def read(self, table: Mapping[str, Sequence[str]]) -> tuple[list[Any], list[Fault]]:
         """Return the value of each row, None where it is missing, and all faults, from the texts of a table."""
         has_other, has_missing = self.declared.get("other"), self.declared.get("missing") == "category"
-        known = self.declared.get("values", ())
+        known, value_of, is_text = self.declared.get("values", ()), self._reader(), self.kind == "text"
         values: list[Any] = []
         several, missing, wrong = list[int](), list[int](), list[int]()
         rows = list(zip(*(table[source] for source in self.sources), strict=True))
         for row, texts in enumerate(rows):
             values.append(texts[0] if has_other else None)
-            if any(isinstance(text, NoText) for text in texts):
+            if NoText in map(type, texts):
                 several.append(row)
-            elif self.kind != "text" and texts[0] not in known and any(map(is_missing, texts)):
+            elif not is_text and any(map(is_missing, texts)) and texts[0] not in known:
                 missing.append(row)
                 values[-1] = None
             else:
                 try:
-                    values[-1] = self._value(*texts)
-                except (ValueError, OverflowError):
+                    values[-1] = value_of(*texts)
+                except (KeyError, ValueError, OverflowError):
                     wrong.append(row)
         cure = 'set missing = "category" before training' if "missing" in self.declared else "leave the row out"
         remedy = "they have a code of their own" if has_missing else f"fill it in with a public constant, or {cure}"
@@ -234,28 +229,40 @@ class Column:
             faults.append(Fault(f"outside of {ends[0]:g} to {ends[-1]:g}", "", outside, remedy, "warning"))
         return values, faults
 
-    def shown(self, table: Mapping[str, Sequence[str]]) -> list[str]:
+    def shown(self, table: Mapping[str, Sequence[str]]) -> Sequence[str]:
         """Return what each row of a table holds, for errors and findings."""
-        return list(map(" to ".join, zip(*(table[source] for source in self.sources), strict=True)))
+        first, *others = (table[source] for source in self.sources)
+        return list(map(" to ".join, zip(first, *others, strict=True))) if others else first
 
-    def _value(self, *texts: str) -> Any:
-        """Return the value of a row; raise ValueError for texts without one."""
-        text, form = texts[0], self.declared.get("format")
+    def _reader(self) -> Callable[..., Any]:
+        """Return the function from the texts of a row to its value; it raises an error for texts without one."""
+        values: Sequence[str] = self.declared.get("values", ())
         match self.kind:
             case "number" | "bounded":
-                if "_" in text or math.isnan(float(text)):  # "1_000" is a number for Python alone
-                    raise ValueError(text)
-                return float(text)
+                return _number
             case "date":
-                return date_of(text, form)
+                return partial(date_of, form=self.declared["format"])
             case "days_between":
-                dates = (date_of(one, form) for one in texts)
-                start, end = (date if date.tzinfo else date.replace(tzinfo=UTC) for date in dates)
-                return (end - start).total_seconds() / _SECONDS
-            case "category" | "class" if text not in self.declared["values"]:
-                raise ValueError(text)
+                return partial(_days, form=self.declared["format"])
+            case "category":
+                return dict(zip(values, values, strict=True)).__getitem__
+            case "class":
+                return {name: number for number, name in enumerate(values)}.__getitem__
             case _:
-                return text
+                return str
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if "_" in text or math.isnan(number):  # "1_000" is a number for Python alone
+        raise ValueError(text)
+    return number
+
+
+def _days(*texts: str, form: str | None) -> float:
+    dates = (date_of(text, form) for text in texts)
+    start, end = (date if date.tzinfo else date.replace(tzinfo=UTC) for date in dates)
+    return (end - start).total_seconds() / _SECONDS
 
 
 def rows_by_key(keys: Iterable[Any]) -> dict[Any, list[int]]:
@@ -404,7 +411,9 @@ def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
 
 def _are_rising(values: Any, least: int, most: float = math.inf) -> bool:
     """Return whether values are a list of so many finite numbers, each above the one before."""
-    are_numbers = is_list(values) and all(not isinstance(value, bool) and isinstance(value, Real) for value in values)
+    are_numbers = is_a(values, list, tuple) and all(
+        not isinstance(value, bool) and isinstance(value, Real) for value in values
+    )
     if not are_numbers or not least <= len(values) <= most:
         return False
     return all(map(math.isfinite, values)) and all(low < high for low, high in pairwise(values))
@@ -412,7 +421,7 @@ def _are_rising(values: Any, least: int, most: float = math.inf) -> bool:
 
 def _are_values(values: Any, least: int = 1) -> bool:
     """Return whether values are a list of at least so many texts, numbers or bools, of which no two are one text."""
-    if not is_list(values) or not all(isinstance(value, str | int | float) for value in values):
+    if not is_a(values, list, tuple) or not all(isinstance(value, str | int | float) for value in values):
         return False
     texts = set(map(text_of, values))
     return len(texts) == len(values) >= least and "" not in texts
@@ -426,14 +435,14 @@ _VALUES = "different texts, numbers or true and false, none of them empty"
 # The values that each option takes, and how an error says it.
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "as": (
-        lambda value: is_list(value) and 0 < len(value) == sum(part in value for part in _PARTS),
+        lambda value: is_a(value, list, tuple) and 0 < len(value) == sum(part in value for part in _PARTS),
         f"to be a list of {', '.join(_PARTS)}",
         "",
     ),
     "bins": (lambda value: _is_whole(value, 2, _MOST_BINS), f"to be an integer from 2 to {_MOST_BINS}", ""),
     "bounds": (lambda value: _are_rising(value, 2, 2), _ENDS, _PUBLIC),
     "classes": (lambda value: _are_values(value, 2), f"to be a list of at least two {_VALUES}", _PUBLIC),
-    "columns": (lambda value: is_table(value) and len(value) > 0, "to be a table of columns", _SUCH),
+    "columns": (lambda value: is_a(value, Mapping) and len(value) > 0, "to be a table of columns", _SUCH),
     "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates", ""),
     "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers", _PUBLIC),
     "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'", ""),
@@ -443,7 +452,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "missing": (lambda value: value in ("error", "category"), 'to be "error" or "category"', ""),
     "other": (lambda value: isinstance(value, bool), "to be true or false", ""),
     "range": (lambda value: _are_rising(value, 2, 2), _ENDS, _PUBLIC),
-    "table": (is_table, "to be a table with a kind", _SUCH),
+    "table": (lambda value: is_a(value, Mapping), "to be a table with a kind", _SUCH),
     "unit": (_is_name, 'to be "row" or the name of the column that identifies a person', _OF_UNITS),
     "values": (_are_values, f"to be a list of {_VALUES}", _PUBLIC),
 }

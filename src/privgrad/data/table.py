@@ -30,7 +30,7 @@ _EQUAL = 1e-2  # relative difference of codes in half precision
 
 def is_rows(values: Any) -> bool:
     """Return whether values are one row by column name, or a list of such rows."""
-    return schemas.is_table(values[0] if schemas.is_list(values) and values else values)
+    return schemas.is_a(values[0] if schemas.is_a(values, list, tuple) and values else values, Mapping)
 
 
 def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Tensor:
@@ -41,7 +41,7 @@ def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[
     """
     given = [rows] if isinstance(rows, Mapping) else rows
     for number, row in enumerate(given, start=1):
-        present = list(row) if schemas.is_table(row) else []
+        present = list(row) if schemas.is_a(row, Mapping) else []
         if lacking := [name for name in schema.inputs if name not in present]:
             others = [f"{name}" for name in present if name not in schema.inputs]
             remedy = did_you_mean(lacking[0], others, "None is a missing value")
@@ -302,8 +302,7 @@ def _read(schema: Schema, given: Any, table: str | None) -> _Content:
     units = [(key, [row]) for row, key in enumerate(keys)]
     if schema.by_person:
         units = [(key, rows[: schema.max_rows]) for key, rows in schemas.rows_by_key(keys).items()]
-    targets = torch.tensor([schema.classes.index(label) for label in labels] if schema.classes else labels)
-    return _Content(source, _codes(schema, values), targets, units)
+    return _Content(source, _codes(schema, values), torch.tensor(labels), units)
 
 
 def keys_of(schema: Schema, texts: Texts) -> tuple[list[str], list[Fault]]:
