@@ -19,6 +19,7 @@ from privgrad.data.findings import raw_findings
 from privgrad.data.table import row_codes
 from privgrad_lab.build import make_data
 from privgrad_lab.load_spec import check_spec
+from privgrad_lab.runner import train
 
 COLUMNS: dict[str, Any] = {
     "admitted": {"kind": "date", "as": ["year", "month", "weekday"], "range": [2020, 2026], "missing": "category"},
@@ -110,7 +111,9 @@ def test_a_saved_head_codes_new_dates_as_the_training(tmp_path: Path):
     assert torch.equal(again.predict_proba(rows), head.predict_proba(loaded.train.tensors[0]))
     alone = {"admitted": datetime(2024, 2, 29, 13), "left": "2024-03-04", "ward": "north"}
     assert again.predict(alone).shape == (1,)
-    with pytest.raises(pg.PrivacyError, match="row 1 to be a dict with the columns of the training, got no column 'left'"):
+    with pytest.raises(
+        pg.PrivacyError, match="row 1 to be a dict with the columns of the training, got no column 'left'"
+    ):
         again.predict({name: value for name, value in alone.items() if name != "left"})
     with pytest.raises(pg.PrivacyError, match="row 1, column 'admitted' of the rows to be a date, got 'in May'"):
         again.predict(alone | {"admitted": "in May"})
@@ -261,6 +264,16 @@ def test_labels_that_are_numbers_train_a_head(tmp_path: Path):
     ):
         with pytest.raises(pg.PrivacyError, match=message):
             table(rows, **(own | {"columns": {"stay": COLUMNS["stay"]}} | changes))
+
+
+@pytest.mark.usefixtures("by_rdp_here")
+def test_an_experiment_trains_on_dates(tmp_path: Path):
+    write_csv(tmp_path / "visits.csv", rows_of(60))
+    made = check_spec(spec({"file": "visits.csv", **OWN, "test_share": 0.25}), tmp_path / "own.toml")
+    (record,) = train(made, tmp_path / "out", progress=False)
+    assert 0 <= record["test_accuracy"] <= 1
+    told = raw_findings(tmp_path / "visits.csv", **OWN)
+    assert {one.what for one in told if one.column == "admitted"} == {"missing"}
 
 
 def test_an_experiment_refuses_a_label_that_is_a_number(tmp_path: Path):
