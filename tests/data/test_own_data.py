@@ -351,6 +351,7 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
     (tmp_path / "dict").mkdir()
     (tmp_path / "dict" / "dataset_dict.json").write_text("{}")
     write_arrow(tmp_path / "lists.parquet", [row | {"age": [1, 2]} for row in ROWS])
+    write_arrow(tmp_path / "bytes.parquet", [row | {"patient": row["patient"].encode()} for row in ROWS])
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("a.xlsx", {}, "file to end in one of .csv, .parquet, .* got a.xlsx; convert it"),
         ("none.csv", {}, "file to be a readable table, got .* which does not exist"),
@@ -362,6 +363,8 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
         ("d.db", {"table": "visits"}, "d.db to be a readable table, got DatabaseError"),
         ("folder.csv", {}, "data folder to be a folder with state.json and dataset_info.json"),
         ("dict", {}, "data folder .*; give the folder of one part, such as mydata/train"),
+        ("bytes.parquet", {"unit": "patient", "max_rows": 2}, "row 1, .* to identify the unit, got '<a bytes>'"),
+        ("bytes.parquet", {"row_id": "patient"}, "row 1, column 'patient' .* to identify the unit, got '<a bytes>'"),
         ("lists.parquet", {}, "row 1, column 'age' of lists.parquet to be a single value, got '<a list>'"),
     ]
     for name, keys, message in wrong:

@@ -281,7 +281,8 @@ def repeated(keys: Iterable[Any]) -> list[int]:
 def read_names(texts: Sequence[str], *, unique: bool) -> tuple[list[str], list[Fault]]:
     """Return the name of the unit of each row, and the faults; repeated names are faults if each row is a unit."""
     names = list(map(person_of, texts))
-    missing = [row for row, name in enumerate(names) if is_nobody(name)]
+    # All bytes or lists have one text, and would be one unit.
+    missing = [row for row, name in enumerate(names) if is_nobody(name) or isinstance(texts[row], NoText)]
     again = [row for row in repeated(names) if unique and not is_nobody(names[row])]
     remedy = "leave copies out, or set unit to the column that identifies a person"
     return names, [
