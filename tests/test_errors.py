@@ -4,6 +4,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import errors
 from privgrad.accounting import accountant as accounting
 from privgrad.data.dataset import DataSet
-from privgrad.optim.base import require_decays
 from privgrad_lab.load_spec import _SUCH_AS, load_spec
 from privgrad_lab.spec import Spec
 
@@ -30,8 +30,8 @@ POSITIVE: Callable[..., None] = partial(errors.require_positive, "f", "x", remed
 NONNEGATIVE: Callable[..., None] = partial(errors.require_nonnegative, "f", "x", remedy="give one")
 RATE: Callable[..., None] = partial(errors.require_rate, "f")
 DELTA: Callable[..., None] = partial(errors.require_delta, "f")
-DECAY: Callable[..., None] = partial(require_decays, "f", "x", usual=0.9)
-DECAYS: Callable[..., None] = partial(require_decays, "f", "x", usual=(0.9, 0.999))
+DECAY: Callable[..., None] = partial(errors.require_in, "f", "x", interval="[0, 1)")
+DECAYS: Callable[..., None] = partial(errors.require_in, "f", "x", interval="[0, 1)", is_pair=True)
 
 
 @pytest.mark.parametrize("good", [1, 1.0, 1e308, 10**300, np.float32(1.0), Fraction(1, 3)])
@@ -55,10 +55,19 @@ def test_decays_are_one_number_or_two():
     DECAY(value=0.0)
     DECAYS(value=[0.9, np.float32(0.5)])
     for check, bad in ((DECAY, (0.9, 0.9)), (DECAY, 1.0), (DECAYS, 0.9), (DECAYS, (0.9,)), (DECAYS, (0.9, 1.0))):
-        with pytest.raises(
-            pg.PrivacyError, match=r"expected x to be .*in \[0, 1\), got .*; give .*, the usual value\."
-        ):
+        with pytest.raises(pg.PrivacyError, match=r"expected x to be (two numbers )?in \[0, 1\), got .*\."):
             check(value=bad)
+
+
+def test_intervals_have_the_ends_that_their_brackets_say():
+    for interval, passing in (("(0, 1)", [0.5]), ("[0, 1)", [0, 0.5]), ("(0, 1]", [0.5, 1]), ("[0, 1]", [0, 0.5, 1])):
+        for value in (-1e-9, 0, 0.5, 1, 1 + 1e-9):
+            with nullcontext() if value in passing else pytest.raises(pg.PrivacyError, match=re.escape(interval)):
+                errors.require_in("f", "x", value, interval)
+    errors.require_in("f", "x", 10**300, "[1, inf)")
+    for value in (math.inf, math.nan, HUGE):
+        with pytest.raises(pg.PrivacyError, match=r"in \[1, inf\)"):
+            errors.require_in("f", "x", value, "[1, inf)")
 
 
 def test_zero_is_nonnegative_and_not_positive():

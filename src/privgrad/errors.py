@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 SUGGESTED = (  # a remedy for a resumed run with other numbers
     "numbers of pg.suggest change with the first weights: type them, or call torch.manual_seed before the model is made"
@@ -154,17 +154,26 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+def require_in(
+    function: str, name: str, value: object, interval: str, remedy: str = "", *, is_pair: bool = False
+) -> None:
+    """Raise PrivacyError unless value is a number in an interval such as "(0, 1]", or a pair of such numbers."""
+    low, high = map(float, interval[1:-1].split(", "))
+    ends = low if interval[0] == "[" else None, high if interval[-1] == "]" else None
+    numbers: Any = value if is_pair and type(value) in (tuple, list) else [value]
+    valid = [_is_finite(number) and (low < number < high or number in ends) for number in numbers]
+    if valid != [True] * (1 + is_pair):
+        raise expected(function, name, f"to be {'two numbers ' * is_pair}in {interval}", described(value), remedy)
+
+
 def require_rate(function: str, value: float) -> None:
     """Raise PrivacyError unless value is a probability in (0, 1]."""
-    if not (isinstance(value, Real) and 0 < value <= 1):
-        remedy = "give expected_batch_size / num_examples; 1.0 is the full batch"
-        raise expected(function, "sample_rate", "in (0, 1]", described(value), remedy)
+    require_in(function, "sample_rate", value, "(0, 1]", "give expected_batch_size / num_examples; 1.0: the full batch")
 
 
 def require_delta(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1)."""
-    if not (isinstance(value, Real) and 0 < value < 1):
-        raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
+    require_in(function, "delta", value, "(0, 1)", "give at most 1 / num_examples, such as 1e-5")
 
 
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
