@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_integer
+from privgrad.errors import expected, require_choice, require_in, require_integer
 from privgrad.gradient.functional import require_losses
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -60,20 +60,17 @@ def shift_and_flip(
     Returns:
         The changed images, shape (B, C, H, W).
     Raises:
-        PrivacyError: images do not have four dimensions, the direction is unknown, or a number is out of its range.
+        PrivacyError: the direction is unknown, or a number is out of its range.
     Reference:
         De et al. 2022 shift and flip horizontally. The BAM paper does each with probability 0.5 and flips vertically.
     """
-    if images.dim() != 4:
-        got, remedy = f"shape {tuple(images.shape)}", "give a batch of images with four dimensions"
-        raise expected("shift_and_flip", "images", "of shape (B, C, H, W)", got, remedy)
     size, _, height, width = images.shape
     require_integer("shift_and_flip", "pixels", pixels, 0)
-    if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in (None, *get_args(Flip)):
-        got = f"{pixels}, {probability} and {flip!r}"
-        condition = f"to be below {min(height, width)}, in [0, 1], and 'horizontal', 'vertical' or None"
-        remedy = "give values in these ranges, usually 4, 0.5 and 'horizontal'"
-        raise expected("shift_and_flip", "pixels, probability and flip", condition, got, remedy)
+    if pixels >= min(height, width):
+        raise expected("shift_and_flip", "pixels", f"to be below {min(height, width)}", pixels)
+    require_in("shift_and_flip", "probability", probability, "[0, 1]")
+    if flip is not None:
+        require_choice("shift_and_flip", "flip", flip, get_args(Flip))
 
     moved, mirrored = (torch.rand(size, 1, device=images.device) < probability for _ in range(2))
     offsets = torch.randint(-pixels, pixels + 1, (2, size, 1), device=images.device) * moved

@@ -53,20 +53,16 @@ class LocalUpdate(Contribution):
     applies_scales = True
 
     def __init__(self, lr: float | Callable[[int], float], *, batch_size: int, epochs: int = 1) -> None:
-        self.lr = Schedule("LocalUpdate", "lr", lr, usual="0.1 say", positive=True)
+        self.lr = Schedule("LocalUpdate", "lr", lr, positive=True)
         require_integer("LocalUpdate", "batch_size", batch_size, 1)
         require_integer("LocalUpdate", "epochs", epochs, 1)
         self.batch_size, self.epochs = batch_size, epochs
 
     def __repr__(self) -> str:
-        return self._description(repr(self.lr))
+        return self.described(0)
 
     def described(self, steps: int) -> str:
-        return self._description(self.lr.described(steps))
-
-    def _description(self, lr: str) -> str:
-        """Return the text for records, with the learning rate in the given words."""
-        return f"LocalUpdate(lr={lr}, batch_size={self.batch_size}, epochs={self.epochs})"
+        return f"LocalUpdate(lr={self.lr.described(steps)}, batch_size={self.batch_size}, epochs={self.epochs})"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
         """Return a function (model, users) -> the mean loss of each user's examples, shape (U,)."""
@@ -88,9 +84,7 @@ class LocalUpdate(Contribution):
         *tensors, count_U = _require_users(examples)
         counts, most = cast("list[int]", count_U.tolist()), tensors[0].shape[1]
         if counts and not 0 <= min(counts) <= max(counts) <= most:
-            wrong = next(count for count in counts if not 0 <= count <= most)
-            remedy = "make the data set by privgrad.data.by_user; its last tensor is the number of examples per user"
-            raise expected("LocalUpdate", "counts", f"to be from 0 to {most}", wrong, remedy)
+            raise expected("LocalUpdate", "counts", f"to be from 0 to {most}", f"{min(counts)} to {max(counts)}")
         # The width and the number of a user's mini-batches depend on that user's own count only, and so does the
         # arithmetic of the update. Users with few examples have narrow mini-batches, which hold less filling.
         narrow, lr = -(-self.batch_size // 4), self.lr(step)
@@ -171,9 +165,6 @@ class ReportedUpdate(Contribution):
 
         def of_updates(model: nn.Module, updates: Mapping[str, Tensor]) -> Tensor:
             parameters = dict(model.named_parameters())
-            if unknown := ", ".join(sorted(set(updates) - set(parameters))):
-                remedy = "name them as model.named_parameters() does"
-                raise expected("ReportedUpdate", "updates", "to be for the model's parameters", unknown, remedy)
             _require_real(updates)
             return torch.stack([(updates[n] * parameters[n]).flatten(1).sum(1) for n in updates]).sum(0)
 
@@ -192,27 +183,19 @@ class ReportedUpdate(Contribution):
 def _require_real(updates: Mapping[str, Tensor]) -> None:
     for name, updates_UP in updates.items():
         if not updates_UP.is_floating_point():
-            condition, got = "to be real floating-point numbers", f"{updates_UP.dtype} for {name!r}"
-            raise expected("ReportedUpdate", "updates", condition, got, "leave this parameter out")
+            raise expected("ReportedUpdate", name, "to be real floating-point numbers", updates_UP.dtype)
 
 
 def _require_users(users: Any) -> tuple[Tensor, ...]:
-    """Return the users' tensors, the last with their numbers of examples; PrivacyError unless as data.by_user's."""
-    remedy, condition = "make the data set by privgrad.data.by_user", "to hold users' examples and their counts"
-    kind = type(users).__name__
-    held = cast("Sequence[Tensor]", users) if isinstance(users, tuple | list) else ()
-    if len(held) < 2:
-        raise expected("LocalUpdate", "a batch", condition, f"a {kind} of {len(held)} tensors", remedy)
-    *tensors, count_U = held
-    is_integer = not count_U.is_floating_point() and not count_U.is_complex() and count_U.dtype != torch.bool
-    if count_U.dim() != 1 or not is_integer:
-        got = f"counts with {count_U.dim()} dimensions of {count_U.dtype}"
-        raise expected("LocalUpdate", "a batch", condition, got, remedy)
-    shape = (len(count_U), tensors[0].shape[1] if tensors[0].dim() > 1 else -1)
-    for tensor in tensors:
-        if tuple(tensor.shape[:2]) != shape:
-            condition, got = "to hold tensors (users, examples, ...)", f"shape {tuple(tensor.shape)}"
-            raise expected("LocalUpdate", "a batch", condition, got, remedy)
+    """Return the tensors of a batch that data.by_user made, the last of them with each user's number of examples."""
+    *tensors, count_U = users
+    # Rows of different lengths would be read as those of other users, and counts of other types would be rounded.
+    is_integer = not (count_U.is_floating_point() or count_U.is_complex() or count_U.dtype == torch.bool)
+    sizes = {tuple(tensor.shape[:2]) for tensor in tensors}
+    if len(sizes) != 1 or count_U.dim() != 1 or not is_integer or {size[0] for size in sizes} != {len(count_U)}:
+        shapes = ", ".join(f"{tuple(tensor.shape[1:])}" for tensor in users)  # of one user: their number is private
+        got, remedy = f"{shapes}, {count_U.dtype}", "make the data set by privgrad.data.by_user"
+        raise expected("LocalUpdate", "a batch", "to hold users' examples and their counts", got, remedy)
     return (*tensors, count_U.long())
 
 
@@ -254,14 +237,13 @@ def local_update(
         NOT private: only the server's noise makes it private. The update is clipped here so that an honest device sends
         no more than it must. The guarantee rests on the server, which clips again.
     """
-    require_positive("local_update", "max_update_norm", max_update_norm, "give the plan's max_grad_norm")
+    require_positive("local_update", "max_update_norm", max_update_norm)
     inverse_scales: Mapping[str, Tensor] = {}
     if precondition is not None:
         parameters = trainable(model)
 
         def refused() -> dict[str, Tensor]:  # the raw mean of a preconditioner that is not public
-            got = repr(precondition)
-            raise expected("local_update", "precondition", "to use public data only", got, "use fixed scales")
+            raise expected("local_update", "precondition", "to use public data only", repr(precondition))
 
         # A device does not know the plan's noise, so scales that are measured by it are refused.
         transform = precondition.begun(model).transform(

@@ -13,11 +13,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected, require_choice
+from privgrad.errors import expected, require_choice, require_in, require_nonnegative, require_positive
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
 from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import replaced
-from privgrad.optim.base import require_share
 from privgrad.optim.filters import EMA
 from privgrad.types import NoisyGradient
 
@@ -36,68 +35,45 @@ class Perturbation(Contribution):
     """
 
     def __init__(self, radius: Radius) -> None:
-        self.radius = Schedule(type(self).__name__, "radius", radius, usual="0.02 say; 0 is no perturbation")
+        self.radius = Schedule(type(self).__name__, "radius", radius)
 
     def __repr__(self) -> str:
-        return self._description(repr(self.radius))
+        return self.described(0)
 
     def described(self, steps: int) -> str:
-        return self._description(self.radius.described(steps))
-
-    def _description(self, radius: str) -> str:
-        return f"{type(self).__name__}(radius={radius})"
+        return f"{type(self).__name__}(radius={self.radius.described(steps)})"
 
 
 class Schedule:
     """A public number for each step: the radius of perturb.BAM, SAT or RawSAM, or LocalUpdate's learning rate.
 
-    Args:
-        function: the name of the class that takes the number, for errors.
-        name: the name of the number, for errors.
-        value: a finite number, or a function step -> number, with steps counted from 0. It may not depend on private
-            data. It must always return the same number for the same step: `described` calls it for all steps again.
-        usual: a usual value, for errors.
-        positive: whether the number must be > 0; otherwise it must be >= 0.
-    Raises:
-        PrivacyError: the number of step 0 is invalid.
+    It may not depend on private data. It must always be the same number for the same step: `described` asks for all
+    steps again. It is > 0 if `positive`, else >= 0; `function` and `name` are for errors.
     """
 
-    def __init__(self, function: str, name: str, value: object, *, usual: str, positive: bool = False) -> None:
+    def __init__(self, function: str, name: str, value: Radius, *, positive: bool = False) -> None:
         self._function, self._name, self._value = function, name, value
-        self._usual, self._positive = usual, positive
+        self._require = require_positive if positive else require_nonnegative
         self._last: tuple[int, float] | None = None  # the last step and its number
         self(0)
 
     def __call__(self, step: int) -> float:
-        """Return the number of a step.
-
-        Raises:
-            PrivacyError: it is not a finite number in its range.
-        """
+        """Return the number of a step; raise PrivacyError unless it is finite and in its range."""
         if self._last is not None and self._last[0] == step:
             return self._last[1]
-        value = self._value
+        value, name = self._value, self._name
         if callable(value):
-            try:
-                value = value(step)
-            except Exception as error:  # whatever a schedule may raise
-                value = error
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        if not number or (self._positive and value == 0):
-            name = f"{self._name} at step {step}" if callable(self._value) else self._name
-            condition = f"to be a finite number {'>' if self._positive else '>='} 0"
-            raise expected(self._function, name, condition, repr(value), f"give a Python number, {self._usual}")
-        self._last = step, float(cast(float, value))
+            value, name = value(step), f"{name} at step {step}"
+        self._require(self._function, name, value)
+        self._last = step, float(value)
         return self._last[1]
 
-    def __repr__(self) -> str:
-        value = self._value
-        return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else f"{value:g}"
-
     def described(self, steps: int) -> str:
-        """Return a text that identifies the numbers of a run of `steps` steps, whatever function returns them."""
+        """Return a text that identifies the numbers of a run of `steps` steps; for 0 steps, the name of a function."""
         if not callable(self._value):
-            return repr(self)
+            return f"{float(self._value):g}"
+        if steps == 0:
+            return getattr(self._value, "__qualname__", type(self._value).__qualname__)
         values = [self(step) for step in range(steps)]
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
         return f"{values[0]:g} to {values[-1]:g} in {steps} steps, {digest}"
@@ -131,8 +107,8 @@ class BAM(Perturbation):
         super().__init__(radius)
         self.mode: Mode = mode
 
-    def _description(self, radius: str) -> str:
-        return f"BAM(radius={radius}, mode={self.mode!r})"
+    def described(self, steps: int) -> str:
+        return f"BAM(radius={self.radius.described(steps)}, mode={self.mode!r})"
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
@@ -214,7 +190,7 @@ class DiSK(Contribution):
     """
 
     def __init__(self, weight: float) -> None:
-        require_share("DiSK", "weight", weight, "0.7 say", "1 is DP-SGD")
+        require_in("DiSK", "weight", weight, "(0, 1]")
         self.weight = float(weight)
         self._now: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
@@ -281,15 +257,10 @@ def _require_of(parameters: Mapping[str, nn.Parameter], kind: str, held: Mapping
 
 def _finite(kind: str, entry: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return copies of the tensors in one entry of a state; raise PrivacyError unless they are finite."""
-    held: object = state.get(entry)
-    condition, remedy = "to hold finite tensors", "load a whole, unchanged state"
-    if not isinstance(held, Mapping):
-        raise expected(kind, "its state", condition, described(held), remedy)
-    copies = dict[str, Tensor]()
-    for name, value in cast("Mapping[str, object]", held).items():
-        if not isinstance(value, Tensor) or not bool(torch.isfinite(value).all()):
-            raise expected(kind, "its state", condition, f"a {entry} with an entry that is not finite", remedy)
-        copies[name] = value.clone()
+    copies = {name: value.clone() for name, value in state[entry].items()}
+    for name, value in copies.items():
+        if not bool(torch.isfinite(value).all()):
+            raise expected(kind, "its state", "to hold finite tensors", f"{entry} of {name!r} with inf or nan")
     return copies
 
 
