@@ -20,7 +20,7 @@ def matrices_of_the_private_batch(patch: Patch) -> None:
 
     def wrong(self: pg.PrivateGradient, batch: pg.Batch, *rest: Any) -> pg.precondition.Transform:
         if isinstance(self._precondition, Inputs):
-            self._precondition._examples, self._precondition._step = batch.examples[0], -1
+            self._precondition.examples, self._precondition._step = batch.examples[0], -1
         return real(self, batch, *rest)
 
     patch.setattr(pg.PrivateGradient, "_transform", wrong)

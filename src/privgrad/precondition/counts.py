@@ -5,13 +5,12 @@ entry per feature. Gradients are divided by A before clipping, so features with 
 cost no privacy only if they do not depend on the private data; see `Scales` on their provenance.
 """
 
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_in, require_integer, require_positive
 from privgrad.gradient.transform import Provenance, Scales
 
 
@@ -52,12 +51,10 @@ def frequencies(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), token frequencies as their code computes them.
     """
-    counted = _features("frequencies", "counts", counts, "count over public text")
-    if cap < 1:
-        raise expected("frequencies", "cap", "to be at least 1", cap, "give 1e4, the paper's value")
-    require_positive("frequencies", "division", division, "give 100, the paper's value")
-    if not 0 <= power <= 1:
-        raise expected("frequencies", "power", "to be in [0, 1]", power, "give 1, the paper's value, or 0.1")
+    counted = _features("frequencies", "counts", counts)
+    require_in("frequencies", "cap", cap, "[1, inf)")
+    require_positive("frequencies", "division", division)
+    require_in("frequencies", "power", power, "[0, 1]")
     share = (counted + 0.1) / counted.sum() + 1e-10
     ratio = (share.max() / share).clamp(max=cap) ** power / division
     return _scales("frequencies", 1 / ratio, parameter, dim, source, provenance)
@@ -87,11 +84,11 @@ def by_rank(
     Reference:
         Li et al. 2022 (AdaDPS), as in their code for StackOverflow.
     """
-    counted = _features("by_rank", "counts", counts, "count over public text")
+    counted = _features("by_rank", "counts", counts)
     require_integer("by_rank", "frequent", frequent, 1)
     if frequent > len(counted):
-        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, all features", frequent, "lower it")
-    require_positive("by_rank", "multiplier", multiplier, "give 20, the paper's value")
+        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, all features", frequent)
+    require_positive("by_rank", "multiplier", multiplier)
     scale = torch.full_like(counted, 1 / multiplier)
     scale[counted.argsort(descending=True, stable=True)[:frequent]] = 1.0
     return _scales("by_rank", scale, parameter, dim, source, provenance)
@@ -119,20 +116,16 @@ def tfidf(
     Reference:
         Li et al. 2022 (AdaDPS), TF-IDF as their code computes it.
     """
-    remedy = "give the result of fit_transform of scikit-learn's TfidfVectorizer"
-    shape = getattr(weights, "shape", ())
-    if len(shape) != 2:
-        got = f"{type(weights).__name__} of shape {tuple(shape)}"
-        raise expected("tfidf", "weights", "to be a matrix of documents and features", got, remedy)
+    if weights.ndim != 2:
+        raise expected("tfidf", "weights", "to be a matrix of documents and features", f"{weights.ndim} dimensions")
     matrix = weights.to_sparse_coo() if isinstance(weights, Tensor) else weights
     summed, absolute = _column_sums(matrix), _column_sums(abs(matrix))
     if not torch.equal(summed, absolute):  # NaN differs from itself
         got = f"negative or NaN weights in column {int((summed != absolute).nonzero()[0, 0])}"
-        raise expected("tfidf", "weights", "to be finite and >= 0", got, remedy)
-    wrong = [index for index in special if not (isinstance(index, Integral) and 0 <= index < len(summed))]
-    if wrong:
-        raise expected("tfidf", "special", f"to be from 0 to {len(summed) - 1}", wrong, "give indices of features")
-    ratio = 10 * (_features("tfidf", "weights", summed, remedy) + 1e-10)
+        raise expected("tfidf", "weights", "to be finite and >= 0", got)
+    for index in special:
+        require_in("tfidf", "special", index, f"[0, {len(summed) - 1}]")
+    ratio = 10 * (_features("tfidf", "weights", summed) + 1e-10)
     ratio[list(special)] = 0.01
     return _scales("tfidf", 1 / ratio, parameter, dim, source, provenance)
 
@@ -143,13 +136,13 @@ def _column_sums(matrix: Any) -> Tensor:
     return torch.as_tensor(found.to_dense() if isinstance(found, Tensor) else found).flatten()
 
 
-def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
+def _features(function: str, name: str, values: Any) -> Tensor:
     """Return one number per feature in float64; raise PrivacyError unless they are finite, >= 0 and not all 0."""
     found = torch.as_tensor(values).double()
     if found.ndim != 1 or not bool((torch.isfinite(found) & (found >= 0)).all()) or float(found.sum()) <= 0:
         ends = f", from {float(found.min()):g} to {float(found.max()):g}" if found.numel() else ""
         condition = "to be one number per feature, finite, >= 0 and not all 0"
-        raise expected(function, name, condition, f"shape {tuple(found.shape)}{ends}", remedy)
+        raise expected(function, name, condition, f"shape {tuple(found.shape)}{ends}")
     return found
 
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from privgrad.engine.factored import Factored
 from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.mapped import InputMap
 from privgrad.engine.factors.outer import Outer, RowRanges
-from privgrad.errors import described, expected, require_callable, require_integer, require_positive
+from privgrad.errors import expected, require_callable, require_in, require_integer, require_positive
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import evaluating, trainable
 from privgrad.gradient.transform import Preconditioner, Transform
@@ -41,6 +41,7 @@ _WITH_BIAS = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Inputs(Preconditioner):
     """A preconditioner that multiplies the inputs of layers by matrices from public data: see `inputs`.
 
@@ -49,43 +50,39 @@ class Inputs(Preconditioner):
             name of its weight, or "unchanged". Empty before the first step.
     """
 
-    def __init__(
-        self,
-        examples: Any,
-        source: str,
-        *,
-        forward: Forward | None,
-        power: float,
-        ridge: float,
-        every: int,
-        batch_size: int,
-        wide: int,
-        seed: int,
-    ) -> None:
-        self.source = source
-        self._examples, self._forward, self._digest = examples, forward, _digest(examples)
-        self._power, self._ridge, self._every, self._wide = power, ridge, every, wide
-        self._batch_size, self._seed = batch_size, seed
-        self.layers: dict[str, str] = {}
-        self._bound: tuple[nn.Module, Factored] | None = None
-        self._step, self._made = -1, Transform()
+    examples: Any
+    source: str
+    forward: Forward | None
+    power: float
+    ridge: float
+    every: int
+    batch_size: int
+    wide: int
+    seed: int
+    layers: dict[str, str] = field(default_factory=dict[str, str])
+    _bound: Any = None  # the model and its engine, from `begun` on
+    _step: int = -1
+    _made: Transform = field(default_factory=Transform)
+
+    def __post_init__(self) -> None:
+        self._digest = _digest(self.examples)
 
     def __repr__(self) -> str:
         """Return the options and a hash of the public examples; a resumed run and all processes must have the same."""
-        options = f"power={self._power:g}, ridge={self._ridge:g}, every={self._every}, batch_size={self._batch_size}"
-        return f"inputs({self._digest}; {self.source}; {options}, wide={self._wide}, seed={self._seed})"
+        options = f"power={self.power:g}, ridge={self.ridge:g}, every={self.every}, batch_size={self.batch_size}"
+        return f"inputs({self._digest}; {self.source}; {options}, wide={self.wide}, seed={self.seed})"
 
     def begun(self, model: nn.Module) -> "Inputs":
         """Return a copy without matrices, for this model."""
         twin = copy.copy(self)
         twin.layers, twin._step, twin._made = {}, -1, Transform()
-        forward = self._forward
+        forward = self.forward
 
         def losses(module: nn.Module, examples: Any) -> Tensor:
             """Return the sum of each example's outputs; the engine needs losses, and here only the inputs matter."""
             size = count_examples(examples)
-            outputs: object = module(examples) if forward is None else forward(module, examples)
-            if not isinstance(outputs, Tensor) or outputs.shape[:1] != (size,):
+            outputs: Any = module(examples) if forward is None else forward(module, examples)
+            if getattr(outputs, "shape", ())[:1] != (size,):
                 got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
                 remedy = "give forward = (model, examples) -> a tensor, for instance model(examples).logits"
                 raise expected("precondition.inputs", "the outputs", f"to have leading dimension {size}", got, remedy)
@@ -97,8 +94,8 @@ class Inputs(Preconditioner):
     def transform(self, step: int, *, parameters: Mapping[str, Tensor], **_: Any) -> Transform:
         """Return the matrices of one step; compute new ones first if the step begins an interval."""
         if self._step < step:
-            if step // self._every > self._step // self._every:  # -1 // every is -1: the first step always computes
-                self._made = Transform(input_maps=self._maps(step // self._every, parameters))
+            if step // self.every > self._step // self.every:  # -1 // every is -1: the first step always computes
+                self._made = Transform(input_maps=self._maps(step // self.every, parameters))
             self._step = step
         # Leave out the layers that have been frozen since: their parameters are trained no longer.
         frozen = {name for name, own in self._made.input_maps.items() if not {name, own.bias or name} <= {*parameters}}
@@ -122,12 +119,11 @@ class Inputs(Preconditioner):
         maps: dict[str, InputMap] = {}
         for name, (moment, bias) in self._moments(interval, parameters).items():
             dtype = torch.promote_types(parameters[name].dtype, torch.float32)
-            matrix = _inverse_power(name, moment.total / moment.rows, self._power, self._ridge, dtype)
+            matrix = _inverse_power(name, moment.total / moment.rows, self.power, self.ridge, dtype)
             maps[name] = InputMap(matrix.to(parameters[name].device), bias, moment.transposed)
         if not maps:
-            assert self._bound is not None
-            got = described(self._bound[0])
             remedy = "leave it out: it is for linear layers, convolutions, attention and recurrent layers"
+            got = f"{len(parameters)} parameters without"
             raise expected("precondition.inputs", "the model", "to have a layer with inputs", got, remedy)
         self.layers = dict.fromkeys(parameters, "unchanged")
         for name, own in maps.items():
@@ -138,18 +134,17 @@ class Inputs(Preconditioner):
 
     def _moments(self, interval: int, parameters: Mapping[str, Tensor]) -> dict[str, tuple["_Moment", str | None]]:
         """Return the second moments of all layers' inputs on the public batch of an interval, with their biases."""
-        assert self._bound is not None  # PrivateGradient calls `begun` first
         model, engine = self._bound
-        count = count_examples(self._examples)
+        count = count_examples(self.examples)
         chosen = torch.arange(count)
-        if self._batch_size < count:
-            generator = torch.Generator().manual_seed(self._seed + interval)
-            chosen = torch.randperm(count, generator=generator)[: self._batch_size]
+        if self.batch_size < count:
+            generator = torch.Generator().manual_seed(self.seed + interval)
+            chosen = torch.randperm(count, generator=generator)[: self.batch_size]
         device = next(iter(trainable(model).values())).device
         found = dict[str, tuple[_Moment, str | None]]()
 
         def batch(part: Tensor) -> Any:
-            return map_examples(lambda tensor: tensor[part].to(device), self._examples)
+            return map_examples(lambda tensor: tensor[part].to(device), self.examples)
 
         with evaluating(model), torch.enable_grad():  # the loss may differentiate by its inputs
             biases = _biases(model)
@@ -159,8 +154,8 @@ class Inputs(Preconditioner):
                 factors = engine.inputs(batch(part))
                 for name in factors.keys() & parameters.keys():
                     bias = biases.get(name) if biases.get(name) in parameters else None
-                    rows = functools.partial(_rows, -(-_ROWS * len(part) // len(chosen)), self._seed)
-                    moment = _second_moment(factors[name], constant=bias is not None, wide=self._wide, rows=rows)
+                    rows = functools.partial(_rows, -(-_ROWS * len(part) // len(chosen)), self.seed)
+                    moment = _second_moment(factors[name], constant=bias is not None, wide=self.wide, rows=rows)
                     if moment is not None:
                         found[name] = (moment + found[name][0] if name in found else moment), bias
         return found
@@ -209,18 +204,14 @@ def inputs(
     require_public(name, examples, source)
     if forward is not None:
         require_callable(name, "forward", forward, "give (model, examples) -> outputs")
-    require_positive(name, "power", power, "0.35 is the default")
-    if power > 1:
-        raise expected(name, "power", "to be in (0, 1]", power, "0.35 is the default")
-    require_positive(name, "ridge", ridge, "0.1 is the default")
+    require_in(name, "power", power, "(0, 1]")
+    require_positive(name, "ridge", ridge)
     require_integer(name, "every", every, 1)
     require_integer(name, "batch_size", batch_size, 1)
     require_integer(name, "wide", wide, 0)
     require_integer(name, "seed", seed, 0)
-    if (count := count_examples(examples)) < 1:
-        raise expected(name, "examples", "to be at least one", count, "give public data")
-    numbers: dict[str, Any] = {"power": power, "ridge": ridge, "every": every, "batch_size": batch_size}
-    return Inputs(examples, source, forward=forward, wide=wide, seed=seed, **numbers)
+    require_integer(name, "the number of examples", count_examples(examples), 1)
+    return Inputs(examples, source, forward, power, ridge, every, batch_size, wide, seed)
 
 
 def _digest(examples: Any) -> str:
@@ -320,8 +311,7 @@ def _with_shared_matrices(maps: Mapping[str, InputMap]) -> dict[str, InputMap]:
 def _inverse_power(name: str, moment: Tensor, power: float, ridge: float, dtype: torch.dtype) -> Tensor:
     """Return U, the damped inverse power of a second moment, with mean eigenvalue 1: docs/mathematics.md (2.8)."""
     if not bool(torch.isfinite(moment).all()):
-        remedy = "examine the public examples, or lower the learning rate"
-        raise expected("precondition.inputs", f"the inputs of {name!r}", "to be finite", "inf or nan", remedy)
+        raise expected("precondition.inputs", f"the inputs of {name!r}", "to be finite", "inf or nan")
     if moment.dim() == 1:
         scales = (moment + ridge * moment.mean()).pow(-power)
         return (scales / scales.mean()).nan_to_num(1.0).to(dtype)

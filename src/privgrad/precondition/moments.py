@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_choice, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_in, require_integer, require_positive
 from privgrad.gradient.factor import at_least_float32
 from privgrad.gradient.transform import MeanGradient, Preconditioner, Transform
-from privgrad.optim.base import require_decays
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.processes import blocks
 
@@ -40,32 +39,26 @@ class Moments(Preconditioner):
         schedule: Schedule,
         every: int | None,
     ) -> None:
-        name = f"precondition.{'public' if gradient else 'raw_ideal'}_{rule}"
-        if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "wrap the public examples: PublicGradient(model, loss_fn, examples, source=...)"
-            raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
+        name = f"precondition.{'raw_ideal' if gradient is None else 'public'}_{rule}"
         if eps is not None and noise_eps is not None:
             got = f"eps {eps} and noise_eps {noise_eps}"
-            raise expected(name, "at most one of eps and noise_eps", "to be given", got, "leave one of the two out")
+            raise expected(name, "at most one of eps and noise_eps", "to be given", got)
         if eps is None and eps_inside:
-            remedy = "give eps, in squared gradient units, or leave eps_inside out"
-            raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside, remedy)
+            raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside)
         noise_eps = _NOISE_EPS if noise_eps is None else noise_eps
-        require_positive(name, "noise_eps", noise_eps, f"{_NOISE_EPS:g} is the default")
+        require_positive(name, "noise_eps", noise_eps)
         if eps is not None:
-            require_positive(name, "eps", eps, "1e-5 is the paper's; leave it out to use noise_eps")
+            require_positive(name, "eps", eps)
         if rule == "rmsprop":
-            require_decays(name, "alpha", betas[1], 0.9)
+            require_in(name, "alpha", betas[1], "[0, 1)")
         else:
-            require_decays(name, "betas", betas, (0.9, 0.9))
-        if not 0 < keep <= 1:
-            raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
+            require_in(name, "betas", betas, "[0, 1)", is_pair=True)
+        require_in(name, "keep", keep, "(0, 1]")
         require_choice(name, "schedule", schedule, get_args(Schedule))
         if every is not None:
             require_integer(name, "every", every, 1)
             if schedule == "epoch":
-                remedy = "leave every out, or give schedule='step'"
-                raise expected(name, "every", "to be absent with schedule='epoch'", every, remedy)
+                raise expected(name, "every", "to be absent with schedule='epoch'", every)
         self.public, self._rule, self._schedule = gradient, rule, schedule
         (self._beta1, self._beta2), self._keep = betas, keep
         self._eps, self._noise_eps, self._eps_inside = eps, noise_eps, eps_inside
@@ -115,9 +108,8 @@ class Moments(Preconditioner):
         every = self._every if self._schedule == "step" else epoch_steps
         for name, square in self._exp_avg_sq.items():
             if name in parameters and parameters[name].shape != square.shape:
-                remedy = "load the state into a run of the model that it was saved from"
                 condition = f"to have the parameter's shape, {tuple(parameters[name].shape)}"
-                raise expected("precondition", f"moments of {name!r}", condition, tuple(square.shape), remedy)
+                raise expected("precondition", f"moments of {name!r}", condition, tuple(square.shape))
         unfrozen = not parameters.keys() <= self._exp_avg_sq.keys()
         if self._step < step or unfrozen:
             if unfrozen or step // every > self._step // every:  # -1 // every is -1, so the first step always updates
@@ -217,7 +209,7 @@ def public_rmsprop(
         every: with the schedule "step", the number of steps for which scales are kept, >= 1; then v is updated by the
             next public batch. None: 4. The paper has 1, which takes longer.
     Raises:
-        PrivacyError: `gradient` is not a PublicGradient, or a number is out of range.
+        PrivacyError: a number is out of range.
     Privacy:
         This costs no privacy: it uses public data and released weights only. The sensitivity is C in the
         preconditioned space.

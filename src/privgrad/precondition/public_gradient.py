@@ -17,11 +17,9 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 def require_public(function: str, examples: object, source: object) -> None:
     """Raise PrivacyError for a private batch, or for public examples without a source."""
     if isinstance(examples, Batch):
-        remedy = "give public examples, separate from the private ones"
-        raise expected(function, "examples", "to be public", "a batch of a privacy plan", remedy)
+        raise expected(function, "examples", "to be public", "a batch of a privacy plan")
     if not isinstance(source, str) or not source:
-        remedy = "write where they come from; it is recorded"
-        raise expected(function, "source", "to be a text that describes the examples", repr(source), remedy)
+        raise expected(function, "source", "to be a text that describes the examples", repr(source))
 
 
 class PublicGradient:
@@ -67,12 +65,10 @@ class PublicGradient:
             examples = default_collate([data[index] for index in range(len(data))])
         self.examples = examples
         count = count_examples(self.examples)
-        if count < 1:
-            raise expected("PublicGradient", "examples", "to be at least one", count, "give public data")
         self._batch_size = count if batch_size is None else batch_size
         require_integer("PublicGradient", "batch_size", self._batch_size, 1)
         if self._batch_size > count:
-            raise expected("PublicGradient", "batch_size", f"to be at most {count} examples", batch_size, "lower it")
+            raise expected("PublicGradient", "batch_size", f"to be at most {count} examples", batch_size)
         self.model, self.source = model, source
         self._loss_fn, self._count, self._seed = loss_fn, count, seed
         self._processes = processes
@@ -118,7 +114,5 @@ class PublicGradient:
                 grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             for name, grad in zip(parameters, grads, strict=True):
                 if grad.numel() and not all(torch.isfinite(end) for end in torch.aminmax(grad)):  # in one pass
-                    remedy = "look at the public examples, or lower the learning rate"
-                    what = f"the public gradient of '{name}'"
-                    raise expected("PublicGradient", what, "to be finite", "inf or nan", remedy)
+                    raise expected("PublicGradient", f"the public gradient of {name!r}", "to be finite", "inf or nan")
         return dict(self._processes.shard_like(dict(zip(parameters, grads, strict=True)), trainable(self.model)))

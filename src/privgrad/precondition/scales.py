@@ -31,10 +31,8 @@ class Fixed(Preconditioner):
     def begun(self, model: nn.Module) -> "Fixed":
         """Return a copy that holds 1 / A for this model; raise PrivacyError if the scales do not fit it."""
         parameters, twin = trainable(model), copy.copy(self)
-        unknown = sorted(set(self._scales) - set(parameters))
-        if unknown:
-            remedy = "name them as model.named_parameters() does"
-            raise expected("precondition", "scales", "to be for trainable parameters", ", ".join(unknown), remedy)
+        if unknown := ", ".join(sorted(self._scales.keys() - parameters.keys())):
+            raise expected("precondition", "scales", "to be for trainable parameters", unknown)
         inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self._scales.items()}
         # Where A = 1, leave the division out: this is ordinary clipping, equal to the last bit.
         twin._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
@@ -74,12 +72,7 @@ def fixed(scales: Scales, *, source: str | None = None) -> Preconditioner:
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     """Return 1 / A with the parameter's shape and device, in float32 or wider."""
-    try:
-        real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
-        whole = real.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.shape)
-    except RuntimeError:
-        condition = f"to broadcast to the parameter's shape, {tuple(parameter.shape)}"
-        got, remedy = f"shape {tuple(scale.shape)}", "give one scale, or one per element of the parameter"
-        raise expected("precondition", f"scales of {name!r}", condition, got, remedy) from None
+    real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
+    whole = real.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.shape)
     require_scales(name, whole)
     return whole.reciprocal().contiguous()
