@@ -1,7 +1,4 @@
-"""Clipping rules for `PrivateGradient(..., clip=...)`, and rules for C of each step for its `adaptive_clip`.
-
-Privacy rests on privgrad.gradient: clipping, norm_statistics and adaptive_clip.
-"""
+"""Clipping rules for `PrivateGradient(..., clip=...)`, and rules for C of each step for its `adaptive_clip`."""
 
 from privgrad.clip.adaptive import AdaptiveClip, Quantile, SquaredError, TargetFraction
 from privgrad.clip.clipping import Clipping, Flat

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from privgrad.clip.norm_statistics import Count, Histogram, NormBins, NormStatistic, chosen_slots
-from privgrad.errors import described, expected, limits_of_norm, require_integer, require_positive
+from privgrad.errors import expected, limits_of_norm, require_in, require_integer, require_positive
 from privgrad.types import NormDistribution
 
 _WIDEST = 1e6  # C stays within this factor of its start, and within the limits of a plan
@@ -57,8 +57,7 @@ class AdaptiveClip:
             PrivacyError: C is infinite, or the numbers do not fit the rule.
         """
         if math.isinf(max_grad_norm):
-            remedy = "give the plan the C of the first step"
-            raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm, remedy)
+            raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm)
         begun = copy.copy(self)
         least, most = limits_of_norm(noise_multiplier)
         begun.max_grad_norm = float(max_grad_norm)
@@ -84,11 +83,9 @@ class AdaptiveClip:
         Raises:
             PrivacyError: C is beyond the limits, so this rule has not saved it.
         """
-        found, (least, most) = state.get("max_grad_norm"), self._limits
-        if not isinstance(found, int | float) or isinstance(found, bool) or not least <= found <= most:
-            condition, remedy = f"from {least:g} to {most:g}", "load a state that the same rule saved under this plan"
-            raise expected(type(self).__name__, "max_grad_norm", condition, described(found), remedy)
-        self.max_grad_norm = float(found)
+        least, most = self._limits
+        require_in(type(self).__name__, "max_grad_norm", state["max_grad_norm"], f"[{least!r}, {most!r}]")
+        self.max_grad_norm = float(state["max_grad_norm"])
 
     def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
         raise NotImplementedError
@@ -101,8 +98,8 @@ class AdaptiveClip:
     def _refuse_bins(self, norm_bins: NormBins) -> None:
         """Raise PrivacyError if norm_bins is given to a rule with a statistic of its own."""
         if norm_bins is not None:
-            condition, remedy = "to be None for a rule with a release of its own", "leave it out, or use TargetFraction"
-            raise expected("PrivateGradient", "norm_bins", condition, norm_bins, remedy)
+            condition = "to be None for a rule with a release of its own"
+            raise expected("PrivateGradient", "norm_bins", condition, norm_bins)
 
 
 class TargetFraction(AdaptiveClip):
@@ -128,8 +125,8 @@ class TargetFraction(AdaptiveClip):
     """
 
     def __init__(self, target: float = 0.75, *, rate: float = 0.5, steps: int | None = 50) -> None:
-        _require_fraction("TargetFraction", "target", target, "0.75 is the default")
-        require_positive("TargetFraction", "rate", rate, "0.5 is the default")
+        require_in("TargetFraction", "target", target, "(0, 1)", "clip.Automatic() normalizes every gradient")
+        require_positive("TargetFraction", "rate", rate)
         if steps is not None:
             require_integer("TargetFraction", "steps", steps, 1)
         self._target, self._rate, self._steps = float(target), float(rate), steps
@@ -156,12 +153,9 @@ class TargetFraction(AdaptiveClip):
         return super().state_dict() | {"taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        taken = state.get("taken")
-        if isinstance(taken, bool) or not isinstance(taken, int) or taken < 0:
-            remedy = "load a state that the same rule saved under this plan"
-            raise expected(type(self).__name__, "taken", "to be a number of steps", described(taken), remedy)
+        require_integer(type(self).__name__, "taken", state["taken"], 0)
         super().load_state_dict(state)
-        self._taken = taken
+        self._taken = state["taken"]
 
 
 class Quantile(AdaptiveClip):
@@ -185,10 +179,10 @@ class Quantile(AdaptiveClip):
     """
 
     def __init__(self, quantile: float = 0.25, *, rate: float = 0.2, count_std: float | None = None) -> None:
-        _require_fraction("Quantile", "quantile", quantile, "0.25 is the default, and 0.5 the paper's")
-        require_positive("Quantile", "rate", rate, "0.2 is the paper's")
+        require_in("Quantile", "quantile", quantile, "(0, 1)", "clip.Automatic() normalizes every gradient")
+        require_positive("Quantile", "rate", rate)
         if count_std is not None:
-            require_positive("Quantile", "count_std", count_std, "None is a twentieth of the batch")
+            require_positive("Quantile", "count_std", count_std)
         self._quantile, self._rate, self._count_std = float(quantile), float(rate), count_std
 
     def __repr__(self) -> str:
@@ -199,8 +193,7 @@ class Quantile(AdaptiveClip):
         count_std = max(divisor / 20, noise_multiplier) if self._count_std is None else self._count_std
         left = 1 - (noise_multiplier / (2 * count_std)) ** 2
         if left <= 0:
-            condition, remedy = f"to be above sigma / 2 = {noise_multiplier / 2:.3g}", "give a larger count_std"
-            raise expected("Quantile", "count_std", condition, count_std, remedy)
+            raise expected("Quantile", "count_std", f"to be above sigma / 2 = {noise_multiplier / 2:.3g}", count_std)
         weight = noise_multiplier / count_std / math.sqrt(left)
         return Count(weight or 1.0)
 
@@ -227,7 +220,7 @@ class SquaredError(AdaptiveClip):
     """
 
     def __init__(self, weight: float = 0.2) -> None:
-        require_positive("SquaredError", "weight", weight, "0.2 is the default")
+        require_positive("SquaredError", "weight", weight)
         self._weight = float(weight)
         self._noise_per_norm = 0.0
 
@@ -253,10 +246,3 @@ class SquaredError(AdaptiveClip):
             return (self._noise_per_norm * bound) ** 2 + clipped
 
         self._multiply(min(_CANDIDATES, key=error))
-
-
-def _require_fraction(function: str, name: str, value: float, remedy: str) -> None:
-    """Raise PrivacyError unless a share is in (0, 1)."""
-    require_positive(function, name, value, remedy)
-    if value >= 1:
-        raise expected(function, name, "to be below 1", value, f"{remedy}; clip.Automatic() normalizes every gradient")

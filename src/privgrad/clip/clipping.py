@@ -1,10 +1,7 @@
 """Clip each contribution to norm C and add the results.
 
 A clipping rule turns norms into factors. ClippingAccumulator checks the factors, multiplies and adds, and states the
-sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity. The file is long, so that a
-reviewer reads rules, factors and sum in one piece.
-
-Users choose a rule of `privgrad.clip` for PrivateGradient. `federated.local_update` does the same for one user.
+sensitivity of the sum, to which the noise is in proportion.
 
 Shape suffixes: B examples of the chunk, N parameters, K coordinates of the statistic.
 """
@@ -18,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
+from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity, same_for_halves
 from privgrad.errors import expected
 from privgrad.gradient.factor import Dense, Factor, Factors, examples_per_block
 from privgrad.types import ClippedSum
@@ -75,8 +72,6 @@ class Flat:
 @dataclass(frozen=True)
 class RawClipping:
     """The norms and factors of each example, in the order of the batch. PRIVATE: for diagnostics only.
-
-    PrivateGradient passes it to raw observers, such as `diagnostics.gradient_stats`. The guarantee does not cover it.
 
     Attributes:
         raw_norms: L2 norm of each example's whole gradient, divided by the scales, shape (B,), float64; 0 if it was not
@@ -175,13 +170,8 @@ class ClippingAccumulator:
 
 
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
-    """Return the precision of a parameter's clipped sum: float32, or float64 for many contributions.
-
-    Args:
-        parameter: a float64 parameter always has a float64 sum.
-        expected_size: the public number of contributions. Above 1e4, the last rounding of a float32 total could alone
-            move it by more than 1e-3 C.
-    """
+    """Return the precision of a parameter's clipped sum: float32 or wider, and float64 for many contributions."""
+    # Above 1e4 contributions, the last rounding of a float32 total could alone move it by more than 1e-3 C.
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.float64 if expected_size > _TERMS else dtype
 
@@ -300,18 +290,14 @@ def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -
     if missing:
         norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
     factors = _answer(clip, norms, bound)
-    half = len(next(iter(norms.values()))) // 2
-    if type(clip).__module__ not in _OWN_RULES and half > 0:
-        for part in (slice(half), slice(half, None)):
-            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
-            # Factors that are not finite are refused later, with the bound.
-            if not all(
-                torch.allclose(factor_B[part], alone[name], rtol=1e-6, atol=0.0, equal_nan=True)
-                for name, factor_B in factors.items()
-            ):
-                remedy = "use no maxima, means or quantiles of the batch"
-                got = "factors that change with the rest of the batch"
-                raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
+
+    def alone(part: slice) -> Named:
+        return _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
+
+    # Factors that are not finite are refused later, with the bound.
+    if type(clip).__module__ not in _OWN_RULES and not same_for_halves(factors, alone):
+        remedy, got = "use no maxima, means or quantiles of the batch", "factors that change with the rest of the batch"
+        raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
     return {name: factors[name] for name in found} if missing else factors
 
 

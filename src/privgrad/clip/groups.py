@@ -29,12 +29,7 @@ def group_of(words: np.ndarray, groups: int) -> Tensor:
 def split_by_group(examples: Any, group_B: Tensor, at_once: int) -> Iterator[tuple[int, Any]]:
     """Yield (size of each group, examples), in parts of whole groups of equal size, smallest size first.
 
-    Each example is in exactly one group, and the examples of a group are next to each other.
-
-    Args:
-        examples: tensors with leading dimension B >= 1.
-        group_B: the group of each example, integer, shape (B,).
-        at_once: the number of examples per part; one whole group is in one part in any case.
+    The examples of a group are next to each other. A part has at most `at_once` examples, or is one group.
     """
     order_B = torch.argsort(group_B, stable=True)
     size_B = torch.bincount(group_B)[group_B[order_B]]  # size of each example's group
@@ -45,8 +40,5 @@ def split_by_group(examples: Any, group_B: Tensor, at_once: int) -> Iterator[tup
 
 
 def group_means(gradients: Mapping[str, Factor], size: int) -> dict[str, Factor]:
-    """Return the mean gradient of each group of `size` successive examples, one row per group.
-
-    PrivateGradient clips each mean, so one example changes one clipped vector.
-    """
+    """Return the mean gradient of each group of `size` successive examples, one row per group."""
     return {name: factor.merge(size) * (1 / size) for name, factor in gradients.items()}

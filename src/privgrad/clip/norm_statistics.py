@@ -6,10 +6,10 @@ Shape suffixes: B contributions, K coordinates of the statistic.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -166,13 +166,8 @@ def rows_and_sensitivity(
 ) -> tuple[Tensor, float]:
     """Return the rows of a statistic and its sensitivity; refuse rows that break the bound.
 
-    ClippingAccumulator calls it. It compares each row with the stated sensitivity, and does not rely on the proof of a
-    class. The library's own classes are known to use each contribution alone. A class of the user's is asked again for
-    each half.
-
-    Raises:
-        PrivacyError: the sensitivity is below C, a contribution and its row are together longer than it, or rows
-            depend on other contributions.
+    Each row is compared with the stated sensitivity, whatever the proof of its class says. The library's own classes
+    are known to use each contribution alone. A class of the user's is asked again for each half.
     """
     rows_BK, bound = statistic.rows(norm_B, length_B, max_grad_norm), statistic.sensitivity(max_grad_norm)
     name, remedy = type(statistic).__name__, "correct the statistic: nothing was released"
@@ -183,18 +178,29 @@ def rows_and_sensitivity(
         raise expected(name, "rows", "to be of shape (B, K)", got, remedy)
     square_B = length_B.double().square() + rows_BK.double().square().sum(1)
     if not bool((square_B <= (bound * (1 + 1e-5)) ** 2).all()):
-        condition, got = (
-            f"to be within {bound:g} with their contributions",
-            "longer rows, or numbers that are not finite",
-        )
+        condition, got = f"to be within {bound:g} with their contributions", "longer rows, or inf or nan"
         raise expected(name, "rows", condition, got, remedy)
-    if type(statistic) not in (Slots, Count, Histogram):
-        for part in (slice(len(norm_B) // 2), slice(len(norm_B) // 2, None)):
-            alone = statistic.rows(norm_B[part], length_B[part], max_grad_norm)
-            if alone.shape != rows_BK[part].shape or not torch.allclose(alone, rows_BK[part], rtol=1e-6, atol=0.0):
-                got = "rows that change with the rest of the batch"
-                raise expected(name, "rows", "to depend on one contribution each", got, remedy)
+
+    def alone(part: slice) -> Mapping[str, Tensor]:
+        return {"": statistic.rows(norm_B[part], length_B[part], max_grad_norm)}
+
+    if type(statistic) not in (Slots, Count, Histogram) and not same_for_halves({"": rows_BK}, alone):
+        got = "rows that change with the rest of the batch"
+        raise expected(name, "rows", "to depend on one contribution each", got, remedy)
     return rows_BK, bound
+
+
+def same_for_halves(whole: Mapping[str, Tensor], alone: Callable[[slice], Mapping[str, Tensor]]) -> bool:
+    """Return whether each half of a batch has the same rows when only this half is asked for."""
+    half = len(next(iter(whole.values()))) // 2
+    for part in (slice(half), slice(half, None)) if half else ():
+        own = alone(part)
+        for name, rows in whole.items():
+            if own[name].shape != rows[part].shape:
+                return False
+            if not torch.allclose(rows[part], own[name], rtol=1e-6, atol=0.0, equal_nan=True):
+                return False
+    return True
 
 
 def _below(norm_B: Tensor, edges: Sequence[float]) -> Tensor:
@@ -206,32 +212,23 @@ def _below(norm_B: Tensor, edges: Sequence[float]) -> Tensor:
     return ((1 + _RAMP - norm_B.double()[:, None] / edges_K) / (2 * _RAMP)).clamp(0.0, 1.0)
 
 
-def require_bins(function: str, name: str, value: object) -> None:
+def require_bins(function: str, name: str, value: Any) -> None:
     """Raise PrivacyError unless value is a number of bins that PrivateGradient accepts, or "auto"."""
-    if value == "auto":
-        return
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LIMIT:
-        condition = f"to be an integer from 1 to {_LIMIT}, or 'auto'"
-        raise expected(function, name, condition, described(value), "'auto' is a good choice")
+    is_integer = isinstance(value, Integral) and value is not True
+    if value != "auto" and not (is_integer and value in range(1, _LIMIT + 1)):
+        raise expected(function, name, f"to be an integer from 1 to {_LIMIT}, or 'auto'", described(value))
 
 
 def chosen_slots(
     norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, share_std: float = _STD
 ) -> Slots:
-    """Return the slots for `norm_bins` of PrivateGradient.
+    """Return the slots for `norm_bins` of PrivateGradient, where noise_std is that of one coordinate of the gradient.
 
-    Args:
-        norm_bins: the number of bins. "auto" is the largest number from 8 to 64 at which a share has a standard
-            deviation of at most `share_std` in one step, and 8 if there is none.
-        max_grad_norm: C.
-        noise_std: the standard deviation of the noise in one coordinate of the released gradient.
-        share_std: > 0, for "auto".
-    Raises:
-        PrivacyError: norm_bins is neither an integer from 1 to 1024 nor "auto", or C is infinite.
+    "auto" is the largest number from 8 to 64 at which a share has a standard deviation of at most `share_std` in one
+    step, and 8 if there is none.
     """
     if math.isinf(max_grad_norm):
-        remedy = "leave norm_bins out: without a clipping norm there is nothing to divide"
-        raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf, remedy)
+        raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf)
     if norm_bins != "auto":
         require_bins("PrivateGradient", "norm_bins", norm_bins)
         return Slots(int(norm_bins))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from privgrad.clip.clipping import Flat, joint_norm_of
-from privgrad.errors import expected, require_positive
+from privgrad.errors import expected, require_in, require_positive
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,7 @@ class Automatic:
     gamma: float = 0.01
 
     def __post_init__(self) -> None:
-        require_positive("Automatic", "gamma", self.gamma, "0.01 is the paper's")
-        if self.gamma < 1e-8:
-            raise expected("Automatic", "gamma", "to be at least 1e-8", self.gamma, "0.01 is the paper's")
+        require_in("Automatic", "gamma", self.gamma, "[1e-8, inf)", "0.01 is the paper's")
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         return dict.fromkeys(norms, max_grad_norm / (joint_norm_of(norms) + self.gamma))
@@ -53,13 +51,12 @@ class PerLayer:
         if not self.shares:
             raise expected("PerLayer", "shares", "to name at least one group", "{}", "give {prefix: share}, or Flat()")
         for prefix, share in self.shares.items():
-            require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
+            require_positive("PerLayer", f"share of {prefix!r}", share)
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         group_of = {name: self._group(name) for name in norms}
         if unused := ", ".join(map(repr, sorted(set(self.shares) - set(group_of.values())))):
-            remedy = "correct it: an unused share would waste budget"
-            raise expected("PerLayer", "every prefix", "to match a trainable parameter", unused, remedy)
+            raise expected("PerLayer", "every prefix", "to match a trainable parameter", unused)
         whole, found = sum(share**2 for share in self.shares.values()) ** 0.5, dict[str, Tensor]()
         for prefix, share in self.shares.items():
             own = {name: norms[name] for name in norms if group_of[name] == prefix}
