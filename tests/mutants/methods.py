@@ -249,7 +249,8 @@ def noise_not_divided_out(patch: Patch) -> None:
 
 
 def noise_step_without_noise(patch: Patch) -> None:
-    everywhere(patch, base._require_noise, lambda function, gradient, names: None)
+    real = base._require_usable
+    everywhere(patch, real, lambda function, gradient, names, by_noise: real(function, gradient, names, set()))
 
 
 def noise_of_the_first_release(patch: Patch) -> None:

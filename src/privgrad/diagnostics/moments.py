@@ -6,8 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected
-from privgrad.optim.base import require_decays
+from privgrad.errors import expected, require_in
 from privgrad.optim.debiased import DEFAULT_FLOOR, debias, noise_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
@@ -34,7 +33,7 @@ class RawMoments:
     def __init__(
         self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
-        require_decays("RawMoments", "betas", betas, (0.9, 0.999))
+        require_in("RawMoments", "betas", betas, "[0, 1)", is_pair=True)
         self.betas = betas
         self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}

@@ -16,19 +16,13 @@ class AdamBC(Debiased):
     Constant noise gives n / c = noise_std**2. No eps is added to the denominator: the floor bounds it from below.
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0. Give this or noise_step.
-        noise_step: in place of lr, see PrivateOptimizer. It is lr / sqrt(debias_floor), see Debiased.
+        noise_step: in place of lr. It is lr / sqrt(debias_floor), see Debiased.
         betas: decays (beta1, beta2), each in [0, 1).
         debias_floor: smallest debiased second moment, in variances of the noise, > 0. It is the method's main
             parameter: a large floor gives SGD with momentum, a small one Adam with a debiased denominator.
         gamma_prime: smallest debiased second moment in gradient**2, > 0, in place of debias_floor: the papers'
             gamma'. None: debias_floor.
         floor_rule: how the floor is applied, see `debias`; all rules except "max" are for ablations.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing: the state holds moments of released gradients and public constants only.
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: n tracks noise that changes over time; the floor is
         relative to the noise, unless gamma_prime is given.
@@ -58,9 +52,6 @@ class AdamBC(Debiased):
         step_size = group["lr"] / (1 - group["betas"][0] ** state["step"])
         return 0.0, step_size * self._correction(group, state) ** 0.5
 
-    def _moment_scale(self, group: Group, state: State) -> float:
-        return self._correction(group, state) / (1 - group["betas"][0] ** state["step"]) ** 2
-
     def _correction(self, group: Group, state: State) -> float:
         return 1 - group["betas"][1] ** state["step"]
 
@@ -70,7 +61,6 @@ class AdamWBC(AdamBC):
 
     Args:
         weight_decay: >= 0; multiplied by lr.
-        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC.
     Reference:
         Loshchilov, Hutter 2019 (AdamW), with the denominator of Tang, Lecuyer 2023.
     """
@@ -100,7 +90,6 @@ class NAdamBC(AdamBC):
 
     Args:
         momentum_decay: >= 0.
-        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC.
     Reference:
         Dozat 2016 (NAdam), with the denominator of Tang, Lecuyer 2023.
     """
@@ -137,7 +126,7 @@ class RMSpropBC(Debiased):
 
     Args:
         alpha: decay of the second moment, in [0, 1).
-        params, lr, noise_step, debias_floor, gamma_prime, Raises, Privacy: as AdamBC.
+        debias_floor, gamma_prime: as AdamBC.
     Reference:
         Ours, after Tang, Lecuyer 2023; its biased form is RMSprop.
     """
@@ -168,13 +157,12 @@ class RMSpropBC(Debiased):
 class AdagradBC(Debiased):
     """An Adagrad that subtracts the noise variance from its sum of squared gradients.
 
-    Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, sqrt(n), floor)).
+    Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, sqrt(n), floor)). There is no noise
+        step.
 
     Args:
-        lr: learning rate, >= 0. There is no noise step.
         debias_floor: smallest debiased sum of squares, in variances of the noise in this sum, > 0.
         gamma_prime: smallest debiased sum of squares in gradient**2, > 0, in place of debias_floor. None: debias_floor.
-        params, Raises, Privacy: as AdamBC.
     Reference:
         Ours, after Tang, Lecuyer 2023; its biased form is Adagrad.
     """

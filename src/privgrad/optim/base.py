@@ -2,15 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
-from typing import Any, ClassVar, Self, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import PrivacyError, described, expected, require_nonnegative, require_positive
+from privgrad.errors import PrivacyError, expected, require_in, require_integer, require_nonnegative
 from privgrad.types import NoisyGradient
 
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
@@ -21,9 +20,9 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any
 class PrivateOptimizer(torch.optim.Optimizer):
     """A mixin for torch optimizers: `step(grad=...)` accepts a NoisyGradient and nothing else.
 
-    List it before the torch optimizer among the base classes. Each param group holds `noise_std`, the standard
-    deviation of the noise in the group's last gradient: a number, or a mapping by parameter name. It is None before
-    the first step.
+    List it before the torch optimizer among the base classes. A subclass describes how it differs from its base class;
+    torch's own optimizers have torch's options. Each param group holds `noise_std`, the standard deviation of the noise
+    in the group's last gradient: a number, or a mapping by parameter name. It is None before the first step.
 
     With `noise_step=u` in place of `lr`, a group's `lr` is u, and schedulers act on u. Each step divides the gradient
     by its noise_std first. All options in gradient units (`eps`, and L2 `weight_decay`) then count standard deviations
@@ -35,7 +34,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Args:
         params: `model.named_parameters()`, or param groups of named parameters. A group may have its own `lr` or
             `noise_step`.
-        args, kwargs: options of the torch optimizer, `lr` first.
+        args, kwargs: options of the torch optimizer, `lr` first: the learning rate, >= 0.
         noise_step: u >= 0, in units of the weights. Give this or `lr`.
     Raises:
         PrivacyError: parameters lack names or share a name; an option is unknown or out of its range; `lr` and
@@ -46,6 +45,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     # Why the optimizer has no noise step; empty if it has one.
     _without_noise_step: ClassVar[str] = ""
+    # The interval of each option, and the options that are integers >= 1; torch checks those of its own classes.
+    _intervals: ClassVar[Mapping[str, str]] = {}
+    _counts: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Here, because the constructor of a subclass may not know the argument: torch's message would not say why.
@@ -63,12 +65,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._has_rate = lr is not None
         self._rates: list[dict[str, float]] = []  # by group: its own rate; empty if it has the default one
         try:
-            super().__init__(cast(Any, params), *args, **kwargs)
+            super().__init__(params, *args, **kwargs)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # a TypeError, as usual
                 raise
-            remedy = "give model.named_parameters(), and options in their ranges"
-            raise expected(type(self).__name__, "options", "to be valid for torch", error, remedy) from error
+            raise expected(type(self).__name__, "options", "to be valid for torch", error) from error
         self.defaults["lr_is_noise_step"] = self._lr_is_noise_step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,24 +150,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         function = f"{type(self).__name__}.step"
         if (closure is None) == (grad is None):
-            got, remedy = 0 if grad is None else 2, "call step(grad=private_grad(batch))"
+            remedy = "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
                 remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
+            got = 0 if grad is None else 2
             raise expected(function, "exactly one of grad and closure", "to be given", got, remedy)
-        if isinstance(closure, NoisyGradient):
-            remedy = "call step(grad=...)"
-            raise expected(function, "the gradient", "to be the keyword argument grad", "a positional argument", remedy)
         gradient = closure() if closure is not None else grad
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
         active = [(group, [name for name, _ in self._active(group)]) for group in self.param_groups]
-        _require_covered(function, gradient, [name for _, names in active for name in names])
-        by_noise = [name for group, names in active if group["lr_is_noise_step"] for name in names]
-        _require_noise(function, gradient, by_noise)
+        by_noise = {name for group, names in active if group["lr_is_noise_step"] for name in names}
+        _require_usable(function, gradient, [name for _, names in active for name in names], by_noise)
         for group in self.param_groups:
-            if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):  # set since the group was added
-                raise _no_noise_step(function, why)
+            self._require_noise_step(function, group)  # options may have changed since the group was added
         self._clear()
         try:
             std = gradient.noise_std
@@ -191,22 +188,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 noise_step) differ. The optimizer has not changed.
         """
         function = f"{type(self).__name__}.load_state_dict"
-        remedy = "load a state that the same optimizer class saved for the same model"
         theirs = [group.get("param_names") for group in state_dict["param_groups"]]
         ours = [group.get("param_names") for group in self.param_groups]
         if theirs != ours:
             differing = (pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1])
             got, own = next(differing, (len(theirs), len(ours)))
-            raise expected(function, "param_names", f"to be {own}, in that order", got, remedy)
+            raise expected(function, "param_names", f"to be {own}, in that order", got)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             differing = (saved.keys() ^ group.keys()) - _SCHEDULED
             if differing:
                 got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
-                raise expected(function, "the options", "to be the same as this optimizer's", got, remedy)
-            kind = "noise_step" if saved["lr_is_noise_step"] else "lr"
-            own = "noise_step" if group["lr_is_noise_step"] else "lr"
-            if kind != own:  # a scheduler that was made before would continue in the other unit
-                raise expected(function, "the rate", f"to be given as {own}", kind, f"give {kind} here too")
+                raise expected(function, "the options", "to be the same as this optimizer's", got)
+            given, own = ("noise_step" if each["lr_is_noise_step"] else "lr" for each in (saved, group))
+            if given != own:  # a scheduler that was made before would continue in the other unit
+                raise expected(function, "the rate", f"to be given as {own}", given)
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
@@ -217,7 +212,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     held = value.detach().to(parameter.device, copy=True)
                     self.state[parameter][name] = held.float() if value.is_floating_point() else held
 
-    def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
+    def _update_in_noise_units(self, gradient: NoisyGradient, names: Iterable[str]) -> None:
         """Update `names` by gradient / noise_std, at the rates of docs/mathematics.md (5.7), the others as usual."""
         tensors = dict(gradient.tensors)
         stds = {name: gradient.noise_std_of(name) for name in gradient}
@@ -248,11 +243,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:
         """Return the one of lr and noise_step that is given, or None; raise PrivacyError for both."""
         if lr is not None and noise_step is not None:
-            got, remedy = f"lr {_number(lr)} and noise_step {noise_step}", "leave one of the two out"
-            raise expected(type(self).__name__, "at most one of lr and noise_step", "to be given", got, remedy)
+            got = f"lr {_number(lr)} and noise_step {noise_step}"
+            raise expected(type(self).__name__, "at most one of lr and noise_step", "to be given", got)
         if noise_step is None:
             return lr
-        require_nonnegative(type(self).__name__, "noise_step", noise_step, "give the noise step of a weight, 0.01 say")
+        require_nonnegative(type(self).__name__, "noise_step", noise_step)
         return noise_step
 
     def _update(self, gradient: NoisyGradient) -> None:
@@ -282,21 +277,28 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "params", "to have names", "parameters without names", remedy)
         known = {name for other in self.param_groups for name in other["param_names"]}
         if repeated := sorted(known & set(group["param_names"])):
-            got, remedy = f"{', '.join(repeated)} twice", "use one optimizer per model, or prefix the names"
-            raise expected(function, "names of parameters", "to differ between groups", got, remedy)
+            raise expected(function, "names of parameters", "to differ between groups", f"{', '.join(repeated)} twice")
         unknown = group.keys() - self.defaults.keys() - _OF_GROUPS - _SCHEDULED
         if unknown:
             remedy = f"choose among {', '.join(sorted(self.defaults))}"
             raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
         group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
         group["noise_std"], group["noise_gain"] = None, 1.0
-        require_nonnegative(function, "lr", _number(group["lr"]), "give the learning rate")
+        require_nonnegative(function, "lr", _number(group["lr"]))
         self._require_options(group)
-        if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):
-            raise _no_noise_step(function, why)
+        self._require_noise_step(function, group)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if an option is out of its range; where none overrides it, torch checks the defaults."""
+        """Raise PrivacyError if an option is out of its range."""
+        for option, interval in self._intervals.items():
+            if option in group:
+                require_in(type(self).__name__, option, group[option], interval, is_pair=option == "betas")
+        for option in self._counts:
+            require_integer(type(self).__name__, option, group[option], 1)
+
+    def _require_noise_step(self, function: str, group: Mapping[str, Any]) -> None:
+        if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):
+            raise _no_noise_step(function, why)
 
     def _clear(self) -> None:
         """Remove every `.grad`, so that none of them can move a parameter."""
@@ -322,29 +324,20 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
-    """Raise PrivacyError unless the gradient has a value and a finite noise_std >= 0 for each name."""
+def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by_noise: set[str]) -> None:
+    """Raise PrivacyError unless each name has a value, and a finite noise_std >= 0; > 0 for the names in by_noise."""
     if missing := [name for name in names if name not in gradient]:
         remedy = "give the optimizer and PrivateGradient the same model"
         got = f"a gradient without {', '.join(missing)}"
         raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
-    std = gradient.noise_std
     for name in names:
-        noise: object = cast("Mapping[str, object]", std).get(name) if hasattr(std, "get") else std
-        one = noise if isinstance(noise, float | int | Tensor) else math.nan
-        valid = (one >= 0) & (one < math.inf)
+        noise = gradient.noise_std_of(name)
+        valid = (noise > 0 if name in by_noise else noise >= 0) & (noise < math.inf)
         if not (bool(valid.all()) if isinstance(valid, Tensor) else valid):
-            remedy = "pass the return value of PrivateGradient, or a NoisyGradient with noise_std = sigma C / B"
             got = f"{float(noise.min()):g} to {float(noise.max()):g}" if isinstance(noise, Tensor) else noise
-            raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
-
-
-def _require_noise(function: str, gradient: NoisyGradient, names: list[str]) -> None:
-    for name in names:
-        std = torch.as_tensor(gradient.noise_std_of(name))
-        if not bool((std > 0).all()):
-            remedy = "give lr in place of noise_step: without noise there is no noise step"
-            raise expected(function, f"noise_std of {name!r}", "to be > 0", float(std.min()), remedy)
+            condition = f"to be finite numbers {'>' if name in by_noise else '>='} 0"
+            remedy = "give lr in place of noise_step: without noise there is no noise step" if name in by_noise else ""
+            raise expected(function, f"noise_std of {name!r}", condition, got, remedy)
 
 
 def _no_noise_step(function: str, why: str) -> PrivacyError:
@@ -352,34 +345,12 @@ def _no_noise_step(function: str, why: str) -> PrivacyError:
     return expected(function, "noise_step", "to be absent for an optimizer without one", why, "give lr in its place")
 
 
-def require_share(function: str, name: str, value: float, remedy: str, at_most: str) -> None:
-    """Raise PrivacyError unless value is in (0, 1]; `at_most` is the remedy for one above, `remedy` for all others."""
-    require_positive(function, name, value, remedy)
-    if value > 1:
-        raise expected(function, name, "to be at most 1", value, at_most)
-
-
-def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
-    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
-    shown: object = value
-    is_pair = isinstance(usual, tuple)
-    decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
-    if [isinstance(decay, Real) and 0 <= decay < 1 for decay in decays] != [True] * (1 + is_pair):
-        condition = "to be two numbers in [0, 1)" if is_pair else "to be in [0, 1)"
-        raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
-
-
 def widened(parameter: Tensor) -> Tensor:
     """Return zeros shaped like a parameter, in float32 or wider, for the state of this package's optimizers."""
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
-def constructor_arguments(kind: Callable[..., PrivateOptimizer]) -> list[str]:
-    """Return the names of the arguments of an optimizer's constructor, in their order.
-
-    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base. Recipes in TOML
-    files are checked against them.
-    """
-    classes = [cls for cls in cast("type[PrivateOptimizer]", kind).__mro__ if "__init__" in vars(cls)]
-    signatures = (inspect.signature(cls.__init__).parameters for cls in classes)
-    return [name for name in next(s for s in signatures if "kwargs" not in s) if name != "self"]
+def constructor_arguments(kind: Any) -> list[str]:
+    """Return the arguments of an optimizer's constructor in their order; where it takes `**kwargs`, those of a base."""
+    signatures = (list(inspect.signature(cls.__init__).parameters) for cls in kind.__mro__)
+    return next(names[1:] for names in signatures if "kwargs" not in names)

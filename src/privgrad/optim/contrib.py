@@ -3,14 +3,14 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from privgrad.checks.data import share_rows
-from privgrad.errors import expected, require_choice, require_integer, require_positive
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, require_share, widened
+from privgrad.errors import expected, require_callable, require_choice
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.matrix import gathered, sharded_like
 from privgrad.types import NoisyGradient
 
@@ -48,36 +48,22 @@ class _WithPublic(PrivateOptimizer):
     """A base class that takes one public gradient per step, before any parameter moves."""
 
     _without_noise_step = "an optimizer with public gradients, whose steps do not follow the noise"
+    _intervals: ClassVar = {"betas": "[0, 1)", "alpha": "[0, 1)", "eps": "(0, inf)", "keep": "(0, 1]"}
 
     def __init__(self, params: NamedParameters, public: Public, defaults: dict[str, Any]) -> None:
         name = type(self).__name__
-        if not callable(public):
-            remedy = "give PublicGradient(model, loss_fn, examples, source=...)"
-            raise expected(name, "public", "to be callable", type(public).__name__, remedy)
+        require_callable(name, "public", public, "give PublicGradient(model, loss_fn, examples, source=...)")
         self.public = public
         # The step count is in the groups, because state_dict saves them.
         super().__init__(params, defaults=defaults | {"steps": 0})
         model = getattr(public, "model", None)
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if isinstance(model, nn.Module) and not ours <= {id(parameter) for parameter in model.parameters()}:
-            remedy = "give the optimizer and the public gradient the same model"
             got = f"a gradient of a different {type(model).__name__}"
-            raise expected(name, "public", "to be a gradient of the model that is trained", got, remedy)
+            raise expected(name, "public", "to be a gradient of the model that is trained", got)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"public": self.public}
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        function = type(self).__name__
-        for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.9)):
-            if option in group:
-                require_decays(function, option, group[option], usual)
-        if "eps" in group:
-            require_positive(function, "eps", group["eps"], "give 1e-5, the usual value")
-        require_choice(function, "numerator", group.get("numerator", "private"), get_args(Numerator))
-        if not 0 < group.get("keep", 1.0) <= 1:
-            raise expected(function, "keep", "to be in (0, 1]", group["keep"], "give 0.9, the paper's value")
-        require_integer(function, "horizon", group.get("horizon", 1), 1)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -86,11 +72,10 @@ class _WithPublic(PrivateOptimizer):
         public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                if (own := public.get(name)) is None or own.shape != parameter.shape:
-                    condition = f"to have shape {tuple(parameter.shape)}"
-                    got = "no gradient" if own is None else f"shape {tuple(own.shape)}"
-                    remedy = "give the optimizer and the public gradient the same model"
-                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, got, remedy)
+                own = public[name]
+                if own.shape != parameter.shape:
+                    condition, got = f"to have shape {tuple(parameter.shape)}", f"shape {tuple(own.shape)}"
+                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, got)
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._move(group, parameter, gradient[name].to(wide), own.to(wide))
         for group in self.param_groups:
@@ -115,13 +100,9 @@ class RMSpropPub(_WithPublic):
         p = p - lr * g / (sqrt(v) + eps). The division comes after the noise is added, so small h amplify the noise.
 
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
         public: `PublicGradient` of the same model.
-        lr: learning rate, >= 0.
         alpha: decay of the second moment, in [0, 1).
         eps: > 0, gradient units.
-    Raises:
-        PrivacyError: parameters lack names, public is not callable, or a number is out of its range.
     Privacy:
         Post-processing. The public gradient costs no privacy.
     Reference:
@@ -147,7 +128,7 @@ class AdamPub(_WithPublic):
         "public": M = beta1 M + (1 - beta1) h; p = p - lr (keep g + (1 - keep) M) / (sqrt(v) + eps).
 
     Args:
-        params, public, lr, eps, Raises, Privacy: as `RMSpropPub`.
+        public, eps, Privacy: as `RMSpropPub`.
         betas: decays (beta1, beta2) of the first and the second moment, each in [0, 1).
         numerator: one of two readings of the paper, whose equation is not available.
         keep: share of the released gradient, with numerator "public", in (0, 1].
@@ -170,6 +151,10 @@ class AdamPub(_WithPublic):
     ) -> None:
         options = {"numerator": numerator, "keep": keep, "bias_correction": bias_correction}
         super().__init__(params, public, {"lr": lr, "betas": betas, "eps": eps} | options)
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        super()._require_options(group)
+        require_choice("AdamPub", "numerator", group["numerator"], get_args(Numerator))
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
         beta1, beta2 = group["betas"]
@@ -194,11 +179,13 @@ class MirrorDescent(_WithPublic):
         horizon; p = p - lr (alpha g + (1 - alpha) h).
 
     Args:
-        params, public, lr, Raises, Privacy: as `RMSpropPub`.
+        public, Privacy: as `RMSpropPub`.
         horizon: steps until only the public gradient is left, >= 1; the number of steps of the training.
     Reference:
         Amid et al. 2022 (PDA-DPMD, arXiv 2112.00193), as Li et al. 2022 approximate it.
     """
+
+    _counts = ("horizon",)
 
     def __init__(self, params: NamedParameters, lr: float, *, public: Public, horizon: int) -> None:
         super().__init__(params, public, {"lr": lr, "horizon": horizon})
@@ -221,12 +208,15 @@ class MicroAdam(PrivateOptimizer):
     Args:
         density: the share of entries that are kept of each gradient, in (0, 1]; at least one entry.
         window: how many steps are kept, >= 1.
-        params, lr, betas, eps, Raises, Privacy: as `Yogi`.
+        betas: decays (beta1, beta2), each in [0, 1).
+        eps: > 0.
     Reference:
         Hudisteanu, Kalinin, Cyffers 2025 (arXiv 2511.20509). Deviation: the error e is not quantized.
     """
 
     _without_noise_step = "MicroAdam, which moves few weights at a step"
+    _intervals: ClassVar = {"betas": "[0, 1)", "eps": "(0, inf)", "density": "(0, 1]"}
+    _counts = ("window",)
 
     def __init__(
         self,
@@ -240,13 +230,6 @@ class MicroAdam(PrivateOptimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "density": density, "window": window}
         super().__init__(params, defaults=options)
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays("MicroAdam", "betas", group["betas"], (0.9, 0.999))
-        require_positive("MicroAdam", "eps", group["eps"], "give 1e-8, the usual value")
-        usual = "0.01 is the paper's"
-        require_share("MicroAdam", "density", group["density"], usual, usual)
-        require_integer("MicroAdam", "window", group["window"], 1)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from privgrad.errors import expected, require_choice, require_nonnegative, require_positive
-from privgrad.optim.base import PrivateOptimizer, require_decays, widened
+from privgrad.optim.base import PrivateOptimizer, widened
 from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
 
@@ -151,19 +151,17 @@ class Debiased(PrivateOptimizer):
 
     _square: ClassVar[str] = "exp_avg_sq"
     _noise: ClassVar[str] = "exp_avg_noise_var"
+    _intervals: ClassVar = {
+        **dict.fromkeys(("betas", "alpha"), "[0, 1)"),
+        **dict.fromkeys(("weight_decay", "momentum_decay"), "[0, inf)"),
+        "debias_floor": "(0, inf)",
+    }
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        function = type(self).__name__
-        require_positive(function, "debias_floor", group["debias_floor"], f"{DEFAULT_FLOOR:g} is the default")
+        super()._require_options(group)
         if group["gamma_prime"] is not None:
-            require_positive(function, "gamma_prime", group["gamma_prime"], "leave it out to use debias_floor")
-        if "floor_rule" in group:
-            require_choice(function, "floor_rule", group["floor_rule"], get_args(FloorRule))
-        for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
-            if option in group:
-                require_decays(function, option, group[option], usual)
-        for option, usual in (("weight_decay", "1e-2"), ("momentum_decay", "4e-3")):
-            require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}")
+            require_positive(type(self).__name__, "gamma_prime", group["gamma_prime"])
+        require_choice(type(self).__name__, "floor_rule", group.get("floor_rule", "max"), get_args(FloorRule))
 
     def fraction_floored(self) -> float:
         """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
@@ -202,16 +200,17 @@ class Debiased(PrivateOptimizer):
         for group in self.param_groups:
             # By coefficients, which depend on the step of a parameter.
             lists = dict[tuple[float, float], list[_Moved]]()
-            held = 0
+            held, beta = 0, self._beta(group)
             for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = 0
                     state[self._square] = widened(parameter)
                     state[self._noise] = 0.0
-                    if self._beta(group) is not None:
+                    if beta is not None:
                         state["exp_avg"] = widened(parameter)
                 state["step"] += 1
+                t = state["step"]
                 keep, add = self._weights(group)
                 # n = keep n + add noise_std**2
                 state[self._noise] = keep * state[self._noise] + add * gradient.noise_std_of(name) ** 2
@@ -222,7 +221,8 @@ class Debiased(PrivateOptimizer):
                     average=state.get("exp_avg"),
                     std=state[self._noise] ** 0.5,
                     floor=self._floor(group, state),
-                    moment_scale=self._moment_scale(group, state),
+                    # Of m**2: m has the startup correction 1 - beta**t, and v has that of `_correction`.
+                    moment_scale=1.0 if beta is None else self._correction(group, state) / (1 - beta**t) ** 2,
                 )
                 coefficients = self._coefficients(group, state)
                 if not one.suits_lists or group.get("floor_rule", "max") != "max":
@@ -299,7 +299,3 @@ class Debiased(PrivateOptimizer):
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         """Return (of_gradient, of_average), the factors of g and m in the update. May update numbers in the state."""
         return group["lr"], 0.0
-
-    def _moment_scale(self, group: Group, state: State) -> float:
-        """Return the factor that converts m**2 to the units of the stored second moment."""
-        return 1.0

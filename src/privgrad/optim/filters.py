@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected
+from privgrad.errors import expected, require_in
 from privgrad.noise.banded import std_at
-from privgrad.optim.base import require_share
 from privgrad.processes import blocks
 from privgrad.types import NoiseMemory, NoisyGradient
 
@@ -48,21 +47,24 @@ class LinearFilter:
 
     def __init__(self, b: Sequence[float], a: Sequence[float] = ()) -> None:
         name = type(self).__name__
-        try:
-            self._b, self._a = tuple(map(float, b)), tuple(map(float, a))
-        except (TypeError, ValueError) as error:
-            remedy = "give them as lists, for instance LinearFilter([0.2], [-0.8])"
-            raise expected(name, "b and a", "to be sequences of numbers", f"{b!r} and {a!r}", remedy) from error
+        self._b, self._a = tuple(map(float, b)), tuple(map(float, a))
         if not self._b or not all(map(math.isfinite, self._b + self._a)):
-            got, remedy = f"b {self._b} and a {self._a}", "LinearFilter([0.2], [-0.8]) is EMA(0.2)"
-            raise expected(name, "b and a", "to be finite, and b not to be empty", got, remedy)
+            raise expected(name, "b and a", "to be finite, and b not to be empty", f"b {self._b} and a {self._a}")
         radius = max((abs(root) for root in np.roots((1.0, *self._a))), default=0.0)
         if radius >= 1 - 1e-9:
-            remedy = "choose a whose polynomial 1 + a_1 z^-1 + ... has its zeros inside of the unit circle"
-            if self._a[0] == 1:
-                remedy += "; if a is in scipy's form, leave out its leading 1"
+            remedy = "if a is in scipy's form, leave out its leading 1" if self._a[0] == 1 else ""
             raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
-        self._matrix, self._entry = _companion(self._b, self._a)
+        order = max(1, len(self._a), len(self._b) - 1)
+        # b_0, b_1, ... and 1, a_1, ... up to the order of the recursion
+        self._padded = (
+            [*self._b, *[0.0] * (order + 1 - len(self._b))],
+            [1.0, *self._a, *[0.0] * (order - len(self._a))],
+        )
+        # One gradient moves the state: z becomes matrix @ z + entry * g.
+        b_padded, a_padded = (torch.tensor(part, dtype=torch.float64) for part in self._padded)
+        self._matrix = torch.diag(torch.ones(order - 1, dtype=torch.float64), 1)
+        self._matrix[:, 0] -= a_padded[1:]
+        self._entry = b_padded[1:] - a_padded[1:] * b_padded[0]
         # One mean of the last output and the gradient, as EMA: one pass over the numbers less.
         self._is_mean = len(self._a) == len(self._b) == 1 and math.isclose(self._b[0], 1 + self._a[0])
         ones, settled = torch.zeros_like(self._entry), sum(self._b) / (1 + sum(self._a))
@@ -70,8 +72,7 @@ class LinearFilter:
             correction = self._b[0] + float(ones[0])
             ones = self._matrix @ ones + self._entry
             if not abs(correction) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
-                remedy = "choose coefficients whose recursion on ones is not 0"
-                raise expected(name, f"c_{step}", "to differ from 0", correction, remedy)
+                raise expected(name, f"c_{step}", "to differ from 0", correction)
         self._restart()
 
     def __repr__(self) -> str:
@@ -91,7 +92,14 @@ class LinearFilter:
 
     def moved_on(self, gradient: NoisyGradient, *, in_place: bool) -> NoisyGradient:
         """Do the same; with `in_place`, the gradient may be overwritten, because nobody else holds it."""
-        self._require(gradient)
+        name = type(self).__name__
+        if self._last is not None and self._last() is gradient:
+            remedy = "call the filter once for each released gradient, and keep what it returns"
+            raise expected(name, "gradient", "to be a new one", "the last one again", remedy)
+        if gradient.is_filtered:
+            remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
+            raise expected(name, "gradient", "to be as it was released", "a gradient that was filtered before", remedy)
+        self.require_shapes({name: value.shape for name, value in gradient.items()})
         self._last = weakref.ref(gradient)
         given_spread = self._follow(gradient.noise_memory)
         correction, spread = self._moved_on()
@@ -120,30 +128,21 @@ class LinearFilter:
             PrivacyError: it is not the state of a filter of the same order, or holds NaN. The filter has not changed.
         """
         order = len(self._entry)
-        try:
-            ones, covariance = state["ones"], state["covariance"]
-            coefficients, step, stream = state["noise"]
-            states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
-            units = dict(state["units"])
-            size = order + len(coefficients) - 1
-            fits = units.keys() == states.keys() and (ones.shape, covariance.shape) == ((order,), (size, size))
-            fits &= all(len(own) == order and len({value.shape for value in own}) == 1 for own in states.values())
-            numbers = [ones, covariance, *(value for own in states.values() for value in own)]
-            finite = all(bool(value.isfinite().all()) for value in numbers)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._no_state(f"{type(error).__name__}: {error}") from error
-        if not finite:
-            raise self._no_state("NaN or inf")
-        if not fits:
-            raise self._no_state(f"shapes {tuple(ones.shape)} and {tuple(covariance.shape)}")
+        ones, covariance, units = state["ones"], state["covariance"], dict(state["units"])
+        coefficients, step, stream = state["noise"]
+        states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
+        size = order + len(coefficients) - 1
+        fits = units.keys() == states.keys() and (ones.shape, covariance.shape) == ((order,), (size, size))
+        fits &= all(len(own) == order and len({value.shape for value in own}) == 1 for own in states.values())
+        numbers = [ones, covariance, *(value for own in states.values() for value in own)]
+        finite = all(bool(value.isfinite().all()) for value in numbers)
+        if not (fits and finite):
+            got = f"shapes {tuple(ones.shape)} and {tuple(covariance.shape)}" if finite else "NaN or inf"
+            raise expected(type(self).__name__, "state", f"to be that of a filter of order {order}", got)
         self._ones, self._covariance = ones.clone(), covariance.clone()
         self._states, self._units = states, units
         self._noise = tuple(coefficients), step, stream
         self._last = None
-
-    def _no_state(self, got: str) -> Exception:
-        condition = f"to be that of a filter of order {len(self._entry)}"
-        return expected(type(self).__name__, "state", condition, got, "load what state_dict() returned")
 
     def require_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise PrivacyError unless these are the parameters of the last gradient."""
@@ -198,19 +197,6 @@ class LinearFilter:
         self._covariance = _moved(self._covariance, matrix, entry)
         return correction, spread
 
-    def _require(self, gradient: object) -> None:
-        """Raise PrivacyError unless this is a gradient as it was released, of the parameters of the last one."""
-        name = type(self).__name__
-        if not isinstance(gradient, NoisyGradient):
-            raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), "pass a released gradient")
-        if self._last is not None and self._last() is gradient:
-            remedy = "call the filter once for each released gradient, and keep what it returns"
-            raise expected(name, "gradient", "to be a new one", "the last one again", remedy)
-        if gradient.is_filtered:
-            remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
-            raise expected(name, "gradient", "to be as it was released", "a gradient that was filtered before", remedy)
-        self.require_shapes({name: value.shape for name, value in gradient.items()})
-
     def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float, *, in_place: bool) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
 
@@ -219,7 +205,7 @@ class LinearFilter:
         The state z holds sums of past values, times the last unit: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
         The memory of z_1 holds m and then the last z, so each pass moves the list on by one. The state of a mean is m.
         """
-        given, order, (b, a) = gradient[name], len(self._entry), _padded(self._b, self._a)
+        given, order, (b, a) = gradient[name], len(self._entry), self._padded
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
         state = self._states.get(name)
         if state is None:
@@ -260,20 +246,6 @@ def _add(total: Tensor, given: Tensor, factor: float) -> None:
         total.add_(given, alpha=factor)
 
 
-def _padded(b: Sequence[float], a: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the coefficients b_0, b_1, ... and 1, a_1, ... with zeros at the end, up to the order of the recursion."""
-    order = max(1, len(a), len(b) - 1)
-    return [*b, *[0.0] * (order + 1 - len(b))], [1.0, *a, *[0.0] * (order - len(a))]
-
-
-def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the matrix and the vector that move the state by one gradient: z becomes matrix @ z + vector * g."""
-    b_padded, a_padded = (torch.tensor(part, dtype=torch.float64) for part in _padded(b, a))
-    matrix = torch.diag(torch.ones(len(a_padded) - 2, dtype=torch.float64), 1)
-    matrix[:, 0] -= a_padded[1:]
-    return matrix, b_padded[1:] - a_padded[1:] * b_padded[0]
-
-
 def _row(order: int, coefficients: tuple[float, ...]) -> Tensor:
     """Return how w = (z - c_1 w_1 - c_2 w_2 - ...) / c_0 depends on a filter's state and on its own last values w_i."""
     later = torch.tensor(coefficients[1:], dtype=torch.float64)
@@ -310,8 +282,7 @@ class EMA(LinearFilter):
     """
 
     def __init__(self, weight: float) -> None:
-        usual = "0.1 averages about the last 20 gradients"
-        require_share("EMA", "weight", weight, usual, "1 keeps each gradient as it is")
+        require_in("EMA", "weight", weight, "(0, 1]", "0.1 averages about the last 20 gradients")
         super().__init__([weight], [weight - 1])
 
     def __repr__(self) -> str:
@@ -334,7 +305,7 @@ class Innovation(LinearFilter):
     """
 
     def __init__(self, weight: float) -> None:
-        require_share("Innovation", "weight", weight, "0.5 say", "1 keeps each gradient as it is")
+        require_in("Innovation", "weight", weight, "(0, 1]")
         super().__init__([weight], [2 * (weight - 1), 1 - weight])
 
     def __repr__(self) -> str:
@@ -346,8 +317,6 @@ class DOPPLER(LinearFilter):
 
     Computes: m_t = -a_1 m_{t-1} + b_0 g_t + b_1 g_{t-1}, divided by the same recursion on ones.
 
-    Args:
-        b, a, Raises: as in LinearFilter.
     Reference:
         Zhang et al. 2024 (arXiv 2408.13460).
     """

@@ -2,14 +2,13 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_integer
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, widened
+from privgrad.errors import expected
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.debiased import Group, State
 from privgrad.types import NoisyGradient
 
@@ -24,19 +23,20 @@ class Muon(PrivateOptimizer):
     matrix of one row, so its step is m / |m|.
 
     Args:
-        lr: learning rate, >= 0: about the size of the singular values of a step. Param groups may have their own.
+        lr: >= 0, about the size of the singular values of a step.
         momentum: in [0, 1).
         iterations: >= 1.
         bfloat16: compute the iterations in bfloat16, as torch.optim.Muon does. With a processor or GPU that has
             instructions for it, they take about a third of the time; a step of Muon differs by about 3 % of its norm,
             one of MuonBC by about 7 %. A matrix more than twice as long as wide keeps its own precision.
-        params, Raises, Privacy: as AdamBC.
     Reference:
         Kim, Fan 2026 (DP-Muon, arXiv 2605.12994). Deviations: m is always divided by its norm, and the polynomial is
         that of torch.optim.Muon.
     """
 
     _without_noise_step = "Muon, whose steps have the same size at any noise"
+    _intervals: ClassVar = {"momentum": "[0, 1)"}
+    _counts: ClassVar = ("iterations",)
 
     def __init__(
         self,
@@ -49,10 +49,6 @@ class Muon(PrivateOptimizer):
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "iterations": iterations, "bfloat16": bfloat16}
         super().__init__(params, defaults=options)
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays(type(self).__name__, "momentum", group["momentum"], 0.95)
-        require_integer(type(self).__name__, "iterations", group["iterations"], 1)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -82,11 +78,12 @@ class MuonBC(Muon):
     a filter, and without memory.
 
     Args:
-        params, lr, momentum, iterations, bfloat16, Raises, Privacy: as Muon.
         probes: >= 1.
     Reference:
         Kim, Fan 2026 (DP-MuonBC, arXiv 2605.12994), the output-level bias; the estimate by probes is ours.
     """
+
+    _counts = ("iterations", "probes")
 
     def __init__(
         self,
@@ -100,10 +97,6 @@ class MuonBC(Muon):
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "iterations": iterations, "bfloat16": bfloat16, "probes": probes}
         PrivateOptimizer.__init__(self, params, defaults=options)
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        super()._require_options(group)
-        require_integer("MuonBC", "probes", group["probes"], 1)
 
     def _update(self, gradient: NoisyGradient) -> None:
         if gradient.is_filtered or gradient.noise_memory is not None:  # the noise of the momentum would be another

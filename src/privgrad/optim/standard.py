@@ -1,13 +1,12 @@
 """The optimizers without debiasing: torch's own for released gradients, and MomentumSGD and Yogi."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import require_positive
-from privgrad.optim.base import NamedParameters, PrivateOptimizer, require_decays, widened
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.types import NoisyGradient
 
 
@@ -36,10 +35,11 @@ class MomentumSGD(PrivateOptimizer):
 
     Args:
         momentum: in [0, 1).
-        params, lr, noise_step, Raises, Privacy: as AdamBC.
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), their comparison of DP-Adam with DP-SGD.
     """
+
+    _intervals: ClassVar = {"momentum": "[0, 1)"}
 
     def __init__(
         self,
@@ -53,9 +53,6 @@ class MomentumSGD(PrivateOptimizer):
 
     def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
         return noise_std / (1 - group["momentum"])
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays("MomentumSGD", "momentum", group["momentum"], 0.9)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -77,9 +74,8 @@ class Yogi(PrivateOptimizer):
         m = beta1 m + (1 - beta1) g;  v = v - (1 - beta2) sign(v - g**2) g**2;  p = p - lr m / (sqrt(v) + eps)
 
     Args:
-        lr: learning rate, >= 0.
+        betas: decays (beta1, beta2), each in [0, 1).
         eps: > 0, gradient units.
-        params, betas, Raises: as AdamBC.
     Privacy:
         Post-processing. The noise biases the second moment, as in Adam.
     Reference:
@@ -87,15 +83,12 @@ class Yogi(PrivateOptimizer):
     """
 
     _without_noise_step = "Yogi, whose denominator settles above the noise"
+    _intervals: ClassVar = {"betas": "[0, 1)", "eps": "(0, inf)"}
 
     def __init__(
         self, params: NamedParameters, lr: float, *, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
     ) -> None:
         super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays("Yogi", "betas", group["betas"], (0.9, 0.99))
-        require_positive("Yogi", "eps", group["eps"], "give 1e-3, the usual value")
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
