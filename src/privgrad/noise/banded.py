@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_integer
+from privgrad.errors import expected, require_integer
 from privgrad.types import NoiseMemory, NoisyGradient
 
 _DIGITS = 6  # of the coefficients, after the point
@@ -59,8 +59,7 @@ class Banded:
             object.__setattr__(self, "bands", int(self.bands))
         require_integer("Banded", "bands", self.bands, 2)
         if self.bands > _LONGEST:
-            remedy = "most of the gain comes with 4 to 32 bands"
-            raise expected("Banded", "bands", f"to be at most {_LONGEST}", self.bands, remedy)
+            raise expected("Banded", "bands", f"to be at most {_LONGEST}", self.bands, "4 to 32 give most of the gain")
         if self.coefficients is not None:
             object.__setattr__(self, "coefficients", _checked(self.coefficients, self.bands))
 
@@ -71,7 +70,7 @@ class Banded:
     def for_steps(self, steps: int) -> "Banded":
         """Return this one with coefficients: the given ones, or the best ones for T >= bands steps."""
         if self.bands > steps:
-            raise expected("Banded", "bands", f"to be at most {steps}, the steps", self.bands, "give fewer bands")
+            raise expected("Banded", "bands", f"to be at most {steps}, the steps", self.bands)
         if self.coefficients is not None:
             return self
         return replace(self, coefficients=best_coefficients(self.bands, steps))
@@ -80,8 +79,7 @@ class Banded:
     def chosen(self) -> tuple[float, ...]:
         """The coefficients, once they are known: those of a plan always are."""
         if self.coefficients is None:
-            remedy = "take those of a plan: plan.correlation"
-            raise expected("Banded", "coefficients", "to be chosen for a number of steps", None, remedy)
+            raise expected("Banded", "coefficients", "to be those of a plan: plan.correlation", None)
         return self.coefficients
 
     def std(self, step: int) -> float:
@@ -101,17 +99,12 @@ class Banded:
         return _prefix_error(np.array(self.chosen), steps)
 
 
-def _scipy(part: str) -> Any:
-    """Return a part of scipy, which has no types and takes long to import."""
-    return import_module(f"scipy.{part}")
-
-
 def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
     """Return h with w_t = sum of h_k z_{t-k}, shape (steps,): the power series of 1 / c."""
-    lfilter = _scipy("signal").lfilter
     impulse = np.zeros(steps)
     impulse[:1] = 1.0
-    return np.asarray(lfilter([1.0], np.asarray(coefficients, dtype=float), impulse))
+    # scipy takes long to import, and has no types.
+    return np.asarray(import_module("scipy.signal").lfilter([1.0], np.asarray(coefficients, dtype=float), impulse))
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +132,7 @@ def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
 
     By L-BFGS from the square root, with c_0 = 1 held fixed.
     """
-    minimize, lfilter = _scipy("optimize").minimize, _scipy("signal").lfilter
+    minimize, lfilter = import_module("scipy.optimize").minimize, import_module("scipy.signal").lfilter
     left = np.arange(steps, 0, -1.0)  # number of prefix sums that hold the k-th term
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
@@ -172,24 +165,20 @@ def _prefix_error(coefficients: np.ndarray, steps: int) -> float:
 
 def _checked(coefficients: object, bands: int) -> tuple[float, ...]:
     """Return the coefficients divided by their norm, unless it is 1 already; errors as Banded."""
-    remedy = "leave them out: the plan chooses them"
-    try:
-        given = np.asarray(coefficients, dtype=float).reshape(-1)
-    except (TypeError, ValueError) as error:
-        raise expected("Banded", "coefficients", "to be numbers", described(coefficients), remedy) from error
+    given = np.asarray(coefficients, dtype=float).reshape(-1)
     if len(given) != bands or not np.isfinite(given).all() or not given[0] > 0:
         condition = f"to be {bands} finite numbers, the first of them positive"
-        raise expected("Banded", "coefficients", condition, f"{given.tolist()}", remedy)
+        raise expected("Banded", "coefficients", condition, given.tolist())
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(given))
     if not 0 < norm < math.inf or not given[0] / norm > _SMALLEST or not abs((given / norm).sum()) > _SMALLEST:
         condition = f"to have a first one and a sum above {_SMALLEST:g} of their norm"
-        raise expected("Banded", "coefficients", condition, f"{given.tolist()}", remedy)
+        raise expected("Banded", "coefficients", condition, given.tolist())
     # 1 / c is bounded if all zeros of c(x) lie outside of the unit circle: the roots here are their inverses.
     radius = max((abs(root) for root in np.roots(given / norm)), default=0.0)
     if radius > 1 + _FLAT:
         got = f"noise that grows by {radius:.4g} per step"
-        raise expected("Banded", "coefficients", "to have a bounded inverse", got, remedy)
+        raise expected("Banded", "coefficients", "to have a bounded inverse", got)
     is_unit = 1 - bands * 10.0**-_DIGITS < norm <= 1  # as rounded coefficients are; with more, sensitivity would rise
     return tuple((given if is_unit else given / norm).tolist())
 
@@ -218,13 +207,11 @@ class Recursion:
         """
         layout = [(value.shape, value.dtype, value.device) for value in values]
         if self._layout and layout != self._layout:
-            remedy = "freeze parameters before the first step"
-            condition = "to stay the same while noise has memory"
+            condition, remedy = "to stay the same while noise has memory", "freeze parameters before the first step"
             got = f"{len(layout)} after {len(self._layout)} parameters"
             raise expected("add_noise", "the parameters and their shapes", condition, got, remedy)
         if step < self._next:
-            remedy = "release each step once, in ascending order"
-            raise expected("add_noise", "step", f"to be at least {self._next}", step, remedy)
+            raise expected("add_noise", "step", f"to be at least {self._next}", step)
         self._layout = layout
         return range(self._next, step + 1)
 
@@ -261,8 +248,7 @@ class Recursion:
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles: they would hold the past noises."""
-        remedy = "construct a new PrivateGradient"
-        raise expected("Recursion", "past noise", "to have one holder", "a copy or a pickle", remedy)
+        raise expected("Recursion", "past noise", "to have one holder", "a copy or a pickle")
 
     def _weights(self, step: int) -> tuple[np.ndarray, int]:
         """Return c_1, c_2, ... in the order of the rows that hold w_{t-1}, w_{t-2}, ..., and the row of the oldest."""

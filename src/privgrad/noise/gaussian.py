@@ -27,9 +27,6 @@ def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
 
     `Ledger.bind` compares the text when a run resumes: with other words here, older ledgers could not be resumed.
 
-    Args:
-        values: parameters, or sums of their gradients; only their devices and dtypes are used.
-        on_grid: as in add_noise.
     Raises:
         PrivacyError: on_grid is set and a value is not on the CPU.
     """
@@ -37,8 +34,7 @@ def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
     for value in values:
         if value.device.type != "cpu":
             if on_grid:
-                remedy = "move the model to the CPU, or plan without noise_on_grid"
-                raise expected("add_noise", "values", "to be on the CPU for noise on a grid", value.device, remedy)
+                raise expected("add_noise", "values", "to be on the CPU for noise on a grid", value.device)
             names.add(f"torch's generator on {value.device.type} (Philox): not cryptographic")
         elif on_grid:
             names.add("AES-256-CTR, Box-Muller in float64, on a grid")
@@ -98,15 +94,14 @@ def add_noise(
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
     """
-    function = "add_noise"
-    require_nonnegative(function, "noise_multiplier", noise_multiplier, "give sigma")
-    require_integer(function, "divisor", divisor, 1)
+    require_nonnegative("add_noise", "noise_multiplier", noise_multiplier)
+    require_integer("add_noise", "divisor", divisor, 1)
     sensitivity, grid = clipped.sensitivity, None
     if on_grid:
         noise_generator(clipped.values.values(), on_grid=True)
         grid, sensitivity = grid_of(clipped, noise_multiplier)
     std_of_sum = std_of_noise(noise_multiplier, sensitivity)
-    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
+    require_nonnegative("add_noise", "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
 
     # In place: to allocate new memory per step would take half as long as to draw the noise. A tensor that is not
     # contiguous is copied here; the noise then goes to the copy, which is what is returned.
@@ -133,11 +128,6 @@ def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) 
     """Return the standard deviation of the noise in one coordinate of a clipped sum that was divided by `divisor`.
 
     Computes: sigma C / B, docs/mathematics.md (5.1). It is 0 for sigma = 0, even if C is infinite.
-
-    Args:
-        noise_multiplier: sigma >= 0.
-        sensitivity: C > 0, of the sum.
-        divisor: B >= 1.
     """
     return noise_multiplier * sensitivity / divisor if noise_multiplier > 0 else 0.0
 
@@ -161,8 +151,7 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     Privacy:
         Depends on public numbers only. The guarantee of noise on a grid rests on C'.
     """
-    remedy = "plan without noise_on_grid: there is nothing to hide without noise"
-    require_positive("grid_of", "noise_multiplier", noise_multiplier, remedy)
+    require_positive("grid_of", "noise_multiplier", noise_multiplier)
     require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
     root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
     _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
