@@ -8,18 +8,17 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from decimal import ROUND_CEILING, Context, Decimal
-from numbers import Real
 from typing import Literal, get_args
 
 from privgrad.accounting import calibration as calibration_cache
 from privgrad.accounting.calibration import last_within, noise_within
-from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, listed, mechanisms_of, numbers_of
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of, numbers_of
 from privgrad.errors import (
-    described,
     expected,
     require_callable,
     require_choice,
     require_delta,
+    require_in,
     require_integer,
     require_positive,
     require_rate,
@@ -87,8 +86,7 @@ def attack_success(releases: Releases, *, false_positive_rate: float, assume_poi
     from privgrad.accounting.composition import attack_success_of
 
     function, alpha = "attack_success", false_positive_rate
-    if not (isinstance(alpha, Real) and 0 < alpha < 1):
-        raise expected(function, "false_positive_rate", "to be in (0, 1)", described(alpha), "give a share, say 0.01")
+    require_in(function, "false_positive_rate", alpha, "(0, 1)")
     found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
     return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
 
@@ -120,28 +118,26 @@ def calibrate_noise_multiplier(
     """
     from privgrad.accounting.composition import epsilon_of
 
-    function = "calibrate_noise_multiplier"
-    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
+    function, others = "calibrate_noise_multiplier", list(besides)
+    require_positive(function, "target_epsilon", target_epsilon)
     require_delta(function, delta)
     require_rate(function, sample_rate)
     require_integer(function, "steps", steps, 1)
-    others = mechanisms_of(function, besides)
+    mechanisms = mechanisms_of(function, others)
     numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
-    plain = json.loads(json.dumps(list(map(numbers_of, others))))  # lists, as the cache's file has them
+    plain = json.loads(json.dumps(list(map(numbers_of, mechanisms))))  # lists, as the cache's file has them
     key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
-    if others and (spent := epsilon_of(others, float(delta), "pld")) >= target_epsilon:
+    if others and (spent := epsilon_of(mechanisms, float(delta), "pld")) >= target_epsilon:
         condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
-        raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
+        raise expected(function, "target_epsilon", condition, target_epsilon)
 
-    def cost(noise_multiplier: float, accountant: str) -> float:
-        own = Release(noise_multiplier, float(sample_rate), count=steps)
-        together = sorted((own, *others), key=lambda one: (isinstance(one, Selection), numbers_of(one)))
-        return epsilon_of(tuple(together), float(delta), accountant)
+    def releases_at(noise_multiplier: float) -> list[Release | Selection]:
+        return [Release(noise_multiplier, float(sample_rate), count=steps), *others]
 
     kept = calibration_cache.found(key)
-    if kept is not None and cost(kept, "pld") <= target_epsilon:
+    if kept is not None and epsilon(releases_at(kept), delta=delta) <= target_epsilon:
         return kept
-    found = _reached(function, cost, target_epsilon, "raise it, lower sample_rate or steps, or allow a larger delta")
+    found = _calibrated(function, releases_at, target_epsilon, delta)
     calibration_cache.keep(key, found)
     return found
 
@@ -167,23 +163,23 @@ def calibrate(
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
+    require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
+    require_positive("calibrate", "target_epsilon", target_epsilon)
+    require_delta("calibrate", delta)
+    return _calibrated("calibrate", releases_at, target_epsilon, delta)
+
+
+def _calibrated(
+    function: str, releases_at: Callable[[float], Iterable[Release | Selection]], target_epsilon: float, delta: float
+) -> float:
     from privgrad.accounting.composition import epsilon_of
 
-    require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
-    require_positive("calibrate", "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
-    require_delta("calibrate", delta)
-
     def cost(noise_multiplier: float, accountant: str) -> float:
-        return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
+        return epsilon_of(mechanisms_of(function, releases_at(noise_multiplier)), float(delta), accountant)
 
-    return _reached("calibrate", cost, target_epsilon, "raise it, plan fewer releases, or allow a larger delta")
-
-
-def _reached(function: str, cost: Callable[[float, str], float], target_epsilon: float, remedy: str) -> float:
-    """Return `noise_within`; raise PrivacyError if no sigma meets the target."""
     found = noise_within(cost, target_epsilon)
     if found is None:
-        raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
+        raise expected(function, "target_epsilon", "to be within reach", target_epsilon)
     return found
 
 
@@ -203,15 +199,15 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
         Errs on the safe side: the epsilon of the returned T has been checked, and epsilon grows with T.
     """
     function = "steps_for_budget"
-    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
-    require_positive(function, "noise_multiplier", noise_multiplier, "without noise no step is private")
+    require_positive(function, "target_epsilon", target_epsilon)
+    require_positive(function, "noise_multiplier", noise_multiplier)
 
     def cost(steps: int, accountant: Accountant) -> float:
         return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
 
     if (one_step := cost(1, "pld")) > target_epsilon:
         condition = f"to be at least {rounded_up(one_step)}, the epsilon of one step"
-        raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or lower sample_rate")
+        raise expected(function, "target_epsilon", condition, target_epsilon)
     most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
     return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
 
@@ -253,7 +249,7 @@ def filter_epsilon(releases: Releases, *, first: Releases, delta: float, total_e
     from privgrad.accounting.composition import epsilon_at
 
     require_delta("filter_epsilon", delta)
-    require_positive("filter_epsilon", "total_epsilon", total_epsilon, "give a total, usually from 1 to 10")
+    require_positive("filter_epsilon", "total_epsilon", total_epsilon)
     costs = _costs(releases)
     shares = _shares(_costs(first), float(delta), float(total_epsilon))
     return min(epsilon_at(order, costs[order], share) for order, share in shares)
@@ -263,7 +259,7 @@ def _costs(releases: Releases) -> dict[float, float]:
     """Return order -> RDP of the releases, each Split as its dearest group of this order."""
     from privgrad.accounting.composition import renyi_costs
 
-    given = listed(releases)
+    given = list(releases)
     plain = (release for release in given if not isinstance(release, Split))
     costs = renyi_costs(mechanisms_of("filter_epsilon", plain))
     # One Split after the other: the time does not grow with the number of combinations of groups.

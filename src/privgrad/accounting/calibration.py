@@ -41,11 +41,10 @@ def found(key: Mapping[str, Any]) -> float | None:
     """Return the noise multiplier that was kept for a key; None if there is none, or if its file is damaged."""
     try:
         held: Any = json.loads(_path(key).read_text())
-    except (OSError, ValueError):
+        sigma = held["noise_multiplier"]
+        is_whole = held["key"] == dict(key) and held["checksum"] == _digest([dict(key), sigma])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    kept = cast("dict[str, Any]", held) if isinstance(held, dict) else {}
-    sigma = kept.get("noise_multiplier") if kept.get("key") == dict(key) else None
-    is_whole = kept.get("checksum") == _digest([dict(key), sigma])
     return sigma if is_whole and isinstance(sigma, float) and 0 < sigma < math.inf else None
 
 
@@ -142,7 +141,7 @@ def steps_of(function: str, steps: int | None, epochs: float | None, sample_rate
     given = one_of(function, steps=steps, epochs=epochs)
     if epochs is None:
         return cast(int, given)
-    require_positive(function, "epochs", epochs, "give the number of epochs, or steps")
+    require_positive(function, "epochs", epochs)
     return math.ceil(epochs / sample_rate - 1e-9)  # 3 / 0.1 is 30.000000000000004 in some roundings
 
 
@@ -151,5 +150,5 @@ def one_of(function: str, **given: T | None) -> T:
     values = [value for value in given.values() if value is not None]
     if len(values) != 1:
         got = ", ".join(f"{name} {value}" for name, value in given.items())
-        raise expected(function, f"exactly one of {' and '.join(given)}", "to be given", got, "give one of the two")
+        raise expected(function, f"exactly one of {' and '.join(given)}", "to be given", got)
     return values[0]

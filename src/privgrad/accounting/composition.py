@@ -1,13 +1,12 @@
 """The cost of mechanisms by dp_accounting. Only this file imports it.
 
-With scipy, dp_accounting takes longer to import than all of privgrad. So this file is imported when a first cost is
-computed.
+With scipy, it takes longer to import than all of privgrad. So this file is imported when a first cost is computed.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import dp_accounting
@@ -32,7 +31,7 @@ def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
     """Compute `accounting.attack_success` of one group of people; cached."""
     if not mechanisms:
         return alpha
-    has_selection = _has_selection(mechanisms)
+    has_selection = any(isinstance(one, Selection) for one in mechanisms)
     if _lacks_noise(mechanisms) or (has_selection and _is_truncated(mechanisms)):
         return 1.0
     by_pld = pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=1e-3)
@@ -59,7 +58,8 @@ def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str)
         return math.inf
     is_coarse = accountant.startswith("coarse")
     orders = _COARSE_ORDERS if is_coarse else RDP_ORDERS
-    has_selection, truncated = _has_selection(mechanisms), _is_truncated(mechanisms)
+    has_selection = any(isinstance(one, Selection) for one in mechanisms)
+    truncated = _is_truncated(mechanisms)
     if truncated and (accountant == "rdp" or has_selection):
         return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
     # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
@@ -159,22 +159,17 @@ def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
 
 def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
     """Return whether a release has no noise, or so little that its square underflows to 0."""
-    return any(
-        _lacks_noise(one.releases) if isinstance(one, Selection) else one.noise_multiplier < 1e-100
-        for one in mechanisms
-    )
-
-
-def _has_selection(mechanisms: Iterable[Mechanism]) -> bool:
-    """Return whether one of the mechanisms is a Selection, which RDP covers, and PLD does not."""
-    return any(isinstance(one, Selection) for one in mechanisms)
+    return any(release.noise_multiplier < 1e-100 for release in _releases(mechanisms))
 
 
 def _is_truncated(mechanisms: Iterable[Mechanism]) -> bool:
-    """Return whether a release is from truncated batches, also one in a Selection."""
-    return any(
-        _is_truncated(one.releases) if isinstance(one, Selection) else one.scheme == "truncated" for one in mechanisms
-    )
+    return any(release.scheme == "truncated" for release in _releases(mechanisms))
+
+
+def _releases(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
+    """Yield the releases, also those within Selections."""
+    for mechanism in mechanisms:
+        yield from mechanism.releases if isinstance(mechanism, Selection) else (mechanism,)
 
 
 def _untruncated(mechanism: Mechanism) -> Mechanism:

@@ -1,17 +1,23 @@
 """Releases as the accountant knows them, and how often one person may take part in those of a training."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeVar
 
-from privgrad.errors import SamplingError, described, expected, require_integer, require_nonnegative, require_rate
+from privgrad.errors import (
+    SamplingError,
+    described,
+    expected,
+    require_in,
+    require_integer,
+    require_nonnegative,
+    require_rate,
+)
 from privgrad.types import COVERED, SamplingScheme
 
 _MOST_GROUPS = 256  # combinations whose cost is computed one by one
-T = TypeVar("T")
 M = TypeVar("M", "Release", "Selection")
 
 
@@ -79,11 +85,8 @@ class Split:
 def each_group(function: str, releases: Iterable[Release | Selection | Split]) -> list[list[Release | Selection]]:
     """Return, for each combination of groups that a person may be in, the releases that concern this person."""
     found: list[list[Release | Selection]] = [[]]
-    for release in listed(releases):
+    for release in releases:
         groups = release.groups if isinstance(release, Split) else ((release,),)
-        if not groups:
-            remedy = "leave the Split out, or give the releases of each group"
-            raise expected(function, "groups of a Split", "to be at least 1", 0, remedy)
         found = [[*before, *group] for before in found for group in groups]
         if len(found) > _MOST_GROUPS:
             remedy = "give fewer Splits: score on training people in place of held-out ones"
@@ -104,7 +107,7 @@ def mechanisms_of(
     """
     plain: list[Release] = []
     counts: dict[Selection, int] = {}
-    for release in listed(releases):
+    for release in releases:
         if isinstance(release, Selection):
             require_law(function, release.mean, release.shape)
             require_integer(function, "count", release.count, 0)
@@ -114,11 +117,6 @@ def mechanisms_of(
         else:
             plain.append(release)
     return *_sums(function, plain, assume_poisson), *_counted(counts)
-
-
-def listed(releases: Iterable[T]) -> list[T]:
-    """Return releases as a list; what was given in place of a list becomes its only item."""
-    return list(releases) if isinstance(releases, Iterable) else [releases]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
@@ -131,8 +129,7 @@ def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
 
 def require_law(function: str, mean: float, shape: float) -> None:
     """Raise PrivacyError unless the mean and the shape of a number of repetitions are in their ranges."""
-    if not (isinstance(mean, Real) and 1 <= mean < math.inf):
-        raise expected(function, "mean", "to be a finite number >= 1", described(mean), "give the mean number of runs")
+    require_in(function, "mean", mean, "[1, inf)")
     if not (isinstance(shape, Real) and shape >= 0):
         remedy = "give 0 (logarithmic), 1 (geometric) or math.inf (Poisson)"
         raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
@@ -142,24 +139,20 @@ def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | Non
     """Return plain releases as `mechanisms_of` does."""
     counts: dict[Release, int] = {}
     for release in releases:
-        if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
-            raise expected(function, "releases", "to be a list of Release", described(release), remedy)
         if release.scheme not in COVERED and not assume_poisson:
             remedy = "draw Poisson samples"
             if assume_poisson is not None:
                 remedy += ", or pass assume_poisson=True for a number that is only a label"
             got = f"scheme {release.scheme!r}, which is not covered by the accountant"
             raise expected(function, "batches", "to be Poisson samples", got, remedy, SamplingError)
-        require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
+        require_nonnegative(function, "noise_multiplier", release.noise_multiplier)
         require_rate(function, release.sample_rate)
         require_integer(function, "count", release.count, 0)
         one = Release(float(release.noise_multiplier), float(release.sample_rate))
         if release.scheme == "truncated":
             require_integer(function, "max_batch_size", release.max_batch_size, 1)
             require_integer(function, "num_examples", release.num_examples, 1)
-            largest, examples = release.max_batch_size, release.num_examples
-            one = replace(one, scheme="truncated", max_batch_size=largest, num_examples=examples)
+            one = replace(release, noise_multiplier=one.noise_multiplier, sample_rate=one.sample_rate, count=1)
         counts[one] = counts.get(one, 0) + release.count
     return _counted(counts)
 
