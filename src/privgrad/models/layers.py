@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.engine.factors.weight_standardization import WeightStandardization
-from privgrad.errors import expected
+from privgrad.errors import require_choice
 
 Activation = Literal["tanh", "relu", "leaky_relu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -21,8 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 def activation_named(name: str) -> Callable[[], nn.Module]:
     """Return the activation with this name; raise PrivacyError if there is none."""
-    if name not in _ACTIVATIONS:
-        raise expected("models", "activation", f"to be one of {', '.join(_ACTIVATIONS)}", repr(name), "choose one")
+    require_choice("models", "activation", name, tuple(_ACTIVATIONS))
     return _ACTIVATIONS[name]
 
 
