@@ -33,8 +33,8 @@ from privgrad.noise.banded import Banded
 from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
-from privgrad.sampling.draws import BatchSampler, Collate, batches
-from privgrad.sampling.loading import Data, refuse_habits
+from privgrad.sampling.draws import BatchSampler
+from privgrad.sampling.loading import Collate, Data, batches, refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates

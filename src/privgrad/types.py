@@ -187,10 +187,10 @@ def count_examples(examples: Any) -> int:
     return sizes.pop()
 
 
-def named_leaves(path: str, examples: Any) -> list[tuple[str, Any]]:
-    """Return what examples hold, each with its name, such as examples['label']."""
+def named_leaves(path: str, examples: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return what examples hold, each with its name, such as examples['label']; `is_leaf` says what stays whole."""
     known = map_examples(lambda leaf: leaf, examples)
-    return [(path + keystr(place), leaf) for place, leaf in tree_flatten_with_path(known)[0]]
+    return [(path + keystr(place), leaf) for place, leaf in tree_flatten_with_path(known, is_leaf)[0]]
 
 
 def _unusable(examples: Any) -> PrivacyError:

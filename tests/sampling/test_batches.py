@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,10 +176,11 @@ def test_what_is_no_row_is_refused_by_name(name: str):
 
 
 ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
-    "a text": ({"x": INPUTS[0], "id": "a7"}, r"example\['id'\] to be .* got str; leave example\['id'\] out"),
-    "None": ({"x": {"deep": None}}, r"example\['x'\]\['deep'\] to be a tensor or a number, got NoneType; leave"),
+    "a text": ({"x": INPUTS[0], "id": "a7"}, r"example\['id'\] to be .* got str; turn example\['id'\] into a tensor"),
+    "None": ({"x": {"deep": None}}, r"example\['x'\]\['deep'\] to be a tensor or a number, got NoneType; turn"),
     "a list": ({"ids": [1, 2]}, r"example\['ids'\] .* got a list of numbers; .*with_format\(\"torch\"\)"),
     "a text alone": ("a7", "example to be a tensor or a number, got str"),
+    "a text of numpy": (np.array(["7"])[0], "example to be a tensor or a number, got str_"),
 }
 
 

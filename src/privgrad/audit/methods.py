@@ -25,7 +25,7 @@ from privgrad.perturb.local_training import LocalUpdate
 from privgrad.plan import PrivacyPlan
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling.draws import batches
+from privgrad.sampling.loading import batches
 
 Mechanism = Literal["step", "training"]
 _CANARIES = 256

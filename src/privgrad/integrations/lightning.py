@@ -117,7 +117,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         pin_memory: bool = False,
     ) -> "Epochs":
         """Return the plan's batches, to pass to `fit` in place of a training data loader; see plan.batches."""
-        require_loading("PrivateStrategy.batches", num_workers, prefetch_factor, pin_memory)
+        require_loading("PrivateStrategy.batches", num_workers, prefetch_factor)
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
         ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
         self._train_sets.append(dataset)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from privgrad.errors import SamplingError, described, expected
+from privgrad.errors import SamplingError, expected
 from privgrad.sampling.loading import Data
 
 _DIGITS = 3  # of a rate that a person may have chosen
@@ -71,38 +71,26 @@ class ClassRates(Dataset[Any]):
 
 def _require_rates(rates: Sequence[float]) -> tuple[float, ...]:
     """Return the rates as numbers; raise SamplingError unless they are in [0, 1] and one of them is 1."""
-    remedy = "give one number per class, such as [0.1, 1.0]"
-    try:
-        found = tuple(float(rate) for rate in np.asarray(rates, dtype=float).flatten())
-    except (TypeError, ValueError) as error:
-        raise expected("ClassRates", "rates", "to be numbers", described(rates), remedy, SamplingError) from error
-    if not found or not all(0 <= rate <= 1 for rate in found):
-        raise expected("ClassRates", "rates", "to be in [0, 1]", list(found), remedy, SamplingError)
-    if max(found) != 1:
-        remedy = "divide all by the largest: the plan's rate is paid for in any case"
-        raise expected("ClassRates", "the largest of rates", "to be 1", max(found), remedy, SamplingError)
+    found = tuple(np.asarray(rates, dtype=float).flatten().tolist())
+    if not all(0 <= rate <= 1 for rate in found) or max(found, default=0.0) != 1:
+        # The plan's rate is paid for in any case.
+        condition, remedy = "to be in [0, 1], the largest of them 1", "divide all by the largest"
+        raise expected("ClassRates", "rates", condition, list(found), remedy, SamplingError)
     return found
 
 
 def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
     """Return the class of each example; raise SamplingError unless there is one for each, below `classes`."""
-    try:
-        found = torch.as_tensor(labels).cpu().numpy()
-    except (TypeError, ValueError, RuntimeError) as error:
-        remedy = "give a tensor of class numbers"
-        raise expected("ClassRates", "labels", "to be integers", described(labels), remedy, SamplingError) from error
+    found = torch.as_tensor(labels).cpu().numpy()
     if found.shape != (count,):
-        remedy = "give the class of each example, in the order of the data set"
-        if found.shape[:1] == (count,):  # of persons
-            remedy = "decide by counts instead: a person with several labels has no class"
         got = f"{found.ndim} dimensions" if found.ndim != 1 else "a different number of labels"  # private numbers
+        remedy = "decide by counts instead: a person with several labels has no class" if found.ndim > 1 else ""
         raise expected("ClassRates", "labels", "to be one for each example", got, remedy, SamplingError)
     if found.dtype.kind not in "iu":
-        raise expected("ClassRates", "labels", "to be integers", f"{found.dtype}", "give labels.long()", SamplingError)
+        raise expected("ClassRates", "labels", "to be integers", found.dtype, error=SamplingError)
     if count and not (found.min() >= 0 and found.max() < classes):
-        got = f"{found.min()} to {found.max()}"
-        remedy = "give a rate for each class, also for one that is absent"
-        raise expected("ClassRates", "labels", f"to be from 0 to {classes - 1}", got, remedy, SamplingError)
+        condition, got = f"to be from 0 to {classes - 1}", f"{found.min()} to {found.max()}"
+        raise expected("ClassRates", "labels", condition, got, "give a rate for each class", SamplingError)
     return found
 
 

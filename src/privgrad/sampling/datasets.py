@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
-from privgrad.errors import SamplingError, described, expected
+from privgrad.errors import PrivacyError, described
 from privgrad.processes import Processes
 from privgrad.sampling.class_rates import ClassRates
+from privgrad.sampling.loading import unusable
 from privgrad.types import PrivacyUnit
 
 _COMPARED = 8  # number of data set items that processes compare
@@ -38,16 +39,14 @@ def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit
 # Fault: oversampled rows (the indices of a WeightedRandomSampler), of which each copy is clipped by itself.
 # Cost: it sorts the indices of each Subset once; it reads no row.
 # Warns wrongly: no case is known. It cannot see copies of rows, or repeats behind a data set of the user's own.
-def warn_of_repeats(dataset: object) -> None:
+def warn_of_repeats(dataset: Any) -> None:
     """Warn if rows of a data set are several times in a Subset or a ConcatDataset. The warning is NOT private."""
     if not isinstance(dataset, Subset | ConcatDataset | ClassRates):
         return
     found: dict[int, list[Tensor]] = {}
-    for base, rows in origins(cast(object, dataset)):
-        own = torch.arange(len(cast(Sized, base))) if rows is None else rows
-        found.setdefault(id(base), []).append(own)
-    every = [torch.cat(rows) for rows in found.values()]
-    if any(len(cast(Tensor, rows.unique())) < len(rows) for rows in every):
+    for base, rows in origins(dataset):
+        found.setdefault(id(base), []).append(torch.arange(len(base)) if rows is None else rows)
+    if any(len(cast(Tensor, rows.unique())) < len(rows) for rows in map(torch.cat, found.values())):
         warnings.warn(
             "NOT PRIVATE: a Subset or a ConcatDataset holds some rows several times. Each copy is clipped by itself: "
             "epsilon holds for one copy, and not for a person. Hold each row once, and draw frequent classes less "
@@ -56,20 +55,20 @@ def warn_of_repeats(dataset: object) -> None:
         )
 
 
-def origins(data: object) -> Iterator[tuple[object, Tensor | None]]:
+def origins(data: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each data set below Subset, ConcatDataset and ClassRates, with its selected rows; None for all rows."""
     if isinstance(data, ClassRates):
         yield from origins(data.dataset)
     elif isinstance(data, ConcatDataset):
-        for part in cast("list[object]", data.datasets):
+        for part in cast("list[Any]", data.datasets):
             yield from origins(part)
     elif isinstance(data, Subset):
         chosen = torch.as_tensor(list(data.indices), dtype=torch.int64)
-        below, start = list(origins(cast(object, data.dataset))), 0
+        below, start = list(origins(data.dataset)), 0
         for base, rows in below:
             own = chosen
             if len(below) > 1:
-                count = len(cast(Sized, base) if rows is None else rows)
+                count = len(base if rows is None else rows)
                 own = chosen[(chosen >= start) & (chosen < start + count)] - start
                 start += count
             yield base, own if rows is None else rows[own]
@@ -77,8 +76,8 @@ def origins(data: object) -> Iterator[tuple[object, Tensor | None]]:
         yield data, None
 
 
-def other_container(dataset: object) -> tuple[str, str] | None:
-    """Return a description of a container that is not a map-style data set, and the remedy; None for anything else."""
+def other_container(dataset: Any) -> tuple[str, str] | None:
+    """Return a description of what is not a map-style data set, and the remedy; None for anything else."""
     # pandas and polars are recognized by the names of their modules, so that neither has to be imported.
     kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
     tensors = "torch.utils.data.TensorDataset"
@@ -88,41 +87,14 @@ def other_container(dataset: object) -> tuple[str, str] | None:
         return f"an IterableDataset ({kind})", "write __len__ and __getitem__: a stream has no known sampling rate"
     if isinstance(dataset, str | bytes | Path):
         return described(f"{dataset}"), f"read the file, and pass {tensors}(inputs, labels)"
-    if isinstance(dataset, type):
-        return f"the class {dataset.__name__}", f"pass an instance: {dataset.__name__}(...)"
-    if library == "privgrad" and hasattr(dataset, "train"):
-        return f"a {kind} of privgrad", "pass its .train"
-    if library in ("pandas", "polars") and kind == "DataFrame":
-        dropped = "data.drop(columns='label')" if library == "pandas" else "data.drop('label')"
-        inputs = f"torch.tensor({dropped}.to_numpy(), dtype=torch.float32)"
-        line = f"{tensors}({inputs}, torch.tensor(data['label'].to_numpy()))"
-        return f"a {library} DataFrame", f"pass {line}, where 'label' is the column to predict"
-    if library in ("pandas", "polars") and kind == "Series":
-        return f"a {library} Series", f"pass {tensors}(torch.tensor(data.to_numpy())), with labels as a second tensor"
-    if isinstance(dataset, Mapping):
-        parts = cast("Mapping[object, object]", dataset)
-        if all(hasattr(part, "__getitem__") and not _is_column(part) for part in parts.values()) and parts:
-            name = next(iter(parts))
-            return f"a {kind} of data sets", f"pass one of them: data[{name!r}]"
-        if 0 not in parts:
-            line = f"{tensors}(*map(torch.as_tensor, data.values()))"
-            return f"a {kind} of columns", f"pass {line}, which gives the columns in this order"
-    if isinstance(dataset, np.ndarray | Tensor) and dataset.ndim == 0:
-        return "an array without rows", f"pass {tensors}(inputs, labels)"
-    if isinstance(dataset, np.ndarray) and dataset.dtype.names is not None:
-        fields = list(cast("tuple[str, ...]", dataset.dtype.names))
-        line = f"{tensors}(*(torch.tensor(data[name].copy()) for name in {fields}))"
-        return f"a numpy array of fields {', '.join(fields)}", f"pass {line}"
-    if isinstance(dataset, np.ndarray) and dataset.dtype.kind not in "biuf":
-        line = f"{tensors}(torch.tensor(data.astype('float32')))"
-        return f"a numpy array of dtype {dataset.dtype}", f"pass {line}, once all in it are numbers"
+    if library in ("pandas", "polars"):
+        return f"a {library} {kind}", f"pass {tensors}(torch.tensor(data.to_numpy())), with labels as a second tensor"
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return kind, "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        columns = f"{tensors}(*map(torch.as_tensor, data.values()))"
+        return f"a {kind}", f"take one of its data sets, or, if it holds columns, pass {columns}"
     return None
-
-
-def _is_column(part: object) -> bool:
-    """Return whether a part of a mapping is a column of values rather than a data set."""
-    library = type(part).__module__.partition(".")[0]
-    return isinstance(part, list | tuple | str | np.ndarray | Tensor) or library in ("pandas", "polars")
 
 
 def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: Processes) -> None:
@@ -132,21 +104,21 @@ def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: 
     order differed between processes, two of them could clip and sum the same example, which doubles its contribution.
     """
 
-    def refusal(got: str) -> Exception:
+    def refusal(got: str) -> PrivacyError:
         remedy = "give each process the same data set in the same order: shuffle it with one shared seed"
-        return expected("plan.batches", "dataset", "to be the same in every process", got, remedy, SamplingError)
+        return unusable("dataset", "to be the same in every process", f"process {processes.rank} with {got}", remedy)
 
     indices = np.random.default_rng().integers(count, size=_COMPARED).tolist()
     first_count, indices = processes.broadcast_object([count, indices])
     with processes.all_succeed():
         if count != first_count:
-            raise refusal(f"process {processes.rank} with another number of examples than process 0")
+            raise refusal("another number of examples than process 0")
         own = _digest(take(np.array(indices)))
     first = processes.broadcast_object(own)
     with processes.all_succeed():
         # A data set with random items differs even between two readings in one process.
         if own != first and all(_digest(take(np.array(indices))) == own for _ in range(_REPEATS)):
-            raise refusal(f"process {processes.rank} with examples that differ from those of process 0")
+            raise refusal("examples that differ from those of process 0")
 
 
 def _digest(examples: Any) -> str:

@@ -5,7 +5,7 @@ is as good as coins of each person's own. The record of a draw (`Sampling`) is p
 """
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,40 +13,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from privgrad.errors import SamplingError, expected, require_callable, require_integer
+from privgrad.errors import require_callable, require_integer
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data, warn_of_repeats
-from privgrad.sampling.loading import Collate, Data, Draw, Examples, load, require_loading
-from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
-
-
-def batches(
-    sampler: "BatchSampler", *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
-) -> Generator[Batch]:
-    """Return an iterator over the batches of a sampler, loaded by torch's DataLoader.
-
-    Args:
-        sampler: draws the batches, and holds the data set.
-        num_workers: number of worker processes that load batches, each a whole batch; 0 loads in this process. The
-            draws are made in this process and are the same for any number.
-        prefetch_factor: number of batches that each worker loads in advance; None is torch's default, 2.
-        pin_memory: copy batches to pinned memory, for a faster `Batch.to(device, non_blocking=True)`.
-    Returns:
-        An iterator of Batch, whose `close()` ends the workers. Examples have leading dimension `size`, which may be 0.
-        Batches that hold a whole TensorDataset may share memory. A batch that was loaded in advance and not taken has
-        cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
-        would release which draws were empty.
-    Raises:
-        PrivacyError: raised by the call: an option is out of range.
-        SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
-            examples; an example cannot be loaded; or a worker process died.
-    Privacy:
-        As BatchSampler. Workers get the indices and the keys of single steps.
-    """
-    require_loading("plan.batches", num_workers, prefetch_factor, pin_memory)
-    return load(sampler.dataset, sampler, sampler.worker_seed, num_workers, prefetch_factor, pin_memory)
+from privgrad.sampling.loading import Collate, Data, Draw, Examples, unusable
+from privgrad.types import PrivacyUnit, Sampling, SamplingScheme
 
 
 class BatchSampler(Sampler[Draw]):
@@ -119,8 +92,7 @@ class BatchSampler(Sampler[Draw]):
         require_integer("plan.batches", "start", start, 0)
         if source.seed is None and start % bands and start < steps:
             # This sampler draws new groups. They may begin only where every person of the old ones had its turn.
-            condition = f"to be a multiple of {bands} for noise with memory"
-            raise expected("plan.batches", "start", condition, start, "give start=ledger.next_step", SamplingError)
+            raise unusable("start", f"to be a multiple of {bands} with memory", start, "give start=ledger.next_step")
         if collate is not None:
             require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
         with processes.all_succeed():
@@ -183,26 +155,19 @@ class BatchSampler(Sampler[Draw]):
 
 
 def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme, processes: Processes) -> None:
-    """Raise SamplingError unless the scheme can sample the data set, and it holds num_examples examples."""
-
-    def refusal(condition: str, got: str, remedy: str, name: str = "dataset") -> Exception:
-        return expected("plan.batches", name, condition, got, remedy, SamplingError)
-
+    """Raise SamplingError unless the scheme can sample the data set; warn if it is far smaller than declared."""
     if problem := other_container(dataset):
-        raise refusal("to have a length, and an example at each index below it", *problem)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
-        raise refusal("to have a length", type(dataset).__name__, remedy)
+        raise unusable("dataset", "to have a length, and an example at each index below it", *problem)
     data = cast(Sequence[Any], dataset)
     if len(data) == 0:
-        raise refusal("to hold at least one example", "0 examples", "check its path")
+        raise unusable("dataset", "to hold at least one example", "0 examples")
     # Under "poisson", the number of rows is no error: q is drawn and charged as planned, B only divides, and an example
     # is drawn with probability q whatever n is. Privacy needs n elsewhere: truncation is charged for n or n - 1 rows,
     # and shuffled batches are slices of a pass over n. No number of rows is shown: it is private.
     is_list = isinstance(dataset, tuple | list)
     if is_list and 2 * len(data) < num_examples and all(isinstance(one, Tensor | np.ndarray | list) for one in data):
         remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data))"
-        raise refusal("to be a data set of examples", "columns of a table", remedy)
+        raise unusable("dataset", "to be a data set of examples", "columns of a table", remedy)
     if 2 * len(data) < num_examples:
         warnings.warn(
             f"NOT PRIVATE: the plan declares num_examples = {num_examples:,}, and the data set has fewer than half as "
@@ -210,15 +175,15 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
             "simulate the plan on fewer public examples by plan.scaled(factor, num_examples=...)",
             stacklevel=1,
         )
-    least, most = num_examples - (scheme == "truncated"), num_examples if scheme == "truncated" else len(data)
-    if scheme != "poisson" and not least <= len(data) <= most:
-        condition = f"to hold num_examples = {num_examples} or {'one fewer' if scheme == 'truncated' else 'more'}"
+    if scheme == "poisson":
+        return
+    if processes.count > 1 or isinstance(dataset, ClassRates):
+        raise unusable("sampling", "to be 'poisson' for ClassRates, and in several processes", repr(scheme))
+    is_truncated = scheme == "truncated"
+    if not (num_examples - 1 <= len(data) <= num_examples if is_truncated else len(data) >= num_examples):
+        condition = f"to hold num_examples = {num_examples} or {'one fewer' if is_truncated else 'more'}"
         remedy = "correct num_examples, or draw Poisson batches, for which it need not agree"
-        raise refusal(f"{condition} for {scheme} batches", "a different number", remedy)
-    if scheme != "poisson" and processes.count > 1:
-        raise refusal("to be 'poisson' in several processes", repr(scheme), "draw Poisson batches", "sampling")
-    if scheme != "poisson" and isinstance(dataset, ClassRates):
-        raise refusal("to be 'poisson' for ClassRates", repr(scheme), "draw Poisson batches", "sampling")
+        raise unusable("dataset", f"{condition} for {scheme} batches", "a different number", remedy)
 
 
 def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
@@ -240,9 +205,6 @@ def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
     """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
-    if size > count:
-        condition = "to be at most the number of examples"
-        raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
     shuffle, position = divmod(step, count // size)
     order = np.argsort(stream.uint64(shuffle, count), kind="stable")
     return order[position * size : (position + 1) * size]

@@ -1,12 +1,11 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
 
 import math
-import pickle
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing import active_children
@@ -14,13 +13,13 @@ from multiprocessing.process import BaseProcess
 from numbers import Real
 from operator import itemgetter
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate, get_worker_info  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info  # pyright: ignore[reportUnknownVariableType]
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
 from privgrad.rng import numpy_and_python_kept, set_states
@@ -29,7 +28,6 @@ from privgrad.types import Batch, Sampling, count_examples, map_examples, named_
 Collate = Callable[[list[Any]], Any]
 Data = Dataset[Any] | Sequence[Any]  # map-style
 
-_COLLATE_EACH = "collate each example independently: pad to a public length, not to the longest of the batch"
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
 _DRAWN = "leave it out: each step draws every example with the public rate of the plan"
 _HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
@@ -53,21 +51,21 @@ def refuse_habits(options: Mapping[str, object]) -> None:
         raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
 
 
+def unusable(name: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
+    """Return the error for a data set that cannot be sampled, or a batch that cannot be loaded."""
+    return expected("plan.batches", name, condition, got, remedy, SamplingError)
+
+
 def item(data: Sequence[Any], index: int) -> Any:
-    """Return one example; raise SamplingError if the data set refuses the index, or raises another exception."""
+    """Return one example; raise SamplingError if the data set raises an exception."""
     try:
         return data[index]
     except PrivacyError:
         raise
-    except (KeyError, IndexError, NotImplementedError) as error:
-        condition = "to have an example at each index below its length"
-        got = f"{type(error).__name__} at {index}"
-        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
-        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
     except Exception as error:  # whatever a data set of the user raises
-        remedy = "replace or remove this example, or correct __getitem__; the traceback above shows where"
+        remedy = "replace or remove this example, or correct __getitem__, which takes integers from 0"
         condition = f"to load every example, also that at index {index}"
-        raise expected("plan.batches", "dataset", condition, summary(error), remedy, SamplingError) from error
+        raise unusable("dataset", condition, summary(error), remedy) from error
 
 
 def summary(error: Exception) -> str:
@@ -82,35 +80,24 @@ def default_collated(items: list[Any]) -> Any:
     if is_dataclass(first) and not isinstance(first, type):
         parts = {each.name: default_collated([getattr(one, each.name) for one in items]) for each in fields(first)}
         return type(first)(**parts)
-    _refuse_lists("example", first)
+    # default_collate would return one tensor for each place in a list, in place of one row for each example. Only an
+    # example as a whole may be a list of numbers, whose places are then as those of a tuple.
+    parts = tuple(cast("list[Any]", first)) if isinstance(first, list) else first
+    for name, part in named_leaves("example", parts, _is_list_of_numbers):
+        if part is None or isinstance(part, str | bytes | list):
+            got = "a list of numbers" if isinstance(part, list) else type(part).__name__
+            remedy = f'turn {name} into a tensor in the data set (by with_format("torch") of datasets), or leave it out'
+            raise unusable(name, "to be a tensor or a number", got, remedy)
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
         got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
         remedy = "turn each example into tensors of one shape in the data set, or give collate="
-        raise expected("plan.batches", "dataset", "to hold tensors and numbers", got, remedy, SamplingError) from error
+        raise unusable("dataset", "to hold tensors and numbers", got, remedy) from error
 
 
-def _refuse_lists(path: str, example: Any) -> None:
-    """Raise SamplingError if a part of an example is a text, None or a list of numbers.
-
-    default_collate would return one tensor for each place in a list, in place of one row for each example.
-    """
-    if isinstance(example, Mapping):
-        parts = list(cast("Mapping[object, Any]", example).items())
-    else:
-        parts = list(enumerate(cast("Sequence[Any]", example))) if isinstance(example, list | tuple) else []
-    for name, part in [(f"{path}[{key!r}]", part) for key, part in parts] or [(path, example)]:
-        got, remedy = None, ""
-        if isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part)):
-            remedy = f"turn {name} into a tensor in the data set, by torch.tensor or a datasets.Dataset's"
-            got, remedy = "a list of numbers", remedy + ' with_format("torch")'
-        elif part is None or isinstance(part, str | bytes):
-            got, remedy = type(part).__name__, f"leave {name} out, or turn it into numbers in the data set"
-        if got is not None:
-            raise expected("plan.batches", name, "to be a tensor or a number", got, remedy, SamplingError)
-        if part is not example:
-            _refuse_lists(name, part)
+def _is_list_of_numbers(part: object) -> bool:
+    return isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part))
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
@@ -119,11 +106,11 @@ def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError]
     default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float. So
     one person's item would change the rows of others.
     """
-    first: Any = None
-    for index, one in enumerate(items):
-        if index == 0:
-            first = one
-        elif _form(one) != _form(first):
+    rows = iter(items)
+    first = next(rows, None)
+    form = _form(first)
+    for one in rows:
+        if _form(one) != form:
             known, own = (dict(named_leaves("example", item)) for item in (first, one))
             differing = [name for name in known if name in own and _form(known[name]) != _form(own[name])]
             got = f"two kinds of {differing[0]}" if differing else "two kinds of structure"
@@ -150,20 +137,18 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
 
     This is a check, not a proof: only the first two rows are compared with their examples collated alone.
     """
-
-    def refusal(condition: str, got: str, remedy: str = _COLLATE_EACH) -> Exception:
-        return expected("plan.batches", "collate", condition, got, remedy, SamplingError)
-
-    if count_examples(examples) != len(items):
-        raise refusal("to return one row per example", "a different number of rows")  # both numbers are private
+    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
+    if count_examples(examples) != len(items):  # both numbers are private
+        raise unusable("collate", "to return one row per example", "a different number of rows", remedy)
     for index, item in enumerate(items[:2]):
         alone = _row(collate([item]), 0)
         if _same(_row(examples, index), alone):
             continue
+        condition, got = "to return rows that depend on their own example only", "rows that depend on other examples"
         if not all(_same(_row(collate([item]), 0), alone) for _ in range(_REPEATS)):
             remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
-            raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
-        raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")
+            got = "rows that change from call to call"
+        raise unusable("collate", condition, got, remedy)
 
 
 def _size(example: Any) -> int:
@@ -224,10 +209,7 @@ class Examples(Dataset[Batch]):
         self._versions: list[int] = []
 
     def __getitem__(self, draw: Draw) -> Batch:
-        """Return the batch of a draw; errors are as in `batches`, and SamplingError if the index is not a Draw."""
-        if not isinstance(draw, Draw):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "use DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
-            raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        """Return the batch of a draw; errors are as in `batches`."""
         if not self._tried:
             self._tried = True
             with _keyed(draw.key):
@@ -293,31 +275,49 @@ class Examples(Dataset[Batch]):
         return tuple(self._whole)
 
 
-def require_loading(function: str, num_workers: object, prefetch_factor: object, pin_memory: object) -> None:
+def require_loading(function: str, num_workers: object, prefetch_factor: object) -> None:
     """Raise PrivacyError unless a DataLoader takes these options."""
     require_integer(function, "num_workers", num_workers, 0)
     if prefetch_factor is not None:
         require_integer(function, "prefetch_factor", prefetch_factor, 1)
         if num_workers == 0:
-            remedy = "give num_workers too, such as num_workers=4"
-            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor, remedy)
-    if not isinstance(pin_memory, bool):
-        raise expected(function, "pin_memory", "to be True or False", described(pin_memory), "give one of the two")
+            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor)
 
 
-def load(
-    dataset: Examples, draws: Sampler[Draw], seed: int, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+def batches(
+    sampler: Any, *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
 ) -> Generator[Batch]:
-    """Return an iterator over the batches of the draws, in their order; the options are those of `draws.batches`."""
+    """Return an iterator over the batches of a sampler, loaded by torch's DataLoader.
+
+    Args:
+        sampler: a BatchSampler.
+        num_workers: number of worker processes that load batches, each a whole batch; 0 loads in this process. The
+            draws are made in this process and are the same for any number.
+        prefetch_factor: number of batches that each worker loads in advance; None is torch's default, 2.
+        pin_memory: copy batches to pinned memory, for a faster `Batch.to(device, non_blocking=True)`.
+    Returns:
+        An iterator of Batch, whose `close()` ends the workers. Examples have leading dimension `size`, which may be 0.
+        Batches that hold a whole TensorDataset may share memory. A batch that was loaded in advance and not taken has
+        cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
+        would release which draws were empty.
+    Raises:
+        PrivacyError: raised by the call: an option is out of range.
+        SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
+            examples; an example cannot be loaded; or a worker process died.
+    Privacy:
+        As BatchSampler. Workers get the indices and the keys of single steps.
+    """
+    require_loading("plan.batches", num_workers, prefetch_factor)
+    dataset = sampler.dataset
     loader: DataLoader[Any] = DataLoader(
         _Reported(dataset) if num_workers else dataset,
         batch_size=None,
-        sampler=cast("Any", draws),
+        sampler=sampler,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
         # torch would take the workers' seed from its global random numbers, and so change these.
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(sampler.worker_seed),
     )
     return _from_workers(loader) if num_workers else (batch for batch in loader)
 
@@ -334,23 +334,11 @@ def _keyed(key: bytes) -> Generator[None]:
             torch.default_generator.set_state(before)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An exception in a worker, as it travels to the main process."""
+class _Failure(NamedTuple):
+    """An exception in a worker, as it travels to the main process, with its traceback in the worker."""
 
-    error: type[PrivacyError] | None  # its class, if it is an error of this library, which is raised again as it is
-    message: str  # its text, with its class if `error` is None
-    where: str  # its traceback in the worker
-
-    def exception(self) -> Exception:
-        """Return the exception that the main process raises."""
-        if self.error is None:
-            remedy = "correct collate; the traceback above shows where"
-            raised = expected("plan.batches", "each batch", "to be collated", self.message, remedy, SamplingError)
-        else:
-            raised = self.error(self.message)
-        raised.__cause__ = RuntimeError(f"in a worker process:\n{self.where}")
-        return raised
+    error: PrivacyError
+    where: str
 
 
 class _Reported(Dataset[Batch | _Failure]):
@@ -362,10 +350,10 @@ class _Reported(Dataset[Batch | _Failure]):
     def __getitem__(self, draw: Draw) -> Batch | _Failure:
         try:
             return self._examples[draw]
-        except PrivacyError as error:
-            return _Failure(type(error), f"{error}", traceback.format_exc())
         except Exception as error:
-            return _Failure(None, summary(error), traceback.format_exc())
+            is_ours = isinstance(error, PrivacyError)
+            told = error if is_ours else unusable("each batch", "to be collated", summary(error))
+            return _Failure(told, traceback.format_exc())
 
 
 def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
@@ -373,13 +361,13 @@ def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
     others = active_children()
     batches = None
     try:
-        batches = _started(loader)
+        batches = iter(loader)
         with _Watch([child for child in active_children() if child not in others]).installed() as watch:
             while True:
                 with watch.waiting():
                     batch = next(batches, None)
                 if isinstance(batch, _Failure):
-                    raise batch.exception()
+                    raise batch.error from RuntimeError(f"in a worker process:\n{batch.where}")
                 if batch is None:
                     return
                 yield batch
@@ -388,17 +376,6 @@ def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
     finally:
         # At once: a later garbage collection would take 5 s for each worker. torch has no public function for it.
         getattr(batches, "_shutdown_workers", int)()
-
-
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the workers; raise SamplingError if what they need cannot be sent to them."""
-    try:
-        return iter(loader)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        condition = "to be picklable for worker processes"
-        got = f"{error}".rstrip(".")
-        remedy = "define them at the top level of a module, without lambda"
-        raise expected("plan.batches", "dataset and collate", condition, got, remedy, SamplingError) from error
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -410,7 +387,7 @@ def _explained(error: BaseException) -> BaseException:
     if not got.startswith("DataLoader worker"):
         return error
     remedy = "take fewer workers or a lower prefetch_factor; with num_workers=0, an error of the data set shows itself"
-    return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
+    return unusable("every worker", "to live until the last batch", got, remedy)
 
 
 @dataclass

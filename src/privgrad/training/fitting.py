@@ -119,7 +119,7 @@ def fit(
             raise expected("fit", "output_dir", "to be a folder", f"the file {output_dir}", "give a folder's path")
     if save_seconds != math.inf:
         require_nonnegative("fit", "save_seconds", save_seconds, "60 is usual")
-    require_loading("fit", num_workers, prefetch_factor, pin_memory)
+    require_loading("fit", num_workers, prefetch_factor)
     model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
