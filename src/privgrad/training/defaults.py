@@ -3,7 +3,7 @@
 import copy
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from privgrad.checks.model_and_loss import require_supported
 from privgrad.clip.clipping import Clipping, Flat
 from privgrad.clip.rules import Automatic
-from privgrad.errors import expected, require_callable
-from privgrad.gradient.functional import evaluating, gradients, preserved, seeded, trainable
+from privgrad.errors import expected
+from privgrad.gradient.functional import evaluating, gradients, named_modules, preserved, seeded, trainable
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
@@ -59,12 +59,7 @@ class Suggestion:
     reasons: tuple[str, ...]
 
     def optimizer(self, model: nn.Module) -> SGD:
-        """Return SGD with the suggested noise step and momentum, over the model's parameters.
-
-        Raises:
-            PrivacyError: `model` is not a module.
-        """
-        require_model("Suggestion.optimizer", model)
+        """Return SGD with the suggested noise step and momentum, over the model's parameters."""
         return SGD(model.named_parameters(), noise_step=self.noise_step, momentum=self.momentum)
 
     def __str__(self) -> str:
@@ -111,16 +106,13 @@ def suggest(
     require_model("suggest", model)
     require_supported(model)
     if plan.noise_multiplier == 0:
-        remedy = "plan with noise: without noise there is no noise step"
-        raise expected("suggest", "plan.noise_multiplier", "to be > 0", plan.noise_multiplier, remedy)
+        raise expected("suggest", "plan.noise_multiplier", "to be > 0", 0.0, "without noise there is no noise step")
     if isinstance(public_batch, Batch):
         remedy = "give public examples: a suggestion from private ones would be a release without noise"
         raise expected("suggest", "public_batch", "to be public", "a batch of a privacy plan", remedy)
     if plan.privacy_unit == "user":
         remedy = "tune the server's noise step and the local rate: no rule is known for the updates of users"
         raise expected("suggest", "plan", "to be for examples", "privacy_unit 'user'", remedy)
-    if loss_fn is not None:
-        require_callable("suggest", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
     examples = _count(public_batch)
     norms = _input_norms(model, public_batch, loss_fn, examples)
     matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
@@ -136,8 +128,7 @@ def suggest(
         step, schedule = _NETWORK / (norm * places**_PLACES), Schedule("linear")
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
         why = f"The layer {whose} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
-        of_schedule = "Linear decay to zero: it helps networks, because the noise of the last steps is not averaged "
-        of_schedule += "otherwise."
+        of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
     step = float(f"{step:.2g}")
     clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples)
     reasons = (f"Noise step {step:g}. {why}", of_schedule, of_clip)
@@ -156,28 +147,22 @@ def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
 
 def _count(public_batch: Any) -> int:
     """Return the number of public examples; raise PrivacyError unless they are a batch of tensors."""
-    leaves = [leaf for _, leaf in named_leaves("public_batch", public_batch)]
-    if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.ndim == 0]:
-        remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
-        got = "a number for an example" if isinstance(odd[0], Tensor) else type(odd[0]).__name__
-        raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
+    for _, leaf in named_leaves("public_batch", public_batch):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+            remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
+            got = "a number for an example" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
     if (count := count_examples(public_batch)) == 0:
         raise expected("suggest", "public_batch", "to hold examples", "0 examples", "give a few hundred")
     return count
 
 
-def _call(model: nn.Module, public_batch: Any) -> None:
-    """Call a model on its own inputs; raise PrivacyError if it does not take them."""
-    try:
-        if isinstance(public_batch, Mapping):
-            model(**cast("Mapping[str, Any]", public_batch))
-        elif isinstance(public_batch, tuple | list):
-            model(*cast("tuple[Any, ...]", public_batch))
-        else:
-            model(public_batch)
-    except TypeError as error:
-        remedy = "give the model's inputs alone, or give loss_fn too"
-        raise expected("suggest", "public_batch", "to be what the model takes", error, remedy) from error
+def _call(model: nn.Module, inputs: Any) -> None:
+    """Call a model on the inputs that it takes: one, a tuple of them, or a dict by name."""
+    if isinstance(inputs, Mapping):
+        model(**cast("Mapping[str, Any]", inputs))
+    else:
+        model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
 
 
 def _clipping(
@@ -209,28 +194,25 @@ def _input_norms(
     """Return, by the name of each trained layer, the norm of its inputs at one place and the number of places."""
     own = {id(parameter) for parameter in trainable(model).values() if parameter.ndim > 1}
     layers: dict[str, nn.Module] = {}  # not normalizations: noise in them moves each output by one number only
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+    for name, module in named_modules(model):
         has_parts = any(True for _ in module.children()) and not isinstance(module, nn.MultiheadAttention)
-        if has_parts or isinstance(module, _NORMALIZATIONS):
-            continue
-        if own & {id(parameter) for parameter in vars(module)["_parameters"].values()}:
+        held = {id(parameter) for parameter in vars(module)["_parameters"].values()}
+        if own & held and not has_parts and not isinstance(module, _NORMALIZATIONS):
             layers[name] = module
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, tuple[float, int]] = {}  # of the squared norms, and the number of places
     rows: list[int] = []  # of each call of the model; more than `examples` if it sees several views of each
 
     def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows.append(next((len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), examples))
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if tensors:
-            inputs = tensors[0].detach()
+        inputs = next((value.detach() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if inputs is not None:
             # In half precision, a square may be infinite.
-            wide = inputs.float() if inputs.is_floating_point() and inputs.itemsize < 4 else inputs
-            squares = _squares(module, wide)
-            held = sums.setdefault(name, [0.0, 0.0])
-            held[0] += float(squares.double().sum())
-            held[1] += squares.numel()
+            is_half = inputs.is_floating_point() and inputs.itemsize < 4
+            squares = _squares(module, inputs.float() if is_half else inputs)
+            total, places = sums.get(name, (0.0, 0))
+            sums[name] = total + float(squares.double().sum()), places + squares.numel()
 
     hooks = [(module, partial(observe, name)) for name, module in layers.items()]
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in (*hooks, (model, count))]
@@ -266,8 +248,9 @@ def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
         for name, parameter in ones.named_parameters():
             nn.init.constant_(parameter, float(name == "weight"))
         return ones.forward(inputs.square()).mean(-1 - len(module.kernel_size)).flatten()
-    wide = inputs.unsqueeze(-1) if inputs.ndim < 2 else inputs
-    return wide.square().sum(-1).flatten()  # an unknown layer counts as linear in the last dimension
+    if inputs.ndim < 2:
+        return inputs.square()
+    return inputs.square().sum(-1).flatten()  # an unknown layer counts as linear in the last dimension
 
 
 def _bag_square(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ keep a reference to the group, and destroy_process_group could not end the group
 
 import atexit
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.functional import named_modules
 from privgrad.processes import Processes
 from privgrad.types import NoisyGradient
 
@@ -46,8 +47,8 @@ class Distributed(Processes):
         group: a process group that holds every process; use it for a backend other than the default group's. None is
             the default group.
     Raises:
-        PrivacyError: torch.distributed has not been initialized, or the group leaves processes out. Each group would
-            then add its own noise and keep its own ledger.
+        ValueError: torch.distributed has not been initialized.
+        PrivacyError: the group leaves processes out. Each group would then add its own noise and keep its own ledger.
     Privacy:
         The same as in one process. Each example is clipped by the process that holds it. The first process adds one
         noise of the plan's size to the sum over all processes, and keeps the ledger. The processes must trust each
@@ -55,16 +56,12 @@ class Distributed(Processes):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            remedy = "call torch.distributed.init_process_group() first, and start with torchrun"
-            raise expected("Distributed", "torch.distributed", "to be initialized", "no process group", remedy)
-        world, size = dist.get_world_size(), dist.get_world_size(group)
-        if size != world:
-            got = f"{size} of {world} processes" if size > 0 else f"a group without rank {dist.get_rank()}"
-            remedy = "leave group out, and start exactly the processes that train together"
-            raise expected("Distributed", "group", "to hold every process", got, remedy)
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        if self.count != (world := dist.get_world_size()):
+            got = f"{self.count} of {world} processes" if self.rank >= 0 else f"a group without rank {dist.get_rank()}"
+            remedy = "leave group out, and start exactly the processes that train together"
+            raise expected("Distributed", "group", "to hold every process", got, remedy)
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
         on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -101,10 +98,9 @@ class Distributed(Processes):
 
     def begin(self, model: nn.Module) -> None:
         """Refuse wrapped models and casts, then copy the first process's weights and buffers to all processes."""
-        for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        for path, module in named_modules(model):
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-                condition = "to be plain or sharded by fully_shard"
-                got = f"{type(module).__name__} at '{path}'"
+                condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
                 remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
                 raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
             if isinstance(module, FSDPModule):
@@ -123,21 +119,21 @@ class Distributed(Processes):
     @contextmanager
     def unsharded(self, model: nn.Module) -> Generator[None]:
         """Gather a sharded model for the block, without FSDP's class and hooks."""
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         with _answered():
             for module in sharded:
                 module.unshard()
         # FSDP's class and hooks would gather and shard inside functorch's transforms, which do not support it.
-        kept = [(module, type(module), dict(_hooks_of(module))) for module in sharded]
+        kept = [(module, cast(Any, type(module)), _hooks_of(module)) for module in sharded]
         for module, kind, hooks in kept:
-            cast(Any, module).__class__ = kind.__mro__[2]
+            module.__class__ = kind.__mro__[2]
             for key, (held, _) in hooks.items():
                 del held[key]
         try:
             yield
         finally:
             for module, kind, hooks in kept:
-                cast(Any, module).__class__ = kind
+                module.__class__ = kind
                 for key, (held, hook) in hooks.items():
                     held[key] = hook
                     held.move_to_end(key, last=False)
@@ -156,7 +152,7 @@ class Distributed(Processes):
     def _any_failed(self, *, failed: bool, step: int, weights: Sequence[float]) -> bool:
         """Return whether any process failed; raise PrivacyError if their steps or their weights differ."""
         own = [failed, step, *weights, *[0.0] * (1 + _LOOKS - len(weights))]
-        signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+        signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)  # the smallest is minus the largest of the negative
         shared = (signs * torch.tensor(own, dtype=torch.float64)).to(self._device)
         with _answered():
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
@@ -166,8 +162,7 @@ class Distributed(Processes):
         if any_failed:
             return True
         if last != first:
-            got = f"steps {first:.0f} to {last:.0f}"
-            remedy = "give each process the same plan, and the batches of plan.batches in order"
+            got, remedy = f"steps {first:.0f} to {last:.0f}", "give each process the batches of plan.batches in order"
             raise expected("PrivateGradient", "the processes", "to take the same step", got, remedy)
         apart = max(high - low for high, low in zip(most, least, strict=True))
         if changes != unchanged or apart > _SAME * max(map(abs, most + least)):
@@ -195,9 +190,8 @@ def _answered() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        got = str(error).splitlines()[0] if str(error) else type(error).__name__
         remedy = "start the run again: it resumes from its checkpoint and ledger"
-        raise expected("Distributed", "every process", "to answer", got, remedy, PrivacyError) from error
+        raise expected("Distributed", "every process", "to answer", str(error).partition("\n")[0], remedy) from error
 
 
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
@@ -206,23 +200,20 @@ def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> Non
             work.wait()
 
 
-def _require_no_cast(path: str, module: FSDPModule) -> None:
+def _require_no_cast(path: str, module: Any) -> None:
     """Raise PrivacyError if FSDP would cast in the forward pass, which privgrad computes without FSDP's hooks."""
-    policy = cast(Any, module)._get_fsdp_state()._mp_policy
-    held = {parameter.dtype for parameter in cast(nn.Module, module).parameters()}
+    policy = module._get_fsdp_state()._mp_policy
+    held = {parameter.dtype for parameter in module.parameters()}
     for name in ("param_dtype", "output_dtype"):
-        dtype: torch.dtype | None = getattr(policy, name)
-        if dtype is not None and held != {dtype}:
+        if (dtype := getattr(policy, name)) is not None and held != {dtype}:
             remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
-            got, condition = f"{dtype} at '{path}'", "to be the dtype of the parameters"
+            condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
             raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
 
 
-def _hooks_of(module: nn.Module) -> dict[int, tuple[Any, Any]]:
+def _hooks_of(module: Any) -> dict[int, tuple[Any, Any]]:
     """Return FSDP's own forward hooks by key, each with the dictionary that holds it."""
-    any_module = cast(Any, module)
-    state = any_module._get_fsdp_state()
-    holders = (any_module._forward_pre_hooks, any_module._forward_hooks)
+    state, holders = module._get_fsdp_state(), (module._forward_pre_hooks, module._forward_hooks)
     return {key: (own, hook) for own in holders for key, hook in own.items() if getattr(hook, "__self__", 0) is state}
 
 

@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from privgrad.errors import described, expected, require_choice, require_integer
+from privgrad.errors import expected, require_choice, require_integer
 
 Decay = Literal["constant", "linear", "cosine"]
 
@@ -35,8 +34,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require_choice("Schedule", "decay", self.decay, get_args(Decay))
-        if not isinstance(self.warmup, Real) or not 0 <= self.warmup < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected("Schedule", "warmup", "to be in [0, 1)", described(self.warmup), "give a share of the steps")
+        if not 0 <= self.warmup < 1:
+            raise expected("Schedule", "warmup", "to be in [0, 1)", self.warmup, "give a share of the steps")
         object.__setattr__(self, "warmup", float(self.warmup))  # a checkpoint cannot hold numpy scalars
 
     def of(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
