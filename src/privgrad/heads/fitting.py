@@ -17,10 +17,10 @@ from privgrad.accounting.accountant import Release
 from privgrad.checks.data import warn_of_private_bound
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema
-from privgrad.errors import described, expected, require_integer
+from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.heads.head import Head, Target, declared, privacy_of, require_names, require_schema
+from privgrad.heads.head import Head, Target, declared, privacy_of, require_declared
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.models import UnitLinear
@@ -100,6 +100,7 @@ def fit_head(
         Head, with the result of `fit`.
     Raises:
         PrivacyError: arguments are missing, contradict each other, or do not fit the data; nothing was spent.
+        TypeError: features or labels are neither a tensor nor an array of numbers.
         BudgetExceededError: the budget has not enough left; nothing was committed.
     Privacy:
         As PrivateGradient, if the features of a row depend on that row and on public numbers only. Features that were
@@ -108,46 +109,42 @@ def fit_head(
     Reference:
         Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
     """
-    rows, given = _tensor("features", features), _tensor("labels", labels)
+    rows, given = _tensor(features), _tensor(labels)
     count = len(classes) if num_classes is None and classes is not None else num_classes
     target = _target(rows, given, count, bounds)
-    require_names("fit_head", target, classes)
-    if extractor is None:
-        require_schema("fit_head", schema, rows.shape[-1])
+    require_declared("fit_head", target, classes, schema if extractor is None else None, rows.shape[-1])
     _require_rows(rows)
     unit = privacy_unit or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
     if rows.ndim == 3 and unit != "user":
         remedy = "plan for 'user', or give features of shape (n, width)"
         raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
+    if (extractor is None) == (source is None):
+        got = f"extractor={extractor if extractor is None else type(extractor).__name__} and source={source!r}"
+        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
+        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
     if plan is None:
         plan = _plan(numbers, own, unit, budget, place)
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
-        raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}", "give one")
-    if (extractor is None) == (source is None):
-        given_extractor = None if extractor is None else f"a {type(extractor).__name__}"
-        got = f"extractor={given_extractor} and source={source!r}"
-        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
-    origin = f"features: {source}" if extractor is None else declared(extractor)
+        raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}")
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
     data = TensorDataset(rows, target.prepared(given).to(rows.device))
     plan.batches(data)  # refuses what it cannot sample before anything is committed
-    ledger = None
+    ledger, done = None, 0
     if budget is not None:
         if place is None:
-            raise expected("fit_head", "output_dir", "to be given with a budget", None, "give a folder for its ledger")
+            raise expected("fit_head", "output_dir", "to be given with a budget", None)
         place.parent.mkdir(parents=True, exist_ok=True)
         ledger = budget.open_ledger(place, plan)
-    held = ledger
-    if held is None and place is not None and place.exists() and place.stat().st_size:
-        held = Ledger(place, read_only=True)
-    is_finished = held is not None and held.next_step >= plan.steps
+        done = ledger.next_step
+    elif place is not None and place.exists() and place.stat().st_size:
+        done = Ledger(place, read_only=True).next_step
+    origin = f"features: {source}" if extractor is None else declared(extractor)
     try:
         private_grad = PrivateGradient(
             model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
@@ -156,36 +153,27 @@ def fit_head(
     finally:
         if ledger is not None:
             ledger.close()
-    if is_finished:
+    if done >= plan.steps:
         told = f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not "
         warnings.warn(f"{told}used: give another folder to train on other rows", stacklevel=2)
     privacy = privacy_of(plan, result.ledger)
     return Head(model, target, extractor, privacy=privacy, classes=classes, schema=schema, result=result)
 
 
-def _tensor(name: str, values: object) -> Tensor:
+def _tensor(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """Return an array as a tensor that shares its memory."""
-    if isinstance(values, np.ndarray):
-        with warnings.catch_warnings(action="ignore"):  # of a file that is open for reading: nothing here writes to it
-            try:
-                return torch.from_numpy(values)
-            except TypeError as error:
-                remedy = "replace the name of a class by its number, from 0, and other texts by features"
-                raise expected("fit_head", name, "to be numbers", f"dtype {values.dtype}", remedy) from error
-    if not isinstance(values, Tensor):
-        is_sparse = hasattr(values, "toarray")  # of scipy
-        remedy = "convert it by .toarray()" if is_sparse else "convert it by numpy.asarray or torch.as_tensor"
-        raise expected("fit_head", name, "to be a tensor or a numpy array", described(values), remedy)
-    return values
+    if isinstance(values, Tensor):
+        return values
+    with warnings.catch_warnings(action="ignore"):  # of a file that is open for reading: nothing here writes to it
+        return torch.from_numpy(values)
 
 
 def _require_rows(rows: Tensor) -> None:
     """Raise PrivacyError unless features are finite, and not those of an extractor's own public rows."""
     for start in range(0, len(rows), _BLOCK):
         if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
-            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", "leave it out")
-    shared = getattr(rows, SHARED, 0)
-    if shared:
+            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}")
+    if shared := getattr(rows, SHARED, 0):
         condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
         remedy = "compute the extractor's statistics, or its vocabulary, on public rows"
         raise expected("fit_head", "features", condition, f"at least {shared}", remedy)  # the number is private
@@ -196,24 +184,21 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     if not rows.is_floating_point() or rows.ndim not in (2, 3):
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
         condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
-        raise expected("fit_head", "features", condition, got, "give the features, such as extractor(rows)")
+        raise expected("fit_head", "features", condition, got)
     if (num_classes is None) == (bounds is None):
-        got = f"num_classes={num_classes} and bounds={bounds}"
-        remedy = "give num_classes or classes, or for numbers bounds"
+        got, remedy = f"num_classes={num_classes} and bounds={bounds}", "give classes, or for numbers bounds"
         raise expected("fit_head", "exactly one of num_classes and bounds", "to be given", got, remedy)
     is_tags = num_classes is not None and rows.ndim == labels.ndim == 2 and (num_classes == 1 or labels.shape[1] != 1)
     shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
     if tuple(labels.shape) != shape:
-        is_column = tuple(labels.shape) == (*shape, 1)
-        remedy = "give one label per row" + ("" if bounds else ", or a row of num_classes tags")
-        remedy = "give labels[:, 0]" if is_column and len(shape) == 1 else remedy
+        remedy = "give labels[..., 0]" if tuple(labels.shape) == (*shape, 1) else ""
         raise expected("fit_head", "labels", f"to have shape {shape}", tuple(labels.shape), remedy)
     if rows.ndim == 2 and labels.is_floating_point() and (row := first_infinite(labels[:, None])) is not None:
-        raise expected("fit_head", "labels", "to be finite", f"inf or NaN in row {row}", "leave the row out")
+        raise expected("fit_head", "labels", "to be finite", f"inf or NaN in row {row}")
     if bounds is not None:
         low, high = bounds
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
+        if not -math.inf < low < high < math.inf:
+            raise expected("fit_head", "bounds", "to be finite, and low < high", bounds)
         target = Target("number", 1, float(low), float(high))
         numbers = torch.where(labels.isnan(), target.middle, labels.double()).reshape(len(labels), -1)
         warn_of_private_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
@@ -226,8 +211,8 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     known = (labels >= 0) & (labels < num_classes) | ((labels == NO_LABEL) & (rows.ndim == 3))
     if labels.is_floating_point() or not bool(known.all()):
         got = f"{labels.dtype}" if labels.is_floating_point() else f"the label {int(labels[~known][0])}"
-        condition = f"to be integers from 0 to {num_classes - 1}"
-        raise expected("fit_head", "labels", condition, got, "give bounds for numbers, or map the classes")
+        remedy = "give bounds for numbers, or map the classes"
+        raise expected("fit_head", "labels", f"to be integers from 0 to {num_classes - 1}", got, remedy)
     return Target("class", int(num_classes))
 
 
@@ -246,13 +231,12 @@ def _plan(
     if missing and not (budget is not None and missing == ["target_epsilon"]):
         remedy = "give all three, a plan, or a budget: they decide the privacy"
         raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
-    count = given["num_examples"]
-    require_integer("fit_head", "num_examples", count, 1)
-    defaults = {"steps": STEPS, "expected_batch_size": min(count, LARGEST_BATCH), "max_grad_norm": MAX_GRAD_NORM}
+    size = min(given["num_examples"], LARGEST_BATCH)
+    defaults = {"steps": STEPS, "expected_batch_size": size, "max_grad_norm": MAX_GRAD_NORM}
     chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}
     if budget is None or given["target_epsilon"] is not None:
         return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)
-    rate = chosen["expected_batch_size"] / count
+    rate = chosen["expected_batch_size"] / given["num_examples"]
     # A training that resumes has the noise of its commitment.
     before = [one.releases[0] for one in budget.commitments if one.name == f"{place}"]
     held = [release.noise_multiplier for release in before if isinstance(release, Release)]

@@ -17,7 +17,7 @@ from privgrad.data.dataset import NO_LABEL
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.table import declaration_of, is_rows, require_codes, row_codes, width_of
-from privgrad.errors import PrivacyError, described, expected
+from privgrad.errors import PrivacyError, expected
 from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import (
     CONFIG,
@@ -56,17 +56,15 @@ def cost_of(
     further = [ledger for ledger in ledgers_of(model) if not any(covers(one, ledger) for one in own)]
     if not further:
         return dict(privacy), own
-    numbers, cause = None, None
     try:
-        numbers = statement([*own, *further], delta=privacy.get("delta")).numbers if own else None
-    except PrivacyError as error:  # for different units, or within a budget
-        cause = error
-    if numbers is None:
+        # Without a ledger of its own, and for different units or within a budget, no statement covers all.
+        numbers = statement([*own, *further] if own else [], delta=privacy.get("delta")).numbers
+    except PrivacyError as error:
         count, releases = len(further), sum(one.releases for one in further)
         got = f"{count} later training{'s' * (count > 1)} with {releases} release{'s' * (releases > 1)}"
         remedy = "call privgrad.save(head.model, folder, ledger=...) with the ledgers of all trainings, or their budget"
         remedy += "; for trainings of different units, save a copy of the head from before the later one"
-        raise expected("Head", "the head", "to have had no training that it cannot count", got, remedy) from cause
+        raise expected("Head", "the head", "to have had no training that it cannot count", got, remedy) from error
     is_guarantee = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
     epsilon = numbers["epsilon"] if is_guarantee else None
     later = [{**public_facts(ledger), "ledger": ledger.head} for ledger in further]
@@ -193,26 +191,12 @@ class Head(nn.Module):
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
         if torch.compiler.is_exporting():  # torch cannot load a block without gradients; values are unknown
-            width = self.model.linear.in_features
-            are_codes = isinstance(rows, Tensor) and rows.ndim > 1 and rows.shape[-1] == width
-            if self.schema is not None and self.extractor is None and not are_codes:
-                condition = f"to be codes of shape (n, {width})"
-                raise expected("Head", "the example of an export", condition, _kind(rows), "give head.encode(rows)")
             return self.model(rows if self.extractor is None else self.extractor(rows))
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
             rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
-        if self.image_shape is not None and not isinstance(rows, Tensor | np.ndarray):
-            condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))})"
-            remedy = "read each file by privgrad.data.read_image, and give torch.stack of the images"
-            raise expected("Head", "rows", condition, described(rows), remedy)
-        if isinstance(rows, str):
-            raise expected("Head", "rows", "to be a list of texts", "a str", "give [text]")
         given: Any = rows
-        if is_rows(given):
-            given = self.encode(given)
-        if not hasattr(given, "__len__"):
-            raise expected("Head", "rows", "to be a tensor, an array or a list", _kind(given), "give list(rows)")
+        given = self.encode(given) if is_rows(given) else given
         made: list[Tensor] = []
         with torch.no_grad():
             for start in range(0, len(given), _BLOCK):
@@ -237,24 +221,20 @@ class Head(nn.Module):
         """Return the features of a few rows, of which the first has the number `start`."""
         if isinstance(rows, np.ndarray):
             rows = rows.tolist() if rows.dtype.kind in "OSU" else torch.as_tensor(rows.copy())
+        if self.image_shape is not None and (not isinstance(rows, Tensor) or tuple(rows.shape[1:]) != self.image_shape):
+            condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))}), as in training"
+            remedy = "read each file by privgrad.data.read_image, and give torch.stack of the images"
+            raise expected("Head", "rows", condition, _kind(rows), remedy)
         if self.extractor is not None:
-            if self.image_shape is not None and isinstance(rows, Tensor) and tuple(rows.shape[1:]) != self.image_shape:
-                condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))}), as in training"
-                raise expected("Head", "rows", condition, tuple(rows.shape), "read and resize them as in training")
             rows = self.extractor(rows, first=start)
         width = self.model.linear.in_features
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
-            if self.extractor is not None:
-                condition = f"to have shape (n, {width})"
-                raise expected("Head", "the features of rows", condition, _kind(rows), "give rows as in training")
-            remedy = "give those of the training"
-            if self.schema is not None:
-                remedy = "give a list of dicts by column name, or a DataFrame"
-            elif isinstance(rows, Tensor) and rows.shape == (width,):
-                remedy = "for one row, give row[None]"
-            raise expected("Head", "rows", f"to be features of shape (n, {width})", _kind(rows), remedy)
+            of_table = "give a list of dicts by column name, or a DataFrame"
+            remedy = "give rows as in training; for one row, give row[None]" if self.schema is None else of_table
+            name = "rows" if self.extractor is None else "what the extractor returns"
+            raise expected("Head", name, f"to be features of shape (n, {width})", _kind(rows), remedy)
         if (row := first_infinite(rows)) is not None:
-            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", "leave the row out")
+            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}")
         if self.schema is not None and self.extractor is None:
             require_codes("Head", self.schema, rows, start)
         return rows
@@ -305,13 +285,12 @@ class Head(nn.Module):
             said = statement(ledgers, delta=delta)
             weights = Section("Weights", ("The process that trained the head with this record saved its weights.",))
             said = replace(said, sections=(*said.sections, weights))
-        if said is None and (place / _TEXT).exists():
+        elif (place / _TEXT).exists():
             got, remedy = "a head of unknown training", "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", got, remedy)
-        require_names("Head.save", self.target, self.classes)
-        if self.extractor is None:
-            require_schema("Head.save", self.schema, self.model.linear.in_features)
         weight = self.model.linear.weight.detach().cpu().contiguous()
+        schema = self.schema if self.extractor is None else None
+        require_declared("Head.save", self.target, self.classes, schema, weight.shape[1])
         facts = {
             "format": _FORMAT,
             "target": asdict(self.target),
@@ -346,8 +325,7 @@ class Head(nn.Module):
         try:
             facts = json.loads((place / _FACTS).read_text())
             if facts["format"] != _FORMAT:
-                remedy = "load it with the version of privgrad that saved it"
-                raise expected("Head.load", f"{place}", f"to have format {_FORMAT}", facts["format"], remedy)
+                raise ValueError(f"format {facts['format']}, of another version of privgrad")
             target = Target(**facts["target"])
             model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
             model.load_state_dict(safetensors().load_file(place / _WEIGHTS))
@@ -368,18 +346,14 @@ class Head(nn.Module):
         return cls(model, target, extractor, privacy=facts["privacy"], schema=schema, **own)
 
 
-def require_names(function: str, target: Target, classes: Sequence[Any] | None) -> None:
-    """Raise PrivacyError unless there is a name for each output, if there are names."""
+def require_declared(
+    function: str, target: Target, classes: Sequence[Any] | None, schema: Schema | None, width: int
+) -> None:
+    """Raise PrivacyError unless there are as many names as outputs, and as many codes of a schema as features."""
     if classes is not None and len(classes) != target.outputs:
-        got = f"{len(classes)} names"
-        raise expected(function, "classes", f"to be {target.outputs} names", got, "give one for each number, in order")
-
-
-def require_schema(function: str, schema: Schema | None, width: int) -> None:
-    """Raise PrivacyError unless features can be the codes of a schema, if there is one."""
+        raise expected(function, "classes", f"to be {target.outputs} names", f"{len(classes)} names")
     if schema is not None and width_of(schema) != width:
-        condition, remedy = f"to have {width} codes, as in training", "give the schema of the training's table"
-        raise expected(function, "schema", condition, width_of(schema), remedy)
+        raise expected(function, "schema", f"to have {width} codes, as in training", width_of(schema))
 
 
 def declared(extractor: Extractor) -> str:

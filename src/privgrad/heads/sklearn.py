@@ -11,6 +11,7 @@ Give each training its own part of one Budget.
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,9 +22,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.checks.data import warn_of_private_bound
-from privgrad.errors import PrivacyError, described, expected
+from privgrad.errors import described, expected
 from privgrad.features import Extractor, Scaled
-from privgrad.heads import Head, fit_head
+from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
 from privgrad.training.schedule import Decay
 
@@ -38,22 +39,24 @@ _CODE = (
     "give numbers by a public code, or declare the column with kind = 'category' in privgrad.data.table, and train by "
     "fit_head"
 )
-# Arguments of fit_head that both estimators take, under the same names.
-_BUDGET = ("target_epsilon", "delta", "num_examples", "budget", "output_dir", "seed")
-_TRAINING = ("steps", "expected_batch_size", "max_grad_norm", "noise_step", "schedule")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Private(BaseEstimator):
-    """The training and the outputs that both estimators share."""
+    """The arguments, the training and the outputs that both estimators share."""
 
-    feature_bounds: Bounds | None
-    budget: Budget | None
-    output_dir: str | os.PathLike[str] | None
-    head_: Head
-
-    def _keep(self, arguments: dict[str, Any]) -> None:
-        """Set each argument of the constructor as the attribute of its name, where scikit-learn looks for it."""
-        vars(self).update((name, value) for name, value in arguments.items() if name != "self")
+    target_epsilon: float | None
+    delta: float | None
+    num_examples: int | None
+    feature_bounds: Bounds | None = None
+    steps: int | None = None
+    expected_batch_size: int | None = None
+    max_grad_norm: float | None = None
+    noise_step: float | None = None
+    schedule: Decay = "cosine"
+    budget: Budget | None = None
+    output_dir: str | os.PathLike[str] | None = None
+    seed: int | None = None
 
     def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         """Train the head on the rows of X; warn of a second training that no budget counts."""
@@ -70,7 +73,7 @@ class _Private(BaseEstimator):
             features,
             torch.from_numpy(labels),
             **target,
-            **{name: getattr(self, name) for name in (*_BUDGET, *_TRAINING)},
+            **{one.name: getattr(self, one.name) for one in fields(_Private) if one.name != "feature_bounds"},
             extractor=extractor,
             source="the columns of X as given" if extractor is None else None,
             progress=False,
@@ -79,20 +82,13 @@ class _Private(BaseEstimator):
     def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
         """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
         function, rows = type(self).__name__, _tensor(X)
+        if self.feature_bounds is None and X.shape[1] == 1:
+            remedy = "give public bounds (low, high): without them, only the sign of each number counts"
+            raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
         if self.feature_bounds is None:
-            if X.shape[1] == 1:
-                remedy = "give public bounds (low, high): without them, only the sign of each number counts"
-                raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
             return rows, None
-        try:
-            low, high = self.feature_bounds
-            extractor = Scaled(low, high)
-        except PrivacyError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            remedy = "give two numbers, or a list of the lows and a list of the highs of all columns"
-            got = described(self.feature_bounds)
-            raise expected(function, "feature_bounds", "to be a pair (low, high)", got, remedy) from error
+        low, high = self.feature_bounds
+        extractor = Scaled(low, high)
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
@@ -105,6 +101,7 @@ class _Private(BaseEstimator):
         return self.head_(_tensor(_checked(self, X, reset=False)))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLogisticRegression(ClassifierMixin, _Private):
     """Logistic regression with differential privacy, for rows that are one person each.
 
@@ -134,25 +131,6 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
 
     classes: Sequence[Any]
 
-    def __init__(
-        self,
-        *,
-        classes: Sequence[Any],
-        target_epsilon: float | None,
-        delta: float | None,
-        num_examples: int | None,
-        feature_bounds: Bounds | None = None,
-        steps: int | None = None,
-        expected_batch_size: int | None = None,
-        max_grad_norm: float | None = None,
-        noise_step: float | None = None,
-        schedule: Decay = "cosine",
-        budget: Budget | None = None,
-        output_dir: str | os.PathLike[str] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self._keep(locals())
-
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Train on rows X, (n, width), and their classes y, (n,).
 
@@ -164,9 +142,6 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         rows, named = _checked(self, X, y, ensure_min_samples=2)
         check_classification_targets(named)
         self.classes_ = np.unique(np.asarray(self.classes))
-        if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
-            condition = "to be 2 or more, all different"
-            raise expected(type(self).__name__, "classes", condition, self.classes, "list every class that may occur")
         known = np.isin(named, self.classes_)
         if not known.all():
             remedy = "add it to classes if it is public, or leave its rows out"
@@ -191,6 +166,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         return self._outputs(X).double().softmax(1).numpy()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLinearRegression(RegressorMixin, _Private):
     """Linear regression of a bounded number with differential privacy, for rows that are one person each.
 
@@ -208,25 +184,6 @@ class PrivateLinearRegression(RegressorMixin, _Private):
     """
 
     label_bounds: tuple[float, float]
-
-    def __init__(
-        self,
-        *,
-        label_bounds: tuple[float, float],
-        target_epsilon: float | None,
-        delta: float | None,
-        num_examples: int | None,
-        feature_bounds: Bounds | None = None,
-        steps: int | None = None,
-        expected_batch_size: int | None = None,
-        max_grad_norm: float | None = None,
-        noise_step: float | None = None,
-        schedule: Decay = "cosine",
-        budget: Budget | None = None,
-        output_dir: str | os.PathLike[str] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self._keep(locals())
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Train on rows X, (n, width), and their numbers y, (n,).
@@ -258,10 +215,10 @@ def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any: 
         if not f"{error}".startswith(("could not convert", "dtype='numeric'")):
             raise
         column = _of_text(X)
-        if column is None and not f"{error}".startswith("dtype"):
-            raise expected(function, "y", "to be numbers", "text", "give y as numbers") from None
+        of_y = column is None and not f"{error}".startswith("dtype")
         got = "text" if column is None else f"text in {_named(X, column)}"
-        raise expected(function, "X", "to be numbers", got, _CODE) from None  # scikit-learn's error shows the text
+        # scikit-learn's error shows the text.
+        raise expected(function, "y" if of_y else "X", "to be numbers", got, "" if of_y else _CODE) from None
     finite = np.isfinite(rows).all(axis=0)
     if not finite.all():
         raise expected(function, "X", "to be finite", f"NaN or inf in {_named(X, int(finite.argmin()))}", _FILL)
