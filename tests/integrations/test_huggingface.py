@@ -360,7 +360,7 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-7" / "trainer_state.json").write_text('{"global_st')
     trainer = make_trainer(tmp_path, bert(), texts(), planned={"seed": None})
-    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint.* ends with 10 updates of 12"):
+    with pytest.warns(UserWarning, match="2 charged steps had no checkpoint.* ends with 10 updates of 12"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 10
     assert trainer.private_grad.ledger.releases == STEPS
@@ -378,7 +378,7 @@ def test_a_run_that_lost_more_than_an_epoch_ends_and_loses_no_more(tmp_path: Pat
         cut.train()
     cut.private_grad.ledger.close()
     resumed = trainer()
-    with pytest.warns(UserWarning, match="5 charged steps came after the checkpoint.* ends with 7 updates of 12"):
+    with pytest.warns(UserWarning, match="5 charged steps had no checkpoint.* ends with 7 updates of 12"):
         assert resumed.train(resume_from_checkpoint=True).global_step == 7
     resumed.private_grad.ledger.close()
     with warnings.catch_warnings():
@@ -388,7 +388,7 @@ def test_a_run_that_lost_more_than_an_epoch_ends_and_loses_no_more(tmp_path: Pat
     assert equal(resumed.private_step.model, again.private_step.model)
     again.private_grad.ledger.close()
     spent = trainer()
-    with pytest.warns(UserWarning, match="6 charged steps came after the checkpoint.* ends with 6 updates of 12"):
+    with pytest.warns(UserWarning, match="6 charged steps had no checkpoint.* ends with 6 updates of 12"):
         assert spent.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6")).global_step == 6
     spent.save_model(str(tmp_path / "model"))
 
@@ -444,12 +444,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     planned = {"steps": 5, "seed": None}  # under one seed, both would be the same run
     make_trainer(tmp_path / "one", bert(), texts(), planned=planned).train()
     other = make_trainer(tmp_path / "other", bert(), texts(), planned=planned)
-    with pytest.raises(pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, more than its ledger"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, not those of its ledger"
+    ):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
     with pytest.raises(pg.PrivacyError, match="to find a complete checkpoint"):
         other.train(resume_from_checkpoint=True)
     other.train()
-    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: written with a different ledger"):
+    with pytest.raises(pg.PrivacyError, match=r"no step .*, got 5 steps, not those of its ledger of 5 releases"):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
     other.private_grad.ledger.close()
     model = bert()
@@ -575,7 +577,11 @@ def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, argu
 
 @pytest.mark.parametrize("optimizers", [None, torch.optim.SGD, "AdamBC", (), (None, "linear")], ids=str)
 def test_what_is_no_pair_with_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
-    with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(.*\); give optimizers="):
+    is_pair = isinstance(optimizers, tuple) and len(cast(Any, optimizers)) == 2
+    with pytest.raises(
+        pg.PrivacyError if is_pair else (TypeError, ValueError),
+        match=r"got optimizers=\(.*\); give optimizers=" if is_pair else None,
+    ):
         make_trainer(tmp_path, bert(), texts(), optimizers=optimizers)
     assert not (tmp_path / "ledger.jsonl").exists()
 
@@ -786,7 +792,9 @@ def test_what_is_unfrozen_and_not_held_by_the_optimizer_is_refused(tmp_path: Pat
     model.bert.requires_grad_(False)
     optimizer = pg.optim.SGD([(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=0.1)
     trainer = make_trainer(tmp_path, model, texts(), optimizer=optimizer, callbacks=[Unfreeze()])
-    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got an optimizer without bert\."):
+    with pytest.raises(
+        pg.PrivacyError, match=r"to hold every trainable parameter, .*, got an optimizer without bert\."
+    ):
         trainer.train()
     assert trainer.private_grad.ledger.releases == 3
 
@@ -893,14 +901,14 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_training_data_are_not_evaluated(tmp_path: Path, named: bool):
     data = texts()
-    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset; evaluate other data"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data; evaluate other data"):
         make_trainer(tmp_path / "a", bert(), data, eval_dataset={"own": data} if named else data)
     later = make_trainer(tmp_path / "b", bert(), data)
     later.eval_dataset = cast(Any, data)
-    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
         later.train()
     assert later.private_grad.ledger.releases == 0
-    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
         later.evaluate(cast(Any, Subset(cast(Any, data), [0, 1])))
 
 
@@ -910,7 +918,7 @@ def test_selections_of_the_training_data_are_not_evaluated(tmp_path: Path):
     split = datasets.Dataset.from_list(rows).train_test_split(test_size=8, seed=0)
     own, trainer = split["train"], make_trainer(tmp_path, bert(), split["train"], eval_dataset=split["test"])
     for some in (own.select(range(5)), own.shuffle(seed=1), own.shard(4, 0)):
-        with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the train_dataset"):
+        with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
             trainer.evaluate(some)
     assert "eval_loss" in trainer.evaluate()
 
@@ -1059,8 +1067,6 @@ def test_persons_in_rows_are_refused_in_an_evaluation_and_named_in_errors(tmp_pa
     with pytest.raises(pg.PrivacyError, match=r"\(the plan clips each person to 1\)"):
         make_trainer(tmp_path, bert(), texts(), **options)
     trainer = make_trainer(tmp_path, bert(), texts(), **cast(Any, options | {"arguments": {}}))
-    with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row, got .* \(4, 2, 6\)"):
-        trainer.evaluate(persons)  # pyright: ignore[reportArgumentType]
     for given in (persons, {"others": persons}, [{"input_ids": row["input_ids"].tolist()} for row in persons]):
         trainer.eval_dataset = given  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row"):
@@ -1154,7 +1160,9 @@ def test_adapters_that_the_optimizer_does_not_know_are_refused(tmp_path: Path):
     base = bert()
     optimizer = pg.optim.AdamBC(base.named_parameters(), lr=0.01)
     model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))  # pyright: ignore
-    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got an optimizer without .*lora_A"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"to hold every trainable parameter, .*, got an optimizer without .*lora_A"
+    ):
         make_trainer(tmp_path, model, texts(), optimizer=optimizer)
 
 

@@ -364,7 +364,7 @@ def test_a_refused_setup_trains_once_its_remedy_is_followed(tmp_path: Path, name
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:4], Subset(cast(Any, ROWS), [1, 2])], ids=["all", "some", "a subset"])
 def test_predictions_of_the_training_data_are_refused(tmp_path: Path, rows: Any):
     trainer = trainer_of(tmp_path, options())
-    with pytest.raises(pg.PrivacyError, match="got test_dataset with rows of the train_dataset; evaluate other data"):
+    with pytest.raises(pg.PrivacyError, match="got test_dataset with rows of the training data; evaluate other data"):
         trainer.predict(rows)
     found = trainer.predict(cast(Any, texts(8)))
     assert len(cast(Any, found.predictions)) == 8
@@ -375,7 +375,7 @@ def test_a_loader_of_training_data_is_not_evaluated(tmp_path: Path):
         return torch.utils.data.DataLoader(cast(Any, ROWS), collate_fn=self.data_collator)
 
     trainer = trainer_of(tmp_path, redefining(get_eval_dataloader=loader))
-    with pytest.raises(pg.PrivacyError, match="got eval_dataset with rows of the train_dataset"):
+    with pytest.raises(pg.PrivacyError, match="got eval_dataset with rows of the training data"):
         trainer.evaluate()
 
 

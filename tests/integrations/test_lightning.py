@@ -155,13 +155,17 @@ def test_the_training_data_are_not_evaluated(tmp_path: Path):
     some = Subset(data, range(3))
     for own in (DataLoader(data), DataLoader(some)):
         trainer = make_trainer(tmp_path / "a", plan)
-        with pytest.raises(pg.PrivacyError, match="the evaluation data to hold no row of the training data"):
+        with pytest.raises(
+            pg.PrivacyError, match="got evaluation data with rows of the training data; evaluate other data"
+        ):
             trainer.fit(Classifier(), trainer.strategy.batches(data), own)
         assert trainer.strategy.private_grad.ledger.releases == 0
     trainer = make_trainer(tmp_path / "b", plan)
     module = fit(trainer, Classifier(), data)
     for evaluate in (trainer.validate, trainer.test):
-        with pytest.raises(pg.PrivacyError, match="the evaluation data to hold no row of the training data"):
+        with pytest.raises(
+            pg.PrivacyError, match="got evaluation data with rows of the training data; evaluate other data"
+        ):
             evaluate(module, DataLoader(data))
 
 
@@ -281,8 +285,8 @@ def test_workers_load_the_same_batches_and_live_through_all_epochs(tmp_path: Pat
     assert all(map(torch.equal, here.parameters(), there.parameters()))
     assert len(workers) > 2
     assert len(set.union(*workers)) == 1  # the same worker in every epoch
-    with pytest.raises(pg.PrivacyError, match=r"PrivateStrategy\.batches: expected num_workers to be an integer >= 0"):
-        PrivateStrategy(planned()).batches(make_data(), num_workers=-1)
+    with pytest.raises(pg.PrivacyError, match=r"plan\.batches: expected num_workers to be an integer >= 0"):
+        train("nowhere", num_workers=-1)
 
 
 def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
@@ -295,7 +299,7 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
 
     assert how_it_ended(train) == -signal.SIGKILL
     trainer = make_trainer(tmp_path, plan)
-    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint.* ends with 10 updates of 12"):
+    with pytest.warns(UserWarning, match="2 charged steps had no checkpoint.* ends with 10 updates of 12"):
         fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
     assert trainer.global_step == 10
     assert trainer.strategy.private_grad.ledger.releases == STEPS
@@ -338,7 +342,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     plan = planned(steps=5)
     fit(make_trainer(tmp_path / "one", plan, **saving(tmp_path)), Classifier())
     other = make_trainer(tmp_path / "other", plan)
-    with pytest.raises(pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, more than its ledger"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, not those of its ledger"
+    ):
         fit(other, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
     plain = L.Trainer(max_steps=5, default_root_dir=tmp_path, accelerator="cpu", logger=False)
     with warnings.catch_warnings():
@@ -384,9 +390,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "remedy"), REFUSED.values(), ids=REFUSED)
 def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[str, Any], remedy: str):
-    with pytest.raises(
-        pg.PrivacyError, match=f"to (leave the private step|leave batches as|train on one device, got .*=2).*; {remedy}"
-    ):
+    with pytest.raises(pg.PrivacyError, match=f"to leave the private step to the plan, got .*; {remedy}"):
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
 
 
@@ -417,7 +421,9 @@ def test_the_remedies_train_all_steps(tmp_path: Path, options: dict[str, Any], m
 
 def test_a_development_run_needs_a_short_plan(tmp_path: Path):
     plan = planned()
-    with pytest.raises(pg.PrivacyError, match=r"expected fast_dev_run to be False: .*replace\(plan, steps=2\)"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"got fast_dev_run=True, which sets max_steps; .*replace\(plan, steps=2\)"
+    ):
         fit(make_trainer(tmp_path / "a", plan, fast_dev_run=True), Classifier())
     trainer = make_trainer(tmp_path / "b", dataclasses.replace(plan, steps=2), max_steps=2, limit_val_batches=2)
     fit(trainer, Classifier())
@@ -490,7 +496,7 @@ def test_unfreezing_needs_all_parameters_in_the_optimizer(tmp_path: Path):
             super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, lambda_func=lambda epoch: 0.5)
 
     trainer = make_trainer(tmp_path / "a", planned(), callbacks=[LowersRate()])
-    with pytest.raises(pg.PrivacyError, match=r"what BaseFinetuning unfreezes, got an optimizer without .*last param"):
+    with pytest.raises(pg.PrivacyError, match=r"got BaseFinetuning with an optimizer without .*last param"):
         fit(trainer, OfParts("head"))
     assert not hasattr(trainer.strategy, "private_grad")
     trainer, module = make_trainer(tmp_path / "b", planned(), callbacks=[LowersRate()]), OfParts("head", "backbone")
@@ -506,7 +512,7 @@ def test_an_interrupted_run_ends_in_spite_of_min_steps(tmp_path: Path):
     with pytest.raises(RuntimeError, match="stopped"):
         fit(make_trainer(tmp_path, plan, **options), Classifier())
     trainer = make_trainer(tmp_path, plan, min_steps=STEPS, min_epochs=3)
-    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint"):
+    with pytest.warns(UserWarning, match="2 charged steps had no checkpoint"):
         module = fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
     assert trainer.global_step == 10
     assert loaded_into(module) == []  # to resume is no second training
@@ -550,12 +556,12 @@ def test_a_module_without_a_private_training_is_saved_and_loaded_as_usual(tmp_pa
 def test_callbacks_that_spend_steps_or_show_private_sizes_are_refused(callback: Any, tmp_path: Path):
     logger = CSVLogger(str(tmp_path))
     trainer = make_trainer(tmp_path, planned(), callbacks=[callback], logger=logger)
-    with pytest.raises(pg.PrivacyError, match=f"to hold no {type(callback).__name__}"):
+    with pytest.raises(pg.PrivacyError, match=f"to the plan, got a {type(callback).__name__}; leave it out"):
         fit(trainer, Classifier())
 
 
 def test_no_private_duration_ends_the_training(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match="to hold no Timer, got a Timer; leave it out: the time of a step"):
+    with pytest.raises(pg.PrivacyError, match="got a Timer; leave it out: the time of a step"):
         fit(make_trainer(tmp_path, planned(), max_time={"seconds": 3}), Classifier())
 
 
@@ -566,20 +572,20 @@ def test_no_exact_result_decides_the_rate(tmp_path: Path):
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "accuracy"}}
 
-    with pytest.raises(pg.PrivacyError, match="schedulers to need no metric, got ReduceLROnPlateau"):
+    with pytest.raises(pg.PrivacyError, match="got ReduceLROnPlateau; give CosineAnnealingLR"):
         fit(make_trainer(tmp_path, planned()), ByMetric())
 
 
 def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):
     by_hand = Classifier()
     by_hand.automatic_optimization = False
-    with pytest.raises(pg.PrivacyError, match="to optimize automatically, with one optimizer, got manual"):
+    with pytest.raises(pg.PrivacyError, match="got manual optimization; use automatic optimization with one optimizer"):
         fit(make_trainer(tmp_path / "a", planned()), by_hand)
     with pytest.raises(pg.PrivacyError, match="to take released gradients, got SGD"):
         fit(make_trainer(tmp_path / "b", planned()), Plain())
     of_others = Classifier(lambda params: pg.optim.SGD(make_model().named_parameters(), lr=0.1))
     with pytest.raises(
-        pg.PrivacyError, match=r"to hold every trainable parameter, got an optimizer without net\.0\.weight"
+        pg.PrivacyError, match=r"to hold every trainable parameter, .*, got an optimizer without net\.0\.weight"
     ):
         fit(make_trainer(tmp_path / "c", planned()), of_others)
     mean = Classifier()

@@ -107,7 +107,7 @@ def test_the_source_of_the_number_has_no_default():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"evaluate": None}, "evaluate to be given for stop"),
+        ({"evaluate": None}, "evaluate's 'loss' to be a number for stop, got None; return it from evaluate"),
         ({"evaluate": lambda _: {"accuracy": 1.0}}, "or monitor one of accuracy"),
         ({"evaluate": lambda _: {"loss": torch.tensor([1.0, 2.0])}}, "'loss' to be a number for stop"),
     ],

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, Metadata, MetricRecord, RecordDict
@@ -25,7 +25,7 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.perturb.local_training import LocalUpdate, ReportedUpdate, local_update
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.training.external_loop import ExternalLoopStep
+from privgrad.training.external_loop import Conflict, ExternalLoopStep, refuse
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
@@ -97,11 +97,9 @@ class PrivateStrategy(Strategy):
     ) -> None:
         own = type(self)
         overridden = [name for name in _INSTEAD if getattr(own, name, None) is not getattr(PrivateStrategy, name, None)]
-        if refused := [*others, *overridden]:
-            condition = "to leave the private step as it is"
-            ways = [_INSTEAD.get(name) or did_you_mean(name, _OPTIONS, "leave it out") for name in refused]
-            remedy = "; ".join(f"for {name}, {way}" for name, way in zip(refused, ways, strict=True))
-            raise expected("PrivateStrategy", "arguments and overrides", condition, ", ".join(refused), remedy)
+        ways = {name: _INSTEAD.get(name) or did_you_mean(name, _OPTIONS, "leave it out") for name in others}
+        ways |= {name: _INSTEAD[name] for name in overridden}
+        refuse("PrivateStrategy", [Conflict(name, f"for {name}, {way}") for name, way in ways.items()])
         self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
         self.private_step = ExternalLoopStep("PrivateStrategy", model, self.private_grad, optimizer)
         self._model, self._optimizer, self._plan = model, optimizer, plan
@@ -137,7 +135,8 @@ class PrivateStrategy(Strategy):
         # Flower counts rounds from each start; the plan counts them over the whole run.
         public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm, _TRAINED: [*self._trained()]}
         messages: list[Message] = []
-        for user in cast("list[int]", drawn.examples[0].tolist()):
+        users: list[int] = drawn.examples[0].tolist()
+        for user in users:
             if (node := self._nodes[user]) in online:
                 # A message's id is a hash of its content: because of the nonce, only the receiver can compute it.
                 own = ConfigRecord({**public, _USER: user, _NONCE: secrets.token_hex(16)})
@@ -155,13 +154,13 @@ class PrivateStrategy(Strategy):
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
         batch, self._drawn = self._drawn, None
         answers, parameters = self._answers(replies), self._trained()
-        held = {user: _update(reply, parameters) for user, reply in answers.items()}
-        # Sorted by user, because a sum's rounding depends on the order.
-        users = sorted(cast("list[int]", batch.examples[0].tolist()))
-        away = {user: "no reply in time" if user in self._sent else "not connected" for user in users}
-        found = [held.get(user, away[user]) for user in users]
-        updates = [update for update in found if not isinstance(update, str)]
-        self._suspect(updates, [reason for reason in found if isinstance(reason, str)])
+        updates: list[dict[str, Tensor]] = []
+        lost: list[str] = []  # why the others' do not count
+        for user in sorted(batch.examples[0].tolist()):  # a sum's rounding depends on the order
+            away = "no reply in time" if user in self._sent else "not connected"
+            update = _update(answers[user], parameters) if user in answers else away
+            updates.append(update) if isinstance(update, dict) else lost.append(update)
+        self._suspect(updates, lost)
         rows = {
             name: torch.stack([update[name] for update in updates]) if updates else p.new_zeros(0, *p.shape)
             for name, p in parameters.items()
@@ -264,7 +263,7 @@ class PrivateStrategy(Strategy):
     def _raw_means(self, answers: Sequence[Message]) -> MetricRecord | None:
         """Return the mean of each of raw_metrics over the replies that report it. NOT private: no epsilon covers it."""
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
-        means: dict[str, float] = {}
+        means: dict[str, Any] = {}
         for name in self._raw_metrics:
             numbers = [value for record in reported if isinstance(value := record.get(name), int | float)]
             if numbers:
@@ -272,7 +271,7 @@ class PrivateStrategy(Strategy):
             elif answers:
                 told = f"no reply reports {name!r} of raw_metrics; client_app reports none, an app of your own can"
                 self._warn_once(f"raw_{name}", told)
-        return MetricRecord(cast("dict[str, Any]", means)) if means else None
+        return MetricRecord(means) if means else None
 
 
 def client_app(
@@ -306,19 +305,19 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
-        config = message.content.config_records[_CONFIG]
+        config: Any = message.content.config_records[_CONFIG]
         model = make_model()
         model.load_state_dict(message.content.array_records[_ARRAYS].to_torch_state_dict())
         for name, parameter in model.named_parameters():  # make_model may not freeze what the server does
-            parameter.requires_grad_(name in cast("list[str]", config[_TRAINED]))
+            parameter.requires_grad_(name in config[_TRAINED])
         update = local_update(
             model,
             loss_fn,
-            data_of(context, cast(int, config[_USER])),
+            data_of(context, config[_USER]),
             local,
-            max_update_norm=cast(float, config[_NORM]),
+            max_update_norm=config[_NORM],
             precondition=precondition,
-            step=cast(int, config[_ROUND]),
+            step=config[_ROUND],
         )
         return Message(RecordDict({_ARRAYS: ArrayRecord(update)}), reply_to=message)
 
@@ -327,11 +326,10 @@ def client_app(
 
 def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
     """Raise PrivacyError unless each user has one node: with two, a user would contribute twice what is charged."""
-    if len(set(nodes)) != len(nodes) or len(nodes) != plan.num_examples:
+    if not len(set(nodes)) == len(nodes) == plan.num_examples:
         condition = f"to be {plan.num_examples} different ids, one for each user"
         got = f"{len(nodes)} ids, {len(set(nodes))} of them different"
-        remedy = "give each user's own SuperNode id, in the order of the users"
-        raise expected("PrivateStrategy", "nodes", condition, got, remedy)
+        raise expected("PrivateStrategy", "nodes", condition, got, "give them in the order of the users")
     return tuple(nodes)
 
 

@@ -31,7 +31,7 @@ from privgrad.sampling.datasets import ask_about_rows
 from privgrad.sampling.loading import Collate
 from privgrad.statement.model_card import write_privacy
 from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
-from privgrad.training.external_loop import ExternalLoopStep
+from privgrad.training.external_loop import Conflict, ExternalLoopStep, refuse
 from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
@@ -117,7 +117,8 @@ class PrivateTrainer(Trainer):
     ) -> None:
         settled = arguments.settled(args, plan)
         callbacks = trainer_options.get("callbacks") or ()
-        arguments.refuse(
+        refuse(
+            "PrivateTrainer",
             arguments.epoch_conflicts(args, plan),
             arguments.step_conflicts(settled, plan),
             arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
@@ -142,7 +143,7 @@ class PrivateTrainer(Trainer):
             **trainer_options,
         )
         self.optimizer = self.create_optimizer() or self.optimizer  # a subclass may return nothing
-        arguments.refuse(arguments.rate_conflicts(self.optimizer, noise_step))
+        refuse("PrivateTrainer", arguments.rate_conflicts(self.optimizer, noise_step))
         # The Trainer calls it again when training begins, and a subclass may make another one each time.
         self.create_optimizer = lambda model=None: self.optimizer
         self.private_grad = PrivateGradient(
@@ -163,13 +164,11 @@ class PrivateTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
-        made = cast("torch.optim.Optimizer | None", self.optimizer)
-        if made is None:
+        if cast(object, self.optimizer) is None:
             trained = cast(nn.Module, self.model if model is None else model)
             decayed = self.get_decay_parameter_names(trained) if self.args.weight_decay else ()
-            made = arguments.make_optimizer(trained, self.args, self._plan, self._noise_step, decayed)
-            self.optimizer = made
-        return made
+            self.optimizer = arguments.make_optimizer(trained, self.args, self._plan, self._noise_step, decayed)
+        return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
@@ -198,13 +197,15 @@ class PrivateTrainer(Trainer):
         if trial is not None:
             remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
             raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
-        arguments.refuse(  # they may have changed since
+        refuse(  # they may have changed since
+            "PrivateTrainer",
             arguments.step_conflicts(self.args, self.private_grad.plan),
             arguments.collator_conflicts(self.data_collator),
             self._selection_conflicts(),
             arguments.evaluation_conflicts(cast(Any, self.train_dataset), cast(Any, self.eval_dataset)),
         )
-        models.require_single_texts(self.eval_dataset)
+        if self._plan.privacy_unit == "user":
+            models.require_single_texts(self.eval_dataset)
         if self._losses is models.classification_losses:
             are_collated = self.data_collator is not default_data_collator
             models.require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
@@ -238,9 +239,9 @@ class PrivateTrainer(Trainer):
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
 
-    def _selection_conflicts(self) -> list[arguments.Conflict]:
-        callbacks: list[object] = cast(Any, self.callback_handler).callbacks
-        optimizers: object = (self.optimizer, cast(Any, self.lr_scheduler))
+    def _selection_conflicts(self) -> Iterator[Conflict]:
+        optimizers = (self.optimizer, cast(object, self.lr_scheduler))
+        callbacks = cast("list[object]", self.callback_handler.callbacks)
         return arguments.selection_conflicts(self.args, callbacks, optimizers, self._selection_data)
 
     def _charge_stop(self) -> None:
@@ -255,7 +256,7 @@ class PrivateTrainer(Trainer):
         name = "test_dataset" if description == "Prediction" else "eval_dataset"
         data = getattr(dataloader, "dataset", None)
         rows = arguments.evaluation_conflicts(cast(Any, self.train_dataset), data, name)
-        arguments.refuse(rows, self._selection_conflicts())  # a scheduler may have been created since
+        refuse("PrivateTrainer", rows, self._selection_conflicts())  # a scheduler may have been created since
         return super().evaluation_loop(dataloader, description, *args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,14 +266,6 @@ class PrivateTrainer(Trainer):
             return found
         loss = self._losses(model, inputs).mean()
         return (loss, found[1]) if isinstance(found, tuple) else loss
-
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch as the Trainer does, with one clear error for rows that hold several texts of a person."""
-        try:
-            return super().prediction_step(model, inputs, *args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            models.require_one_text(inputs.get("input_ids"), of_batch=True, cause=error)
-            raise
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate that the Trainer logs, and keep the rates of all groups for `log`."""

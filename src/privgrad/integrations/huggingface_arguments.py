@@ -1,20 +1,26 @@
 """The arguments of a PrivateTrainer: those that follow from the plan, and one error for all that contradict it."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from privgrad.checks.data import share_rows
-from privgrad.errors import expected, require_positive
+from privgrad.errors import require_positive
 from privgrad.integrations.huggingface_models import head_of, pooler_of
 from privgrad.optim import AdamWBC, PrivateOptimizer
 from privgrad.plan import PrivacyPlan
-from privgrad.training.external_loop import PRIVATE_OPTIONS, undeclared_selection, unknown_options
+from privgrad.training.external_loop import (
+    PRIVATE_OPTIONS,
+    Conflict,
+    changed_values,
+    evaluated_rows,
+    undeclared_selection,
+    unknown_options,
+)
 
 NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
@@ -46,21 +52,6 @@ _NOT_REDEFINED = {
 _BY_METRIC = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}  # schedulers that follow evaluations
 
 
-class Conflict(NamedTuple):
-    """An argument that contradicts the plan: its value, and what to do about it."""
-
-    got: str
-    remedy: str
-
-
-def refuse(*conflicts: Iterable[Conflict]) -> None:
-    """Raise one PrivacyError that names all conflicts and their remedies, if there are any."""
-    if found := [one for some in conflicts for one in some]:
-        got = ", ".join(one.got for one in found)
-        remedy = "; ".join(one.remedy for one in found)
-        raise expected("PrivateTrainer", "arguments", "to leave the private step to the plan", got, remedy)
-
-
 def settled(args: TrainingArguments, plan: PrivacyPlan) -> TrainingArguments:
     """Return a copy of the arguments, in which the plan's numbers replace the defaults of transformers."""
     made = copy.copy(args)
@@ -89,13 +80,13 @@ def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
         _LOG.warning(f"PrivateTrainer: the plan decides: {'; '.join(found)}.")
 
 
-def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
-    """Return a conflict if a number of epochs was given that is not the plan's number of steps."""
+def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Conflict]:
+    """Yield a conflict if a number of epochs was given that is not the plan's number of steps."""
     epochs, rate = args.num_train_epochs, _rate(plan)
-    if not _is_default(args, "max_steps") or _is_default(args, "num_train_epochs") or _is_planned(epochs, plan):
-        return []
-    remedy = f"leave out num_train_epochs, or plan for steps={max(1, round(epochs / rate))}"
-    return [Conflict(f"num_train_epochs={epochs!r} (the plan has {plan.steps * rate:.4g})", remedy)]
+    is_given = _is_default(args, "max_steps") and not _is_default(args, "num_train_epochs")
+    if is_given and not _is_planned(epochs, plan):
+        remedy = f"leave out num_train_epochs, or plan for steps={max(1, round(epochs / rate))}"
+        yield Conflict(f"num_train_epochs={epochs!r} (the plan has {plan.steps * rate:.4g})", remedy)
 
 
 def _rate(plan: PrivacyPlan) -> float:
@@ -112,64 +103,45 @@ def _is_planned(epochs: float, plan: PrivacyPlan) -> bool:
     return abs(epochs / _rate(plan) - plan.steps) < 1
 
 
-def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
-    """Return the settled arguments of the Trainer that would change the private step, or reveal private numbers."""
-    required: dict[str, Any] = {
-        "max_steps": plan.steps,
-        "per_device_train_batch_size": plan.expected_batch_size,
-        "max_grad_norm": 0.0,
-        "gradient_accumulation_steps": 1,
-        "train_sampling_strategy": "random",
-        "auto_find_batch_size": False,
-        "ignore_data_skip": False,
-        "label_smoothing_factor": 0.0,
-        "neftune_noise_alpha": None,
-        "adam_epsilon": 1e-8,
-        "torch_compile": False,
-        "use_liger_kernel": False,
-        "torch_empty_cache_steps": None,
-        "dataloader_multiprocessing_context": None,
-        "enable_jit_checkpoint": False,  # it may save between a release and its update, which would be lost
-        "include_num_input_tokens_seen": "no",
-        "skip_memory_metrics": True,  # peak memory reveals the size of the largest batch
-        "debug": [],  # it prints private activations when one of them is not finite
-        "fp16": False,
-        "world_size": 1,
-        "n_gpu": min(args.n_gpu, 1),
-        "deepspeed": None,
-        "fsdp": None,
-        "parallelism_config": None,
-    }
+def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Conflict]:
+    """Yield the settled arguments of the Trainer that would change the private step, or reveal private numbers."""
     part = plan.expected_batch_size // max(1, args.gradient_accumulation_steps)
     smaller = max(1, min(args.per_device_train_batch_size, part))
     memory = f"to save memory, give private_options={{'microbatch_size': {smaller}}}"
     several = "several devices need fit with PrivateGradient(processes=Distributed())"
     smoothed = f"label_smoothing={args.label_smoothing_factor:g}"
-    reasons = {
-        "max_steps": "the plan decides the number of steps",
-        "per_device_train_batch_size": memory,
-        "max_grad_norm": f"the plan clips each {_unit(plan)} to {plan.max_grad_norm:g}",
-        "gradient_accumulation_steps": f"the plan's batch is one step; {memory}",
-        "auto_find_batch_size": memory,
-        "torch_empty_cache_steps": memory,
-        "label_smoothing_factor": f"loss_fn may have F.cross_entropy(..., reduction='none', {smoothed})",
-        "neftune_noise_alpha": "privgrad has nothing in its place",
-        "adam_epsilon": "AdamWBC has debias_floor in its place: give it in optimizers",
-        "torch_compile": "the private step is not compiled",
-        "use_liger_kernel": "its kernels have no gradients of single examples",
-        "dataloader_multiprocessing_context": "call torch.multiprocessing.set_start_method in its place",
-        "enable_jit_checkpoint": "a killed run resumes from its last checkpoint: set save_steps",
-        "fp16": "for mixed precision, set bf16=True",
-        **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), several),
-    }
-    started = f"start one process with CUDA_VISIBLE_DEVICES=0; {several}"  # for what is no argument
-    found: list[Conflict] = []
-    for name, value in required.items():
-        given = getattr(args, name, value)
-        if given != value and (given or value):  # what is false is off
-            remedy = f"set {name}={value!r}" + (f" ({reasons[name]})" if name in reasons else "")
-            found.append(Conflict(f"{name}={given!r}", started if name in ("world_size", "n_gpu") else remedy))
-    return found
+    yield from changed_values(
+        args,
+        {
+            "max_steps": (plan.steps, "the plan decides the number of steps"),
+            "per_device_train_batch_size": (plan.expected_batch_size, memory),
+            "max_grad_norm": (0.0, f"the plan clips each {_unit(plan)} to {plan.max_grad_norm:g}"),
+            "gradient_accumulation_steps": (1, f"the plan's batch is one step; {memory}"),
+            "train_sampling_strategy": ("random", ""),
+            "auto_find_batch_size": (False, memory),
+            "ignore_data_skip": (False, ""),
+            "label_smoothing_factor": (0.0, f"loss_fn may have F.cross_entropy(..., reduction='none', {smoothed})"),
+            "neftune_noise_alpha": (None, "privgrad has nothing in its place"),
+            "adam_epsilon": (1e-8, "AdamWBC has debias_floor in its place: give it in optimizers"),
+            "torch_compile": (False, "the private step is not compiled"),
+            "use_liger_kernel": (False, "its kernels have no gradients of single examples"),
+            "torch_empty_cache_steps": (None, memory),
+            "dataloader_multiprocessing_context": (None, "call torch.multiprocessing.set_start_method in its place"),
+            # It may save between a release and its update, which would be lost.
+            "enable_jit_checkpoint": (False, "a killed run resumes from its last checkpoint: set save_steps"),
+            "include_num_input_tokens_seen": ("no", ""),
+            "skip_memory_metrics": (True, ""),  # peak memory reveals the size of the largest batch
+            "debug": ([], ""),  # it prints private activations when one of them is not finite
+            "fp16": (False, "for mixed precision, set bf16=True"),
+            "deepspeed": (None, several),
+            "fsdp": (None, several),
+            "parallelism_config": (None, several),
+        },
+    )
+    counts: dict[str, Any] = {"world_size": args.world_size, "n_gpu": args.n_gpu}  # these are no arguments
+    for name, count in counts.items():
+        if count > 1:
+            yield Conflict(f"{name}={count}", f"start one process with CUDA_VISIBLE_DEVICES=0; {several}")
 
 
 def option_conflicts(
@@ -179,96 +151,87 @@ def option_conflicts(
     data_collator: object,
     private_options: Mapping[str, Any] | None,
     trainer_options: Mapping[str, Any],
-) -> list[Conflict]:
-    """Return arguments of PrivateTrainer (`own`), and methods of its subclass, that would bypass the private step."""
-    found: list[Conflict] = []
+) -> Iterator[Conflict]:
+    """Yield arguments of PrivateTrainer (`own`), and methods of its subclass, that would bypass the private step."""
     others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
     if (other := others[0]) is not Trainer:
         remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
-        found.append(Conflict(f"the base class {other.__name__}", remedy))
+        yield Conflict(f"the base class {other.__name__}", remedy)
     else:
         remedy = "give loss_fn too: (model, batch) -> losses of shape (B,) (compute_loss is for evaluation only)"
         refused = _NOT_REDEFINED | ({"compute_loss": remedy} if loss_fn is None else {})
-        changed = [name for name in refused if getattr(trainer, name, None) is not getattr(own, name, None)]
-        found += [Conflict(f"{trainer.__name__}.{name}", refused[name]) for name in changed]
+        for name, instead in refused.items():
+            if getattr(trainer, name, None) is not getattr(own, name, None):
+                yield Conflict(f"{trainer.__name__}.{name}", instead)
     for name, instead in _IN_PLACE_OF.items():
         if trainer_options.get(name) is not None:
             kind = type(trainer_options[name]).__name__
-            found.append(Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}"))
+            yield Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}")
     for name in filter(trainer_options.__contains__, PRIVATE_OPTIONS):
-        found.append(Conflict(f"{name}, an option of PrivateGradient", f"give private_options={{{name!r}: ...}}"))
-    if unknown := unknown_options(private_options):
-        remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
-        found.append(Conflict(f"private_options with {', '.join(unknown)}", remedy))
-    return found + collator_conflicts(data_collator)
+        yield Conflict(f"{name}, an option of PrivateGradient", f"give private_options={{{name!r}: ...}}")
+    yield from unknown_options(private_options)
+    yield from collator_conflicts(data_collator)
 
 
-def collator_conflicts(data_collator: object) -> list[Conflict]:
-    """Return a conflict if a collator pads to the longest example of a batch, whose length is private."""
+def collator_conflicts(data_collator: object) -> Iterator[Conflict]:
+    """Yield a conflict if a collator pads to the longest example of a batch, whose length is private."""
     padding = getattr(data_collator, "padding", None)
-    if str(padding) not in _LONGEST:
-        return []
-    remedy = "give the data_collator padding='max_length' and a public max_length: examples must not affect each other"
-    return [Conflict(f"a data_collator with padding={padding!r}", remedy)]
+    if str(padding) in _LONGEST:
+        remedy = "give the data_collator padding='max_length' and a public max_length: examples must not affect others"
+        yield Conflict(f"a data_collator with padding={padding!r}", remedy)
 
 
 def selection_conflicts(
-    args: TrainingArguments, callbacks: Iterable[object], optimizers: object, selection_data: object
-) -> list[Conflict]:
-    """Return a conflict if evaluations of undeclared data would choose the model, or the rate of its next steps."""
+    args: TrainingArguments, callbacks: Iterable[object], optimizers: Iterable[object], selection_data: object
+) -> Iterator[Conflict]:
+    """Yield a conflict if evaluations of undeclared data would choose the model, or the rate of its next steps."""
     kinds = [one if isinstance(one, type) else type(one) for one in callbacks]  # a Trainer takes classes too
     selects = ["EarlyStoppingCallback"] if any(issubclass(kind, EarlyStoppingCallback) for kind in kinds) else []
     selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
     selects += ["save_strategy='best'"] if args.save_strategy == "best" else []
-    given = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else ()
-    names = {kind.__name__ for one in given for kind in type(one).__mro__}
+    names = {kind.__name__ for one in optimizers for kind in type(one).__mro__}
     selects += [name for kind, name in _BY_METRIC.items() if name in names or args.lr_scheduler_type == kind]
     removable = "EarlyStoppingCallback, load_best_model_at_end, save_strategy='best', ReduceLROnPlateau and GreedyLR"
-    wrong = undeclared_selection(selection_data, selects, removable)
-    return [] if wrong is None else [Conflict(*wrong)]
+    return undeclared_selection(selection_data, selects, removable)
 
 
-def evaluation_conflicts(train_dataset: object, eval_dataset: object, name: str = "eval_dataset") -> list[Conflict]:
-    """Return a conflict if the training data would be evaluated: the Trainer logs exact results."""
+def evaluation_conflicts(train_dataset: object, eval_dataset: object, name: str = "eval_dataset") -> Iterator[Conflict]:
+    """Yield a conflict if the training data would be evaluated."""
     given = cast("dict[str, object]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    if not any(share_rows(one, train_dataset) for one in given.values()):
-        return []
-    return [Conflict(f"{name} with rows of the train_dataset", "evaluate other data: results have no noise")]
+    return evaluated_rows(name, given.values(), [train_dataset])
 
 
 def optimizer_conflicts(
-    args: TrainingArguments, plan: PrivacyPlan, optimizers: object, noise_step: float | None
-) -> list[Conflict]:
-    """Return what prevents the Trainer from having one private optimizer with one rate."""
-    pair = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else (optimizers,)
-    if len(pair) != 2 or not (pair == (None, None) or isinstance(pair[0], PrivateOptimizer)):
-        got = f"optimizers=({', '.join('None' if one is None else type(one).__name__ for one in pair)})"
-        remedy = "give optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=...), None) or noise_step=..."
-        return [Conflict(got, remedy)]
-    found: list[Conflict] = []
+    args: TrainingArguments, plan: PrivacyPlan, optimizers: tuple[object, object], noise_step: float | None
+) -> Iterator[Conflict]:
+    """Yield what prevents the Trainer from having one private optimizer with one rate."""
+    optimizer, scheduler = optimizers
     given = None if _is_default(args, "learning_rate") else args.learning_rate
-    if isinstance(optimizer := pair[0], PrivateOptimizer):
+    if isinstance(optimizer, PrivateOptimizer):
         if noise_step is not None:
-            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out one of the two"))
+            yield Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out one of the two")
         if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
-            found.append(Conflict(f"learning_rate={given!r} next to optimizers", "leave out one of the two"))
-        return found
+            yield Conflict(f"learning_rate={given!r} next to optimizers", "leave out one of the two")
+        return
+    if optimizer is not None or scheduler is not None:
+        got = f"optimizers=({', '.join('None' if one is None else type(one).__name__ for one in optimizers)})"
+        remedy = "give optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=...), None) or noise_step=..."
+        yield Conflict(got, remedy)
+        return
     if given is not None and noise_step is not None:
         got = f"learning_rate={given!r} next to noise_step={noise_step!r}"
-        found.append(Conflict(got, "leave out learning_rate or noise_step"))
+        yield Conflict(got, "leave out learning_rate or noise_step")
     if plan.noise_multiplier == 0 and given is None:
-        found.append(Conflict("a plan with noise_multiplier=0", "set learning_rate: there is no noise step"))
+        yield Conflict("a plan with noise_multiplier=0", "set learning_rate: there is no noise step")
     kind = str(getattr(args.optim, "value", args.optim))
     if not kind.startswith("adamw_torch"):
-        found.append(Conflict(f"optim={kind!r}", "give optimizers=(an optimizer of pg.optim, None) in place of optim"))
-    return found
+        yield Conflict(f"optim={kind!r}", "give optimizers=(an optimizer of pg.optim, None) in place of optim")
 
 
-def rate_conflicts(optimizer: Any, noise_step: float | None) -> list[Conflict]:
-    """Return a conflict if the optimizer of a subclass does not use the noise step that was given."""
-    if noise_step is None or noise_step in [group["lr"] for group in optimizer.param_groups]:
-        return []
-    return [Conflict(f"noise_step={noise_step!r} next to create_optimizer", "leave out one of the two")]
+def rate_conflicts(optimizer: Any, noise_step: float | None) -> Iterator[Conflict]:
+    """Yield a conflict if the optimizer of a subclass does not use the noise step that was given."""
+    if noise_step is not None and noise_step not in [group["lr"] for group in optimizer.param_groups]:
+        yield Conflict(f"noise_step={noise_step!r} next to create_optimizer", "leave out one of the two")
 
 
 def make_optimizer(
@@ -280,7 +243,7 @@ def make_optimizer(
     """
     named, decays = list(model.named_parameters()), set(decayed)
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
-    rates: dict[str | None, dict[str, float]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
+    rates: dict[str | None, dict[str, Any]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
     if noise_step is not None:
         require_positive("PrivateTrainer", "noise_step", noise_step, "give 0.0025, or 0.01 for random weights")
     elif not _is_default(args, "learning_rate"):
@@ -296,8 +259,7 @@ def make_optimizer(
             held = [(name, p) for name, p in named if name in parts[part] and (name in decays) is has_decay]
             label = {} if part is None else {"name": part}
             groups += [{"params": held, "weight_decay": decay, **rate, **label}] if held else []
-    (first, *_) = rates.values()
-    made = AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", first))
+    made = AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **next(iter(rates.values())))
     if noise_step is None:
         _log_rates(made, args, plan)
     return made

@@ -62,23 +62,24 @@ def local_base_of(model: nn.Module) -> str | None:
     return next((name for name in names if Path(name).is_absolute()), None)
 
 
+# Fault: a bad row stops the training at the step that draws it, after others were paid for.
+# Cost: it reads the labels once. It sees lists of dicts and datasets.Dataset only.
+# Refuses wrongly: no case is known.
 def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> None:
     """Raise PrivacyError if a data set that shows its columns has no labels, or one that the classifier cannot learn.
 
-    Otherwise a bad row would stop the training at the step that draws it, after others were paid for. The message names
-    a row: it is NOT private. `are_collated`: a collator of the user's own may give the labels another name.
+    The message names a row: it is NOT private. `are_collated`: a collator of the user's own may give the labels another
+    name.
     """
     data = dataset.dataset if isinstance(dataset, ClassRates) else dataset
     columns = _columns_of(data)
-    if columns is None:
-        return
     label = next((name for name in _LABELS if name in columns), None)
-    if label is None:
-        if are_collated:
-            return
+    if columns and label is None and not are_collated:
         remedy = f"rename it: dataset.rename_column({columns[-1]!r}, 'labels'), if {columns[-1]!r} has the classes"
-        condition = "to have a column labels or label"
-        raise expected("PrivateTrainer", "train_dataset", condition, f"columns {', '.join(columns)}", remedy)
+        condition, got = "to have a column labels or label", f"columns {', '.join(columns)}"
+        raise expected("PrivateTrainer", "train_dataset", condition, got, remedy)
+    if label is None:
+        return
     count: int = _base_of(model).config.num_labels
     rows = cast("Any", data)
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
@@ -98,14 +99,14 @@ def _base_of(model: nn.Module) -> Any:
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _columns_of(data: Any) -> list[str] | None:
-    """Return the names of the columns of a `datasets.Dataset` or a list of dicts; None for other data sets."""
+def _columns_of(data: Any) -> list[str]:
+    """Return the names of the columns of a `datasets.Dataset` or a list of dicts; nothing for other data sets."""
     if isinstance(data, list):
         rows = cast("list[Any]", data)
-        return list(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else None
+        return list(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else []
     names = getattr(data, "column_names", None)
     is_transformed = cast("Any", getattr(data, "format", {})).get("type") == "custom"  # it may make other columns
-    return cast("list[str]", names) if isinstance(names, list) and names and not is_transformed else None
+    return cast("list[str]", names) if isinstance(names, list) and not is_transformed else []
 
 
 def _labels_of(batch: Mapping[str, Tensor]) -> Tensor:
@@ -147,15 +148,8 @@ def require_single_texts(eval_dataset: Any) -> None:
     """Raise PrivacyError if the first row of evaluation data, or of one of several data sets, has several texts."""
     named = cast("dict[str, Any]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
     for rows in named.values():
-        if hasattr(rows, "__getitem__") and len(rows) and isinstance(rows[0], Mapping):
-            require_one_text(cast("Mapping[str, Any]", rows[0]).get("input_ids"))
-
-
-def require_one_text(ids: Any, *, of_batch: bool = False, cause: Exception | None = None) -> None:
-    """Raise PrivacyError if the token ids of a row of evaluation data, or of a batch, are those of several texts."""
-    shape = tuple(ids.shape) if hasattr(ids, "shape") else ()
-    if isinstance(ids, list):
-        shape = np.shape(cast("list[Any]", ids)[:1])  # of the first text, as texts differ in length
-    if len(shape) > 1 + of_batch:
-        got, remedy = f"input_ids of shape {shape}", "give the texts of other persons, each in a row of its own"
-        raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy) from cause
+        row: Any = rows[0] if hasattr(rows, "__getitem__") and len(rows) else None
+        ids = cast("Any", row).get("input_ids") if isinstance(row, Mapping) else None
+        if ids is not None and np.ndim(ids[0]) > 0:
+            got, remedy = f"{len(ids)} texts in the first one", "give the texts of other persons, each in its own row"
+            raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy)

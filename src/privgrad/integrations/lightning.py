@@ -31,16 +31,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
-from privgrad.checks.data import share_rows
-from privgrad.errors import PrivacyError, SamplingError, expected
+from privgrad.errors import SamplingError, expected
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import ledgers_of, note_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.datasets import ask_about_rows
-from privgrad.sampling.loading import Collate, require_loading
-from privgrad.training.external_loop import PRIVATE_OPTIONS, ExternalLoopStep, undeclared_selection, unknown_options
-from privgrad.training.run import StopData, charge_unused
+from privgrad.sampling.loading import Collate
+from privgrad.training.external_loop import (
+    Conflict,
+    ExternalLoopStep,
+    changed_values,
+    evaluated_rows,
+    refuse,
+    undeclared_selection,
+    unknown_options,
+)
+from privgrad.training.run import StopData, charge_unused, few
 from privgrad.types import Batch
 
 _KEY = "privgrad"  # of the private step's state, in a checkpoint
@@ -95,9 +102,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._train_sets: list[object] = []
         self._held_out: object = None  # the loaders that were compared with them
         self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
-        if unknown := unknown_options(private_options):
-            condition = f"to be among {', '.join(PRIVATE_OPTIONS)}"
-            raise expected("PrivateStrategy", "private_options", condition, ", ".join(unknown), "leave the others out")
+        refuse("PrivateStrategy", unknown_options(private_options))
         self._options = dict(private_options or {})
         self._metrics: list[tuple[str, Metric]] = []  # of the module
         self._further: tuple[Any, ...] = ()  # arguments of the module's training_step, besides the batch
@@ -117,7 +122,6 @@ class PrivateStrategy(SingleDeviceStrategy):
         pin_memory: bool = False,
     ) -> "Epochs":
         """Return the plan's batches, to pass to `fit` in place of a training data loader; see plan.batches."""
-        require_loading("PrivateStrategy.batches", num_workers, prefetch_factor)
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
         ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
         self._train_sets.append(dataset)
@@ -130,14 +134,16 @@ class PrivateStrategy(SingleDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module = cast(LightningModule, self.lightning_module)
-        _require_options(trainer, module, self._plan, self.optimizers)
         held: Sequence[object] = cast("Any", trainer).callbacks
-        kinds = {"EarlyStopping" for one in held if isinstance(one, EarlyStopping)}
-        saved = [one.monitor for one in held if isinstance(one, ModelCheckpoint)]
-        if {*saved} - {None, "step", "epoch"}:  # by a step or an epoch, it keeps the last ones
-            kinds.add("ModelCheckpoint(monitor=...)")
-        if wrong := undeclared_selection(self._selection_data, sorted(kinds), "these callbacks"):
-            raise expected("PrivateStrategy", "callbacks", "to choose no model by undeclared data", *wrong)
+        ways = ["EarlyStopping"] * any(isinstance(one, EarlyStopping) for one in held)
+        saved = {one.monitor for one in held if isinstance(one, ModelCheckpoint)}
+        if saved - {None, "step", "epoch"}:  # by a step or an epoch, it keeps the last ones
+            ways.append("ModelCheckpoint(monitor=...)")
+        refuse(
+            "PrivateStrategy",
+            _conflicts(trainer, module, self._plan, self.optimizers),
+            undeclared_selection(self._selection_data, ways, "these callbacks"),
+        )
         _weigh_equally(trainer)
         self.private_grad = PrivateGradient(
             module,
@@ -237,10 +243,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         """Raise PrivacyError if loaders evaluate the training data: loggers and checkpoints hold exact results."""
         if loaders is self._held_out:
             return
-        for data in (getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)):
-            if data is not None and any(share_rows(data, own) for own in self._train_sets):
-                condition, got = "to hold no row of the training data", "rows of the training data set itself"
-                raise expected("PrivateStrategy", "the evaluation data", condition, got, "evaluate held-out data")
+        evaluated = [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
+        refuse("PrivateStrategy", evaluated_rows("evaluation data", evaluated, self._train_sets))
         self._held_out = loaders
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
@@ -339,7 +343,7 @@ class _Closed:
 
     def _refuse(self, *args: Any) -> Never:
         name, remedy = vars(self)["_said"]
-        raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy, PrivacyError)
+        raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy)
 
     __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
@@ -362,62 +366,55 @@ def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
     raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", _LOG_ELSEWHERE)
 
 
-def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:
-    """Raise PrivacyError if an option would bypass or change the private step: the guarantee would be lost silently."""
+def _conflicts(trainer: Any, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> Iterator[Conflict]:
+    """Yield what would bypass or change the private step: the guarantee would be lost silently."""
     # The requested devices are stored only here: Trainer.num_devices reports the strategy's single device.
-    requested: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
+    connector = getattr(trainer, "_accelerator_connector", None)
+    requested: Any = getattr(connector, "_devices_flag", 1)
     devices = requested if isinstance(requested, int) else len(requested)
-    nodes: int = getattr(getattr(trainer, "_accelerator_connector", None), "_num_nodes_flag", 1)
-    for name, count in (("devices", devices), ("num_nodes", nodes)):
+    for name, count in (("devices", devices), ("num_nodes", getattr(connector, "_num_nodes_flag", 1))):
         if count != 1:
-            remedy = f"set {name}=1, or use fit with PrivateGradient(processes=...)"
-            raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"{name}={count}", remedy)
-    if tried := cast(Any, trainer).fast_dev_run:
+            yield Conflict(f"{name}={count}", f"set {name}=1, or use fit with PrivateGradient(processes=...)")
+    if trainer.fast_dev_run:
         remedy = "leave it out, and try dataclasses.replace(plan, steps=2) with max_steps=2 and limit_val_batches=2"
-        raise expected("PrivateStrategy", "fast_dev_run", "to be False: it sets max_steps", tried, remedy)
-    callbacks: list[Callback] = cast("Any", trainer).callbacks
-    for one, base in ((module, LightningModule), *((callback, Callback) for callback in callbacks)):
+        yield Conflict(f"fast_dev_run={trainer.fast_dev_run}, which sets max_steps", remedy)
+        return
+    for one, base in ((module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)):
         for name, why in _REFUSED_HOOKS.items():
-            if hasattr(base, name) and is_overridden(name, cast(Any, one), cast(Any, base)):
-                condition, got = f"to override no {name}", f"{type(one).__name__}.{name}"
-                raise expected("PrivateStrategy", "modules and callbacks", condition, got, f"leave it out: {why}")
-    for callback in callbacks:
+            if hasattr(base, name) and is_overridden(name, one, base):
+                yield Conflict(f"{type(one).__name__}.{name}", f"override no {name}: {why}")
+    for callback in trainer.callbacks:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
-                condition, got = f"to hold no {kind.__name__}", f"a {kind.__name__}"
-                raise expected("PrivateStrategy", "callbacks", condition, got, f"leave it out: {why}")
+                yield Conflict(f"a {kind.__name__}", f"leave it out: {why}")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         remedy = "give CosineAnnealingLR, say: with a metric, exact results would decide the next steps"
-        raise expected("PrivateStrategy", "schedulers", "to need no metric", "ReduceLROnPlateau", remedy)
-    required: dict[str, Any] = {
-        "max_steps": plan.steps,
-        "accumulate_grad_batches": 1,
-        "gradient_clip_val": None,  # it would clip the noise too, and the optimizer would no longer know its size
-        "limit_train_batches": 1.0,
-        "overfit_batches": 0.0,
-    }
-    wrong = {name: value for name, value in required.items() if getattr(trainer, name) != value}
-    if isinstance(trainer.limit_train_batches, int):  # 1 is one batch, and 1.0 is all of them
-        wrong["limit_train_batches"] = 1.0
+        yield Conflict("ReduceLROnPlateau", remedy)
+    yield from changed_values(
+        trainer,
+        {
+            "max_steps": (plan.steps, "the plan decides the steps"),
+            "accumulate_grad_batches": (1, f"the plan decides the batches; {_MEMORY}"),
+            # It would clip the noise too, and the optimizer would no longer know its size.
+            "gradient_clip_val": (None, "the plan's max_grad_norm clips each example"),
+            "limit_train_batches": (1.0, "the plan decides the batches"),
+            "overfit_batches": (0.0, "the plan decides the batches"),
+        },
+    )
+    if isinstance(trainer.limit_train_batches, int) and trainer.limit_train_batches == 1:
+        yield Conflict("limit_train_batches=1, which is one batch", "set limit_train_batches=1.0, which is all")
     if trainer.max_epochs is not None and 0 <= trainer.max_epochs * plan.epoch_steps < plan.steps:
-        wrong["max_epochs"] = -1
-    if wrong:
-        got = ", ".join(f"{name}={getattr(trainer, name)!r}" for name in wrong)
-        remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}: the plan decides steps, "
-        remedy += f"batches and clipping, and {_MEMORY}"
-        raise expected("PrivateStrategy", "the Trainer", "to leave the private step to the plan", got, remedy)
+        yield Conflict(f"max_epochs={trainer.max_epochs}", "set max_epochs=-1: the plan decides the steps")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise expected("PrivateStrategy", "precision", "to scale no gradients", trainer.precision, "take 'bf16-mixed'")
-    if type(trainer.precision_plugin).convert_input is not Precision.convert_input:
-        remedy = "take '32-true' or 'bf16-mixed'"
-        raise expected("PrivateStrategy", "precision", "to leave batches as they are", trainer.precision, remedy)
+        yield Conflict(f"precision={trainer.precision!r}, which scales gradients", "take 'bf16-mixed'")
+    elif type(trainer.precision_plugin).convert_input is not Precision.convert_input:
+        yield Conflict(f"precision={trainer.precision!r}, which changes batches", "take '32-true' or 'bf16-mixed'")
     if not module.automatic_optimization or len(optimizers) != 1:
         got = f"{len(optimizers)} optimizers" if module.automatic_optimization else "manual optimization"
-        remedy = "write the loop by hand with PrivateGradient for anything else"
-        raise expected("PrivateStrategy", "the module", "to optimize automatically, with one optimizer", got, remedy)
-    held = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}
-    left = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
-    if left and any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        got = f"an optimizer without {', '.join(left[:3])}{', ...' if left[3:] else ''}"  # the callback gives no names
-        remedy = "give it all named parameters, those that the callback unfreezes as the last param group"
-        raise expected("PrivateStrategy", "optimizer", "to hold also what BaseFinetuning unfreezes", got, remedy)
+        yield Conflict(got, "use automatic optimization with one optimizer, or write a loop with PrivateGradient")
+    elif any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
+        held = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}
+        left = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
+        if left:  # the callback does not name what it unfreezes
+            remedy = "give it all named parameters, those that the callback unfreezes as the last param group"
+            yield Conflict(f"BaseFinetuning with an optimizer without {few(left)}", remedy)

@@ -6,7 +6,7 @@ Opacus' releases are noted on the parameters that they move, so that `ledgers_of
 import inspect
 import math
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -105,15 +105,14 @@ def plan_of(
         condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
         raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
     if not isinstance(data_loader, DPDataLoader):
-        got = type(data_loader).__name__
-        remedy = "call make_private with poisson_sampling=True: the accountant covers no other sampling"
+        got, remedy = type(data_loader).__name__, "call make_private with poisson_sampling=True"
         raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
     plan = PrivacyPlan(
         sample_rate=data_loader.sample_rate,
         steps=epochs * len(data_loader),
-        expected_batch_size=cast(int, optimizer.expected_batch_size),
+        expected_batch_size=optimizer.expected_batch_size,
         noise_multiplier=optimizer.noise_multiplier,
-        max_grad_norm=cast(float, optimizer.max_grad_norm),
+        max_grad_norm=optimizer.max_grad_norm,
         num_examples=num_examples,
         delta=delta,
         seed=seed,
@@ -128,7 +127,7 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
     Without a plan, the records hold no delta, and no claim of Poisson sampling, which only a loader shows. A deep copy
     of a module lacks them.
     """
-    inner = cast(torch.optim.Optimizer, optimizer.original_optimizer)
+    inner: torch.optim.Optimizer = optimizer.original_optimizer
 
     def note(*_: Any) -> None:
         # `make_private` attaches a closure, which holds the accountant. It has counted a step before the step is made.
@@ -145,8 +144,7 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
                 if before is not None:
                     forget_training(parameters, before)
                 ledgers[noise, rate] = Ledger()
-                made = _plan_of_steps(optimizer, noise, rate, steps) if own is None else own
-                ledgers[noise, rate].bind(made.public_facts)
+                ledgers[noise, rate].bind((own or _plan_of_steps(optimizer, noise, rate, steps)).public_facts)
             ledger = ledgers[noise, rate]
             for step in range(ledger.releases, steps):
                 kind = Release(noise, rate, ledger.plan_facts["sampling"])
@@ -161,7 +159,7 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
 
 def _plan_of_steps(optimizer: Any, noise: float, rate: float, steps: int) -> PrivacyPlan:
     """Return the numbers of steps that Opacus has made, as far as its optimizer knows them."""
-    size = optimizer.expected_batch_size * optimizer.accumulated_iterations * _processes(optimizer)
+    size = _divisor(optimizer)
     return PrivacyPlan(
         sample_rate=rate,
         steps=steps,
@@ -173,15 +171,14 @@ def _plan_of_steps(optimizer: Any, noise: float, rate: float, steps: int) -> Pri
     )
 
 
-def _processes(optimizer: Any) -> int:
-    return getattr(optimizer, "world_size", 1)
+def _divisor(optimizer: Any) -> float:
+    """Return the expected number of examples of a step, over all its batches and processes."""
+    return optimizer.expected_batch_size * optimizer.accumulated_iterations * getattr(optimizer, "world_size", 1)
 
 
 def _released(optimizer: Any) -> NoisyGradient:
     """Return the noised gradient that Opacus stored in .grad, with the scale of its noise, and mark it as used."""
-    divisor = 1.0
-    if optimizer.loss_reduction == "mean":
-        divisor = float(optimizer.expected_batch_size) * optimizer.accumulated_iterations * _processes(optimizer)
+    divisor = _divisor(optimizer) if optimizer.loss_reduction == "mean" else 1.0
     values: dict[str, Tensor] = {}
     sums: list[Any] = []  # marked at the end: an error in between must not use them up
     for group in optimizer.original_optimizer.param_groups:
@@ -201,8 +198,9 @@ def _noised(optimizer: Any, name: str, parameter: nn.Parameter) -> Tensor:
     summed = getattr(parameter, "summed_grad", None)
     marked = hasattr(summed, "_processed") or getattr(optimizer, "rank", 0) > 0
     if parameter.grad is None or summed is None or not marked or hasattr(summed, "_served"):
-        used = "a sum that an earlier step used" if hasattr(summed, "_served") else "a sum without noise"
-        got = "no gradient" if parameter.grad is None else "no sum of Opacus" if summed is None else used
+        got = "no gradient" if parameter.grad is None else "no sum of Opacus"
+        if parameter.grad is not None and summed is not None:
+            got = "a sum that an earlier step used" if hasattr(summed, "_served") else "a sum without noise"
         remedy = "step Opacus' optimizer, after a backward pass through its module"
         raise expected("connect", f"the gradient of {name!r}", "to hold Opacus' noise", got, remedy)
     return parameter.grad

@@ -52,32 +52,25 @@ class OtherRunError(ValueError):
     """An intact checkpoint of a different run. The message states the differences."""
 
 
-class LedgerTooShortError(ValueError):
-    """A ledger that has charged fewer steps than the checkpoint has taken: it is damaged."""
+class OtherLedgerError(ValueError):
+    """A ledger without the steps of the checkpoint. The message describes both."""
 
 
 def require_resumable(
     state: Mapping[str, Any], *, version: int, seed: int | None, settings: Mapping[str, str], ledger: Ledger
 ) -> None:
-    """Raise ValueError, which states the difference, unless the run with these arguments can resume from the state.
-
-    Without these checks, steps of the state could be missing from the ledger and would not be counted in epsilon.
-    """
+    """Raise ValueError, which states the difference, unless the run with these arguments can resume from the state."""
     if state["version"] != version:
         raise ValueError(f"version {state['version']}")
-    if state["seed"] != seed:
-        raise OtherRunError(f"seed {state['seed']}, now {seed}")
-    if state["settings"] != settings:
-        before = state["settings"]
-        changed = [name for name in {**settings, **before} if before.get(name) != settings.get(name)]
-        in_noise = all(one.get("optimizer lr_is_noise_step") == "True" for one in (before, settings))
+    before, now = {"seed": state["seed"], **state["settings"]}, {"seed": seed, **settings}
+    if changed := [name for name in now | before if before.get(name) != now.get(name)]:
+        in_noise = before.get("optimizer lr_is_noise_step") == now.get("optimizer lr_is_noise_step") == "True"
         names = {"optimizer lr": "optimizer noise_step"} if in_noise else {}
-        raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {settings.get(n)}" for n in changed))
-    if state["private_grad"]["step"] > ledger.next_step:
-        steps = state["private_grad"]["step"]
-        raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.next_step})")
+        raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {now.get(n)}" for n in changed))
+    # Steps of the state that are missing from the ledger would not be counted in epsilon.
     if not ledger.went_through(state["ledger"]):
-        raise ValueError("written with a different ledger, or the ledger has lost lines since")
+        steps = f"{state['private_grad']['step']} steps, not those of its ledger of {ledger.releases} releases"
+        raise OtherLedgerError(f"{steps}, which is of a different run or has lost lines")
 
 
 def settings_of(name: str, part: object | None, options: Mapping[str, Any]) -> dict[str, str]:
@@ -104,10 +97,9 @@ def damage_refused(function: str, what: object) -> Generator[None]:
         yield
     except OtherRunError as error:
         remedy = f"resume with the same settings, or {NEW_FOLDER}"
-        if "noise_step" in f"{error}":
-            remedy += f"; {SUGGESTED}"
+        remedy += f"; {SUGGESTED}" if "noise_step" in f"{error}" else ""
         raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
-    except LedgerTooShortError as error:
+    except OtherLedgerError as error:
         remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
         raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
     except Exception as error:  # a damaged file can raise almost any exception

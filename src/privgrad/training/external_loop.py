@@ -1,45 +1,78 @@
-"""The private step in a training loop that another framework runs."""
+"""The private step in a training loop that another framework runs, and what no such framework may change of it."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from privgrad.accounting.mechanisms import first_step_of_new_groups
-from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.checks.data import share_rows
+from privgrad.errors import BudgetExceededError, expected
 from privgrad.optim import PrivateOptimizer
-from privgrad.optim.contrib import require_named_source, require_separate
+from privgrad.optim.contrib import require_separate
+from privgrad.parts import Parts
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.loading import Collate, Data
 from privgrad.training.checkpoint import NEW_FOLDER, OtherRunError, damage_refused, require_resumable, settings_of
-from privgrad.training.run import StopData
+from privgrad.training.run import StopData, few, require_optimizer, skip_lost_steps
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 4
-_OPTIONS = "perturb precondition clip engine microbatch_size memory_mb norm_bins adaptive_clip filter"
-PRIVATE_OPTIONS = tuple(_OPTIONS.split())  # of PrivateGradient, that a bridge passes on
+PRIVATE_OPTIONS = tuple(field.name for field in fields(Parts))  # of PrivateGradient, that a bridge passes on
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
 _FUTILE = 10  # steps in a row that add noise only, after which a run ends
 
 
-def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> tuple[str, str] | None:
-    """Return what is wrong, and a remedy, if evaluations of undeclared data choose the model; else None.
+class Conflict(NamedTuple):
+    """What would change the private step or reveal private numbers, and what to do about it."""
+
+    got: str
+    remedy: str
+
+
+def refuse(function: str, *conflicts: Iterable[Conflict]) -> None:
+    """Raise one PrivacyError that names all conflicts and their remedies, if there are any."""
+    if found := [one for some in conflicts for one in some]:
+        got, remedy = ", ".join(one.got for one in found), "; ".join(one.remedy for one in found)
+        raise expected(function, "arguments", "to leave the private step to the plan", got, remedy)
+
+
+def changed_values(given: object, planned: Mapping[str, tuple[Any, str]]) -> Iterator[Conflict]:
+    """Yield the attributes of `given` that differ from their value in `planned`, which also has a reason for each."""
+    for name, (value, reason) in planned.items():
+        own = getattr(given, name, value)
+        if own != value and (own or value):  # what is false is off
+            yield Conflict(f"{name}={own!r}", f"set {name}={value!r}" + (f" ({reason})" if reason else ""))
+
+
+def unknown_options(options: Mapping[str, Any] | None) -> Iterator[Conflict]:
+    """Yield the options that PrivateGradient does not have, or that a bridge itself decides."""
+    if unknown := sorted((options or {}).keys() - set(PRIVATE_OPTIONS)):
+        remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
+        yield Conflict(f"private_options with {', '.join(unknown)}", remedy)
+
+
+def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> Iterator[Conflict]:
+    """Yield a conflict if evaluations of undeclared data choose the model.
 
     `ways` are the options in use that choose a model by evaluations, and `removable` names all such options.
     """
-    if selection_data in get_args(StopData) or (selection_data is None and not ways):
-        return None
-    remedy = "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if "
-    remedy += f"their scores get noise; otherwise remove {removable} (docs/before-training.md says what else there is)"
-    return f"selection_data={selection_data!r} with {' and '.join(ways) or 'no use for it'}", remedy
+    if selection_data not in get_args(StopData) and (selection_data is not None or ways):
+        remedy = "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' "
+        remedy += f"if their scores get noise; otherwise remove {removable} (docs/before-training.md says what else "
+        remedy += "there is)"
+        yield Conflict(f"selection_data={selection_data!r} with {' and '.join(ways) or 'no use for it'}", remedy)
 
 
-def unknown_options(options: Mapping[str, Any] | None) -> list[str]:
-    """Return the names that are no options of PrivateGradient, or that a bridge itself decides."""
-    return sorted((options or {}).keys() - set(PRIVATE_OPTIONS))
+def evaluated_rows(name: str, evaluated: Iterable[object], trained: Iterable[object]) -> Iterator[Conflict]:
+    """Yield a conflict if data that are evaluated have rows of the training data: hosts log and keep exact results."""
+    trained = list(trained)
+    if any(share_rows(one, own) for one in evaluated for own in trained):
+        yield Conflict(f"{name} with rows of the training data", "evaluate other data: results have no noise")
 
 
 class ExternalLoopStep:
@@ -47,7 +80,7 @@ class ExternalLoopStep:
 
     It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
     state to the host's checkpoint, and checks that training moved every parameter, and that gradients count. It
-    refuses an optimizer that is not from privgrad.optim, or does not hold every trainable parameter of the model.
+    refuses an optimizer that is not from privgrad.optim, or does not hold the trainable parameters of the model.
 
     Privacy:
         Releases only the gradients of private_grad. `load_state_dict` refuses a checkpoint with steps that the ledger
@@ -55,17 +88,12 @@ class ExternalLoopStep:
     """
 
     def __init__(self, function: str, model: nn.Module, private_grad: PrivateGradient, optimizer: object) -> None:
-        if not isinstance(optimizer, PrivateOptimizer):
-            remedy = "create it from privgrad.optim with model.named_parameters()"
-            raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
-        require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
+        self.optimizer: PrivateOptimizer = require_optimizer(function, private_grad, optimizer)
         self.model = model
         self.private_grad = private_grad
-        self.optimizer = optimizer
         self.epoch_steps = private_grad.plan.epoch_steps
         self._function = function
-        self._require_held()
-        of_optimizer = settings_of("optimizer", optimizer, optimizer.settings)
+        of_optimizer = settings_of("optimizer", self.optimizer, self.optimizer.settings)
         self._settings = {"clip": private_grad.settings["clip"], **of_optimizer}
         self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._gradient: NoisyGradient | None = None
@@ -103,7 +131,7 @@ class ExternalLoopStep:
     def release(self, batch: Batch) -> None:
         """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
         self._require_used()
-        self._require_held()  # parameters may have been unfrozen since
+        require_optimizer(self._function, self.private_grad, self.optimizer)  # parameters may have been unfrozen since
         self._look()
         if self._futile >= _FUTILE:
             remedy = "find the overflow, log(0) or 0 / 0 in model or loss (NOT PRIVATE: do not publish this error)"
@@ -140,30 +168,15 @@ class ExternalLoopStep:
 
         Steps that were released after the checkpoint stay spent. Under a research seed they are computed again.
         """
-        plan, ledger = self.private_grad.plan, self.private_grad.ledger
         self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
-            require_resumable(state, **self._facts, ledger=ledger)
+            require_resumable(state, **self._facts, ledger=self.private_grad.ledger)
             before = state["trained"]
             if changed := sorted({*before} ^ {*self._trained}):
-                names = f"{', '.join(changed[:3])}{', ...' if changed[3:] else ''}"
                 counts = f"{len(before)} trainable parameters, now {len(self._trained)}"
-                raise OtherRunError(f"{counts}; these were frozen or unfrozen: {names}")
+                raise OtherRunError(f"{counts}; these were frozen or unfrozen: {few(changed)}")
             self.private_grad.load_state_dict(state["private_grad"])
-        if plan.seed is None:
-            spent = min(ledger.next_step, plan.steps)
-            lost = spent - state["private_grad"]["step"]
-            if lost:
-                left = updates + plan.steps - spent
-                advice = "More frequent checkpoints lose fewer"
-                if spent >= plan.steps:
-                    advice = "The plan has none left; an early stop charges those that it leaves unused"
-                reason = "charged steps came after the checkpoint and stay spent"
-                if plan.correlation is not None:
-                    reason = "steps came after the checkpoint, or are left out because noise with memory begins again"
-                told = f"{lost} {reason}: this run ends with {left} updates of {plan.steps}. {advice}"
-                warnings.warn(told, stacklevel=3)
-            self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
+        skip_lost_steps(self.private_grad, updates)
 
     @property
     def _facts(self) -> dict[str, Any]:  # that a checkpoint and the run that resumes from it must share
@@ -172,9 +185,9 @@ class ExternalLoopStep:
     def require_unspent(self) -> None:
         """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
         if spent := self.private_grad.ledger.releases:
-            condition = "to be empty at the start of a training"
+            condition, got = "to be empty at the start of a training", f"{spent} releases"
             remedy = f"resume from a checkpoint, if one was written, or {NEW_FOLDER}"
-            raise expected(self._function, "the ledger", condition, f"{spent} releases", remedy, BudgetExceededError)
+            raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 
     def require_moved(self) -> None:
         """Raise PrivacyError if a parameter has not changed since this process' first step, or a gradient is unused."""
@@ -187,15 +200,6 @@ class ExternalLoopStep:
             remedy = "turn off gradient accumulation and skipped updates, and resume"
             raise expected(self._function, "each released gradient", "to be used by one update", 0, remedy)
 
-    def _require_held(self) -> None:
-        """Raise PrivacyError unless the optimizer holds every trainable parameter."""
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing:
-            remedy = "create the optimizer from this model, after adapters are added to it"
-            got = f"an optimizer without {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-            raise expected(self._function, "optimizer", "to hold every trainable parameter", got, remedy)
-
     def _look(self, *, last: bool = False) -> None:
         """Raise PrivacyError if a parameter has not moved after _PATIENCE updates, or at the `last` look."""
         if self._unmoved == {} or (last and self._unmoved is None):
@@ -205,10 +209,9 @@ class ExternalLoopStep:
         self._unmoved = {name: mark for name, mark in before.items() if now.get(name) == mark}
         self._looks += 1
         if self._unmoved and (last or self._looks > _PATIENCE):
-            names = list(self._unmoved)
-            got = f"{self._looks - 1} updates without effect on {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            got = f"{self._looks - 1} updates without effect on {few(list(self._unmoved))}"
             remedy = "raise the learning rate, keep parameters in float32, or freeze those that need no training"
-            raise expected(self._function, "every trainable parameter", "to move", got, remedy, PrivacyError)
+            raise expected(self._function, "every trainable parameter", "to move", got, remedy)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +18,17 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.accounting.accountant import two_decimals_up
-from privgrad.errors import (
-    described,
-    expected,
-    require_callable,
-    require_choice,
-    require_integer,
-    require_nonnegative,
-    require_path,
-)
+from privgrad.errors import expected, require_callable, require_integer, require_nonnegative, require_path
 from privgrad.gradient.functional import evaluating
 from privgrad.optim import PrivateOptimizer
-from privgrad.optim.contrib import require_named_source, require_separate
+from privgrad.optim.contrib import require_separate
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows
-from privgrad.sampling.loading import Collate, require_loading
+from privgrad.sampling.loading import Collate
 from privgrad.training.checkpoint import NEW_FOLDER, settings_of
-from privgrad.training.run import EarlyStopping, FitResult, TrainingRun
+from privgrad.training.run import EarlyStopping, FitResult, TrainingRun, require_optimizer
 from privgrad.training.schedule import Decay, Schedule
 
 _EPSILON_SECONDS = 5.0  # the progress bar computes epsilon once in this time
@@ -110,17 +101,18 @@ def fit(
     The first process writes ledger and checkpoint, with whole tensors, so another number of processes can resume. Under
     a research seed, if steps were lost, only the same number can: the lost steps must be computed identically.
     """
-    _require_arguments(private_grad, optimizer, evaluate, on_evaluate, train_set)
-    scheduler = _scheduler_of(scheduler, optimizer, private_grad.plan.steps)
+    model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
+    optimizer = require_optimizer("fit", private_grad, optimizer)
+    require_separate("fit", train_set, optimizer, private_grad.precondition)
+    ask_about_rows(train_set, plan.num_examples, plan.privacy_unit)
+    scheduler = _scheduler_of(scheduler, optimizer, plan.steps)
+    if on_evaluate is not None:
+        require_callable("fit", "on_evaluate", on_evaluate)
     require_integer("fit", "num_evaluations", num_evaluations, 0)
     if output_dir is not None:
         require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
-        if Path(output_dir).exists() and not Path(output_dir).is_dir():
-            raise expected("fit", "output_dir", "to be a folder", f"the file {output_dir}", "give a folder's path")
     if save_seconds != math.inf:
-        require_nonnegative("fit", "save_seconds", save_seconds, "60 is usual")
-    require_loading("fit", num_workers, prefetch_factor)
-    model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
+        require_nonnegative("fit", "save_seconds", save_seconds)
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
     with _recording_beside(private_grad, checkpoint):
@@ -190,14 +182,9 @@ class _Evaluations:
         """Return one row of the curve: the step, the epsilon spent, and the numbers that `evaluate` returns."""
         assert self.evaluate is not None
         with evaluating(self.model), torch.no_grad():
-            measured = cast(object, self.evaluate(self.model))
-        if not isinstance(measured, Mapping):
-            remedy = 'return {"accuracy": ...}, say'
-            raise expected("fit", "evaluate", "to return numbers by name", type(measured).__name__, remedy)
-        numbers = cast("Mapping[str, Any]", measured)
+            numbers: Mapping[str, Any] = self.evaluate(self.model)
         if own := sorted({"step", "epsilon"} & numbers.keys()):
-            remedy = "choose another name: fit gives these two itself"
-            raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own), remedy)
+            raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own))
         row: dict[str, Any] = {"step": step, "epsilon": _spent(self.private_grad, step)}
         for name, value in numbers.items():
             # A checkpoint can hold plain numbers, but no numpy numbers, and JSON no tensors either.
@@ -212,44 +199,14 @@ def _spent(private_grad: PrivateGradient, steps: int) -> float | None:
     return private_grad.epsilon(steps=steps) if plan.delta is not None and plan.is_covered else None
 
 
-def _require_arguments(
-    private_grad: object, optimizer: object, evaluate: object, on_evaluate: object, train_set: object
-) -> None:
-    """Raise PrivacyError unless these fit together; warn of rows that may not be persons."""
-    if not isinstance(private_grad, PrivateGradient):
-        remedy = "make one: fit(PrivateGradient(model, loss_fn, plan), optimizer, train_set)"
-        raise expected("fit", "private_grad", "to be a PrivateGradient", described(private_grad), remedy)
-    for name, value in (("evaluate", evaluate), ("on_evaluate", on_evaluate)):
-        if value is not None:
-            require_callable("fit", name, value, "give a function, or leave it out")
-    if not isinstance(optimizer, PrivateOptimizer):
-        remedy = "take one of privgrad.optim, or write the loop and use grad.assign"
-        raise expected("fit", "optimizer", "to be one for released gradients", type(optimizer).__name__, remedy)
-    own = dict(private_grad.model.named_parameters())
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if foreign := len(held - {id(p) for p in own.values()}):
-        got = f"{foreign} parameters of other modules"
-        remedy = "make it from the same model's named_parameters()"
-        raise expected("fit", "optimizer", "to update the model that is trained", got, remedy)
-    if left_out := [name for name, p in own.items() if p.requires_grad and id(p) not in held]:
-        remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
-        got = f"an optimizer without {', '.join(left_out)}"
-        raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
-    require_named_source("fit", optimizer, private_grad.ledger.plan_facts["side_information"] or "")
-    require_separate("fit", train_set, optimizer, private_grad.precondition)
-    ask_about_rows(train_set, private_grad.plan.num_examples, private_grad.plan.privacy_unit)
-
-
-def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) -> LRScheduler | None:
+def _scheduler_of(
+    scheduler: LRScheduler | Schedule | Decay | None, optimizer: PrivateOptimizer, steps: int
+) -> LRScheduler | None:
     """Return the scheduler of a training; raise PrivacyError unless it can be stepped after every step of the plan."""
     if isinstance(scheduler, str):
-        require_choice("fit", "scheduler", scheduler, get_args(Decay))
-        scheduler = Schedule(cast(Decay, scheduler))
+        scheduler = Schedule(scheduler)
     if scheduler is None or isinstance(scheduler, Schedule):
         return None if scheduler is None else scheduler.of(optimizer, steps)
-    if not isinstance(scheduler, LRScheduler):
-        remedy = 'give Schedule("cosine"), "cosine" or one of torch.optim.lr_scheduler, or leave it out'
-        raise expected("fit", "scheduler", "to be a Schedule, its decay or of torch", described(scheduler), remedy)
     if isinstance(scheduler, ReduceLROnPlateau):
         remedy = "give one without a metric, such as CosineAnnealingLR(optimizer, T_max=plan.steps), or write the loop"
         raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
@@ -258,25 +215,24 @@ def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) ->
         raise expected("fit", "scheduler", "to be of the same optimizer", got, "make it from fit's optimizer")
     lasts = getattr(scheduler, "total_steps", steps)  # OneCycleLR raises after so many steps
     if lasts < steps - 1:
-        remedy = "give it total_steps=plan.steps"
-        raise expected("fit", "scheduler", f"to last for all {steps} steps", f"total_steps = {lasts}", remedy)
+        condition, remedy = f"to last for all {steps} steps", "give it total_steps=plan.steps"
+        raise expected("fit", "scheduler", condition, f"total_steps = {lasts}", remedy)
     return scheduler
 
 
 def _average_of(model: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of the model that will hold the moving average of its weights."""
-    if not (isinstance(decay, int | float) and 0 <= decay < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise expected("fit", "ema_decay", "to be in [0, 1)", described(decay), "0.999 is usual for long trainings")
+    if not 0 <= decay < 1:
+        raise expected("fit", "ema_decay", "to be in [0, 1)", decay, "0.999 is usual for long trainings")
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         remedy = "train without it, or give whole models to Distributed"
         raise expected("fit", "ema_decay", "to be of a whole model", "a sharded model", remedy)
-    return AveragedModel(model, avg_fn=partial(_averaged, decay))
 
+    def averaged(average: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
+        made = int(updates)
+        return average.lerp(weight, 1 - min(decay, (1 + made) / (10 + made)))
 
-def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
-    """Return the average after one more update. torch's AveragedModel calls it for each parameter."""
-    made = int(updates)
-    return averaged.lerp(weight, 1 - min(decay, (1 + made) / (10 + made)))
+    return AveragedModel(model, avg_fn=averaged)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from privgrad.gradient.functional import trainable
 from privgrad.ledger.ledger import Ledger, release_of
 from privgrad.ledger.lineage import note_training
 from privgrad.optim import PrivateOptimizer
+from privgrad.optim.contrib import require_named_source
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
 from privgrad.training.checkpoint import (
@@ -81,14 +82,14 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         require_integer("EarlyStopping", "patience", self.patience, 1)
         require_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
-        require_nonnegative("EarlyStopping", "min_delta", self.min_delta, "0 counts each improvement")
+        require_nonnegative("EarlyStopping", "min_delta", self.min_delta)
         if self.data not in get_args(StopData):
             remedy = 'evaluate on public examples; or release a noisy score (release_mean) and give data="released"; '
             remedy += "or pay for tuning (docs/private-tuning.md)"
             raise expected("EarlyStopping", "data", "to be 'public' or 'released'", repr(self.data), remedy)
-        if not isinstance(self.monitor, str) or self.monitor.startswith("raw_"):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if self.monitor.startswith("raw_"):
             remedy = "monitor a number of public examples: raw_ numbers are private"
-            raise expected("EarlyStopping", "monitor", "to be the name of a number", repr(self.monitor), remedy)
+            raise expected("EarlyStopping", "monitor", "to name a number without raw_", self.monitor, remedy)
 
     def is_due(self, curve: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the last `patience` evaluations of a curve have not improved on the best one before them."""
@@ -102,12 +103,10 @@ class EarlyStopping:
 
     def require(self, row: Mapping[str, Any] | None) -> None:
         """Raise PrivacyError unless a row of the curve has the number. None: there is no `evaluate`."""
-        if row is None:
-            raise expected("fit", "evaluate", "to be given for stop", None, "return the monitored number from it")
-        value = row.get(self.monitor)
+        value = None if row is None else row.get(self.monitor)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            names = ", ".join(name for name in row if name not in ("step", "epsilon"))
-            remedy = f"return it, or monitor one of {names or 'its numbers'}"
+            names = ", ".join(name for name in row or () if name not in ("step", "epsilon"))
+            remedy = f"return it from evaluate, or monitor one of {names or 'its numbers'}"
             raise expected("fit", f"evaluate's {self.monitor!r}", "to be a number for stop", described(value), remedy)
 
 
@@ -129,6 +128,49 @@ def charge_unused(private_grad: PrivateGradient) -> None:
         except BudgetExceededError:  # more samplers than planned have used up what each person may cost
             return
     private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})
+
+
+def skip_lost_steps(private_grad: PrivateGradient, updates: int) -> None:
+    """Skip the steps that the ledger has charged but no checkpoint holds, and warn, after so many updates.
+
+    Under a research seed they are computed again. Otherwise their noise cannot be drawn again, and the ledger would
+    refuse a release beyond the plan's. Noise with memory begins again at a multiple of its bands, so that up to
+    bands - 1 steps are left out.
+    """
+    plan = private_grad.plan
+    if plan.seed is not None:
+        return
+    spent = min(private_grad.ledger.next_step, plan.steps)
+    lost = spent - private_grad.state_dict()["step"]
+    if lost > 0:
+        reason = "charged steps had no checkpoint, and stay spent"
+        if plan.correlation is not None:
+            reason = "steps had no checkpoint, or are left out because noise with memory begins again"
+        left = updates + plan.steps - spent
+        warnings.warn(f"{lost} {reason}: this run ends with {left} updates of {plan.steps}", stacklevel=5)
+    private_grad.load_state_dict(private_grad.state_dict() | {"step": spent})
+
+
+def require_optimizer(function: str, private_grad: PrivateGradient, optimizer: object) -> PrivateOptimizer:
+    """Return the optimizer; raise PrivacyError unless it moves the model by its released gradients, and all of it."""
+    if not isinstance(optimizer, PrivateOptimizer):
+        remedy = "create it from privgrad.optim with model.named_parameters(), or write the loop and use grad.assign"
+        raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
+    own = dict(private_grad.model.named_parameters())
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    foreign = len(held - {id(parameter) for parameter in own.values()})
+    missing = [name for name, parameter in own.items() if parameter.requires_grad and id(parameter) not in held]
+    if foreign or missing:
+        got = f"an optimizer without {few(missing)}" if missing else f"{foreign} parameters of other modules"
+        remedy = "create the optimizer from this model, after adapters are added to it, or freeze what it leaves out"
+        raise expected(function, "optimizer", "to hold every trainable parameter, and no others", got, remedy)
+    require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
+    return optimizer
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names, for an error."""
+    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
 @dataclass
@@ -193,38 +235,27 @@ class TrainingRun:
             with damage_refused("fit", self.checkpoint):
                 self._load(state)
         if self.private_grad.plan.seed is None:
-            self._go_on_after_lost_steps(self.result.ledger.next_step)
+            self._go_on_after_lost_steps()
         self.start = self.private_grad.state_dict()["step"]
         self.save()
         return self.start
 
-    def _go_on_after_lost_steps(self, spent: int) -> None:
-        """Skip the steps that the ledger has charged, up to `spent`, but the checkpoint does not hold."""
-        # The noise of lost steps cannot be drawn again, and the ledger would refuse a release beyond the plan's. Noise
-        # with memory begins again at a multiple of its bands, so that up to bands - 1 steps are left out.
+    def _go_on_after_lost_steps(self) -> None:
         plan = self.private_grad.plan
-        spent = min(spent, plan.steps)
-        lost = spent - self.private_grad.state_dict()["step"]
-        if spent >= plan.steps and self.result.updates == 0:
-            got = f"{spent} charged and none of their results saved"
-            remedy = NEW_FOLDER
-            if lost == 0:
-                got = f"all {spent} taken by private_grad before this call"
+        if self.result.ledger.next_step >= plan.steps and self.result.updates == 0:
+            got, remedy = f"{plan.steps} charged and none of their results saved", NEW_FOLDER
+            if self.private_grad.state_dict()["step"] == plan.steps:
+                got = f"all {plan.steps} taken by private_grad before this call"
                 remedy = "use the model as it is, or make a plan with more steps, at a higher epsilon"
             elif self.checkpoint is None:
                 remedy = "give this training a ledger of its own and add up both epsilons and both deltas; "
                 remedy += "a pg.Budget caps both together"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
-        if lost > 0:
-            reason = "charged steps had no checkpoint, and stay spent"
-            if plan.correlation is not None:
-                reason = "steps had no checkpoint, or are left out because noise with memory begins again"
-            updates = self.result.updates + max(0, plan.steps - spent)
-            warnings.warn(f"{lost} {reason}: this run ends with {updates} updates of {plan.steps}", stacklevel=4)
-        self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
+        skip_lost_steps(self.private_grad, self.result.updates)
         if self.scheduler is not None:
             with warnings.catch_warnings(action="ignore"):  # torch misses the optimizer's steps, which were lost
-                for _ in range(spent - self.scheduler.last_epoch):  # also past earlier calls without a checkpoint
+                step = self.private_grad.state_dict()["step"]
+                for _ in range(step - self.scheduler.last_epoch):  # also past earlier calls without a checkpoint
                     self.scheduler.step()
 
     def update(self, batch: Batch) -> None:
@@ -259,20 +290,17 @@ class TrainingRun:
             return
         if not self.processes.broadcast_object(time.monotonic() - self.saved_at >= at_least_after):
             return
-        state: dict[str, Any] = {
-            "version": _CHECKPOINT_VERSION,
-            "seed": self.private_grad.plan.seed,
-            "settings": self.settings,
-            "model": self.model.state_dict(),
-            "averaged": None if self.averaged is None else self.averaged.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "private_grad": self.private_grad.state_dict(),
-            "ledger": self.result.ledger.head,
-            "curve": self.result.curve,
-            "updates": self.result.updates,
-            "seconds": self.result.seconds,
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "averaged": self.averaged,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "private_grad": self.private_grad,
         }
+        state = {name: None if part is None else part.state_dict() for name, part in parts.items()}
+        state |= {"version": _CHECKPOINT_VERSION, "seed": self.private_grad.plan.seed, "settings": self.settings}
+        state |= {"ledger": self.result.ledger.head, "curve": self.result.curve}
+        state |= {"updates": self.result.updates, "seconds": self.result.seconds}
         state = self.processes.gather_state(state)
         if self.processes.rank == 0:
             write_checkpoint(state, self.checkpoint)
@@ -320,10 +348,12 @@ class TrainingRun:
         place = self.processes.shard_like
         own = self.model.state_dict()
         for name in sorted(own.keys() | state["model"].keys()):
-            shapes = [tuple(held[name].shape) if name in held else None for held in (state["model"], own)]
-            if shapes[0] != shapes[1]:
-                told = ["no such tensor" if shape is None else f"shape {shape}" for shape in shapes]
-                raise OtherRunError(f"{told[0]} for {name!r} of the model, now {told[1]}")
+            before, now = (
+                f"shape {tuple(held[name].shape)}" if name in held else "no such tensor"
+                for held in (state["model"], own)
+            )
+            if before != now:
+                raise OtherRunError(f"{before} for {name!r} of the model, now {now}")
         self.model.load_state_dict(place(state["model"], own))
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
@@ -353,8 +383,8 @@ def _signals_wait() -> Generator[None]:
             raise KeyboardInterrupt
         waiting.append((number, frame))
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    both = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: handler for number in both if callable(handler := signal.getsignal(number))}
     for number in handlers:
         signal.signal(number, wait)
     try:
