@@ -38,6 +38,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.datasets import ask_about_rows
 from privgrad.sampling.loading import Collate
+from privgrad.training.checkpoint import few
 from privgrad.training.external_loop import (
     Conflict,
     ExternalLoopStep,
@@ -47,7 +48,7 @@ from privgrad.training.external_loop import (
     undeclared_selection,
     unknown_options,
 )
-from privgrad.training.run import StopData, charge_unused, few
+from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
 _KEY = "privgrad"  # of the private step's state, in a checkpoint

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -62,15 +62,25 @@ def require_resumable(
     """Raise ValueError, which states the difference, unless the run with these arguments can resume from the state."""
     if state["version"] != version:
         raise ValueError(f"version {state['version']}")
-    before, now = {"seed": state["seed"], **state["settings"]}, {"seed": seed, **settings}
-    if changed := [name for name in now | before if before.get(name) != now.get(name)]:
-        in_noise = before.get("optimizer lr_is_noise_step") == now.get("optimizer lr_is_noise_step") == "True"
-        names = {"optimizer lr": "optimizer noise_step"} if in_noise else {}
-        raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {now.get(n)}" for n in changed))
+    both = [{"seed": state["seed"], **state["settings"]}, {"seed": seed, **settings}]
+    if all(one.get("optimizer lr_is_noise_step") == "True" for one in both):  # the option that the user gave
+        both = [{**one, "optimizer noise_step": one.get("optimizer lr"), "optimizer lr": ""} for one in both]
+    require_same(*both)
     # Steps of the state that are missing from the ledger would not be counted in epsilon.
     if not ledger.went_through(state["ledger"]):
         steps = f"{state['private_grad']['step']} steps, not those of its ledger of {ledger.releases} releases"
         raise OtherLedgerError(f"{steps}, which is of a different run or has lost lines")
+
+
+def require_same(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise OtherRunError, which tells the first differences, unless both have the same names and values."""
+    if changed := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
+        raise OtherRunError(few([f"{name} {before.get(name)}, now {now.get(name)}" for name in changed]))
+
+
+def few(texts: Sequence[str]) -> str:
+    """Return the first texts of a list, for an error."""
+    return f"{', '.join(texts[:3])}{', ...' if texts[3:] else ''}"
 
 
 def settings_of(name: str, part: object | None, options: Mapping[str, Any]) -> dict[str, str]:

@@ -103,8 +103,14 @@ class Distributed(Processes):
                 condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
                 remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
                 raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
-            if isinstance(module, FSDPModule):
-                _require_no_cast(path, module)
+            # privgrad computes without FSDP's hooks, which would cast in the forward pass.
+            policy = cast(Any, module)._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
+            for name in ("param_dtype", "output_dtype") if policy else ():
+                dtype = getattr(policy, name)
+                if dtype is not None and {parameter.dtype for parameter in module.parameters()} != {dtype}:
+                    condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
+                    remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
+                    raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
 
@@ -198,17 +204,6 @@ def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> Non
     with _answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
-
-
-def _require_no_cast(path: str, module: Any) -> None:
-    """Raise PrivacyError if FSDP would cast in the forward pass, which privgrad computes without FSDP's hooks."""
-    policy = module._get_fsdp_state()._mp_policy
-    held = {parameter.dtype for parameter in module.parameters()}
-    for name in ("param_dtype", "output_dtype"):
-        if (dtype := getattr(policy, name)) is not None and held != {dtype}:
-            remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
-            condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
-            raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
 
 
 def _hooks_of(module: Any) -> dict[int, tuple[Any, Any]]:

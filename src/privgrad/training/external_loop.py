@@ -17,8 +17,8 @@ from privgrad.optim.contrib import require_separate
 from privgrad.parts import Parts
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.loading import Collate, Data
-from privgrad.training.checkpoint import NEW_FOLDER, OtherRunError, damage_refused, require_resumable, settings_of
-from privgrad.training.run import StopData, few, require_optimizer, skip_lost_steps
+from privgrad.training.checkpoint import NEW_FOLDER, damage_refused, few, require_resumable, require_same, settings_of
+from privgrad.training.run import StopData, require_optimizer, skip_lost_steps
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 4
@@ -130,7 +130,6 @@ class ExternalLoopStep:
 
     def release(self, batch: Batch) -> None:
         """Release the gradient of a batch, and keep it until `take`; PrivacyError if the last one was not taken."""
-        self._require_used()
         require_optimizer(self._function, self.private_grad, self.optimizer)  # parameters may have been unfrozen since
         self._look()
         if self._futile >= _FUTILE:
@@ -146,12 +145,9 @@ class ExternalLoopStep:
         if batch.size:
             self._futile = self._futile + 1 if nonfinite >= batch.size else 0
 
-    def take(self) -> NoisyGradient:
-        """Return the released gradient, once; raise PrivacyError if none was released since the last call."""
+    def take(self) -> NoisyGradient | None:
+        """Return the released gradient, once. None, which the optimizer refuses: none was released since."""
         gradient, self._gradient = self._gradient, None
-        if gradient is None:
-            remedy = "let the framework run the step: one batch, one gradient, one update"
-            raise expected(self._function, "each update", "to have a released gradient", None, remedy)
         return gradient
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,10 +167,7 @@ class ExternalLoopStep:
         self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=self.private_grad.ledger)
-            before = state["trained"]
-            if changed := sorted({*before} ^ {*self._trained}):
-                counts = f"{len(before)} trainable parameters, now {len(self._trained)}"
-                raise OtherRunError(f"{counts}; these were frozen or unfrozen: {few(changed)}")
+            require_same(dict.fromkeys(state["trained"], "trained"), dict.fromkeys(self._trained, "trained"))
             self.private_grad.load_state_dict(state["private_grad"])
         skip_lost_steps(self.private_grad, updates)
 
@@ -191,17 +184,13 @@ class ExternalLoopStep:
 
     def require_moved(self) -> None:
         """Raise PrivacyError if a parameter has not changed since this process' first step, or a gradient is unused."""
-        self._require_used()
         self._look(last=True)
 
-    def _require_used(self) -> None:
-        """Raise PrivacyError if the last gradient was charged, but moved nothing: gradients are accumulated, say."""
-        if self._gradient is not None:
+    def _look(self, *, last: bool = False) -> None:
+        """Raise PrivacyError if a gradient moved nothing, or a parameter has not moved after _PATIENCE updates."""
+        if self._gradient is not None:  # it was charged: gradients are accumulated, say
             remedy = "turn off gradient accumulation and skipped updates, and resume"
             raise expected(self._function, "each released gradient", "to be used by one update", 0, remedy)
-
-    def _look(self, *, last: bool = False) -> None:
-        """Raise PrivacyError if a parameter has not moved after _PATIENCE updates, or at the `last` look."""
         if self._unmoved == {} or (last and self._unmoved is None):
             return
         now = {name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad}

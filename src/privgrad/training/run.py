@@ -34,10 +34,11 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
 from privgrad.training.checkpoint import (
     NEW_FOLDER,
-    OtherRunError,
     damage_refused,
+    few,
     read_checkpoint,
     require_resumable,
+    require_same,
     write_checkpoint,
 )
 from privgrad.types import Batch
@@ -166,11 +167,6 @@ def require_optimizer(function: str, private_grad: PrivateGradient, optimizer: o
         raise expected(function, "optimizer", "to hold every trainable parameter, and no others", got, remedy)
     require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
     return optimizer
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first names, for an error."""
-    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
 @dataclass
@@ -347,13 +343,8 @@ class TrainingRun:
         """Restore the run from the content of a checkpoint; raise OtherRunError if the model has other shapes."""
         place = self.processes.shard_like
         own = self.model.state_dict()
-        for name in sorted(own.keys() | state["model"].keys()):
-            before, now = (
-                f"shape {tuple(held[name].shape)}" if name in held else "no such tensor"
-                for held in (state["model"], own)
-            )
-            if before != now:
-                raise OtherRunError(f"{before} for {name!r} of the model, now {now}")
+        shapes = [{f"shape of {n!r}": tuple(held[n].shape) for n in sorted(held)} for held in (state["model"], own)]
+        require_same(*shapes)
         self.model.load_state_dict(place(state["model"], own))
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
