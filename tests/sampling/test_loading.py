@@ -196,7 +196,7 @@ def test_a_data_loader_of_the_users_own_yields_the_plans_batches():
 def test_options_of_loading_are_checked_before_anything_starts(options: dict[str, Any], message: str):
     with pytest.raises(pg.PrivacyError, match=rf"plan\.batches: expected {message}"):
         make_plan().batches(make_data(), **options)
-    with pytest.raises(pg.PrivacyError, match=f"fit: expected {message}"):
+    with pytest.raises(pg.PrivacyError, match=rf"plan\.batches: expected {message}"):
         train(None, **options)
 
 

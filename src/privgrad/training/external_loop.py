@@ -28,7 +28,7 @@ _FUTILE = 10  # steps in a row that add noise only, after which a run ends
 
 
 class Conflict(NamedTuple):
-    """What would change the private step or reveal private numbers, and what to do about it."""
+    """A choice that would change the private step or reveal private numbers, and its remedy."""
 
     got: str
     remedy: str
