@@ -286,17 +286,20 @@ class TrainingRun:
             return
         if not self.processes.broadcast_object(time.monotonic() - self.saved_at >= at_least_after):
             return
-        parts: dict[str, Any] = {
-            "model": self.model,
-            "averaged": self.averaged,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "private_grad": self.private_grad,
+        state: dict[str, Any] = {
+            "version": _CHECKPOINT_VERSION,
+            "seed": self.private_grad.plan.seed,
+            "settings": self.settings,
+            "model": self.model.state_dict(),
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "private_grad": self.private_grad.state_dict(),
+            "ledger": self.result.ledger.head,
+            "curve": self.result.curve,
+            "updates": self.result.updates,
+            "seconds": self.result.seconds,
         }
-        state = {name: None if part is None else part.state_dict() for name, part in parts.items()}
-        state |= {"version": _CHECKPOINT_VERSION, "seed": self.private_grad.plan.seed, "settings": self.settings}
-        state |= {"ledger": self.result.ledger.head, "curve": self.result.curve}
-        state |= {"updates": self.result.updates, "seconds": self.result.seconds}
         state = self.processes.gather_state(state)
         if self.processes.rank == 0:
             write_checkpoint(state, self.checkpoint)
