@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from privgrad.accounting.mechanisms import Release
 from privgrad.checks.data import is_typed, warn_of_private_bound
-from privgrad.errors import described, expected, require_choice, require_delta, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.noise.gaussian import add_noise, grid_of, noise_generator
@@ -27,7 +27,6 @@ from privgrad.types import ClippedSum, PrivacyUnit
 
 _DRAW = "release"  # the one draw of a release's ledger
 _MOST_VALUES = 1 << 19  # of a release: a line of a ledger holds as many
-_MOST_EXAMPLES = 1 << 53  # float64 holds all integers up to here
 _CHUNK = 4096  # rows that are added up in one call of torch; few enough that rounding stays far below the noise's grid
 _MOST_ROWS = 1 << 29
 _OFTEN = 0.05  # share of rows above the bound that may be an error
@@ -78,8 +77,9 @@ def release_sum(
     Reference:
         Dwork, Roth 2014, appendix A; on floating-point noise, Mironov 2012.
     """
-    where = _Where(delta, ledger, budget, name, seed)
-    return _of_rows("sum", rows, bound, noise_multiplier, num_examples, privacy_unit, where)
+    shape, total = _summed("release_sum", rows, bound, num_examples)
+    planned = _Planned("sum", float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
+    return _release_once(planned, total, _Where(delta, ledger, budget, name, seed)).reshape(shape)
 
 
 def release_mean(
@@ -105,8 +105,10 @@ def release_mean(
     Privacy:
         As release_sum; the division is post-processing.
     """
-    where = _Where(delta, ledger, budget, name, seed)
-    return _of_rows("mean", rows, bound, noise_multiplier, num_examples, privacy_unit, where) / num_examples
+    shape, total = _summed("release_mean", rows, bound, num_examples)
+    planned = _Planned("mean", float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
+    values = _release_once(planned, total, _Where(delta, ledger, budget, name, seed)).reshape(shape)
+    return values / float(num_examples)  # torch divides by no integer above 2^63
 
 
 def release_histogram(
@@ -140,24 +142,22 @@ def release_histogram(
     """
     function = "release_histogram"
     require_integer(function, "num_bins", num_bins, 1)
+    wanted = (num_bins,) if bound is not None else ()
     if bound is None:
         values, shape = _rows(function, rows)
-        if shape:
-            got = f"(n, {', '.join(map(str, shape))})"
-            raise expected(function, "rows", "of shape (n,)", got, "give one bin a unit")
         bins = torch.where((values >= 0) & (values < num_bins) & (values == values.floor()), values, num_bins)
         bins = bins.nan_to_num(num_bins).long().flatten()
 
         def count() -> Tensor:
-            _warn_of_lost(function, bins == num_bins, f"in no bin from 0 to {num_bins - 1} and do not count")
-            _warn_of_count(function, len(values), num_examples)
+            lost = {f"in no bin from 0 to {num_bins - 1} and do not count": bins == num_bins}
+            _warn_of_rows(function, lost, len(values), num_examples)
             return torch.bincount(bins, minlength=num_bins + 1)[:num_bins].double()
 
     else:
         shape, count = _summed(function, rows, bound, num_examples)
-        if shape != (num_bins,):
-            got = f"(n, {', '.join(map(str, shape))})"
-            raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
+    if shape != wanted:
+        remedy = "give one bin a unit, or bound= and the counts of each unit"
+        raise expected(function, "rows", f"of shape {_shown(wanted)}", _shown(shape), remedy)
     sensitivity = 1.0 if bound is None else float(bound)
     planned = _Planned("histogram", sensitivity, noise_multiplier, num_examples, privacy_unit, (num_bins,), num_bins)
     return _release_once(planned, count, _Where(delta, ledger, budget, name, seed))
@@ -196,8 +196,7 @@ def release_second_moment(
     function = "release_second_moment"
     shape, moment = _summed(function, rows, bound, num_examples, _moment)
     if len(shape) != 1:
-        got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
-        raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
+        raise expected(function, "rows", "of shape (n, d)", _shown(shape), "flatten each unit's values to one row")
     (d,) = shape
     upper = torch.triu_indices(d, d)
     size, square = d * (d + 1) // 2, float(bound) ** 2
@@ -209,27 +208,26 @@ def release_second_moment(
     return result
 
 
-def _of_rows(
-    kind: str, rows: Rows, bound: float, sigma: float, num_examples: int, privacy_unit: PrivacyUnit, where: "_Where"
-) -> Tensor:
-    shape, total = _summed(f"release_{kind}", rows, bound, num_examples)
-    planned = _Planned(kind, float(bound), sigma, num_examples, privacy_unit, shape, math.prod(shape))
-    return _release_once(planned, total, where).reshape(shape)
-
-
 def _summed(
     function: str, rows: Rows, bound: float, num_examples: int, exact: Callable[[Tensor, float], Tensor] | None = None
 ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
     """Return the shape of one row, and a function that warns of odd rows and returns their `exact` sum: PRIVATE."""
-    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
-    if not 1 / _LARGEST <= bound <= _LARGEST:  # float64 can compute with it
+    if not 1 / _LARGEST <= bound <= _LARGEST:
         condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
         raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
     values, shape = _rows(function, rows)
-    _warn_of_private(function, bound, values)
+    norms = torch.cat([_norms(part / bound) for part in cast("tuple[Tensor, ...]", values.split(_CHUNK))])
+    counted = norms.isfinite()
+    if not is_typed(bound):
+        largest = torch.tensor(float(bound))
+        warn_of_private_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
+        warn_of_private_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
 
     def total() -> Tensor:
-        _warn_of_rows(function, values, bound, num_examples)
+        lost, long = {"not finite and count as zero": ~counted}, counted & (norms > _ROUNDED)
+        if float(long.sum()) > _OFTEN * len(values):
+            lost[f"longer than bound = {bound:g} and are scaled down. Check the units of the values"] = long
+        _warn_of_rows(function, lost, len(values), num_examples)
         return _sum(values, bound) if exact is None else exact(values, bound)
 
     return shape, total
@@ -247,59 +245,35 @@ def _off_diagonal(upper: Tensor) -> Tensor:
     return torch.where(upper[0] == upper[1], 1.0, math.sqrt(2.0)).double()
 
 
-def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
-    """Warn of rows that a release leaves out, by a mask of shape (n,). NOT private: the warning is printed only."""
-    if count := int(lost.sum()):
-        warnings.warn(f"NOT PRIVATE: {function}: {count:,} of {len(lost):,} rows are {fate}", stacklevel=6)
-
-
-def _warn_of_rows(function: str, values: Tensor, bound: float, num_examples: int) -> None:
-    """Warn of rows that count as zero, of many rows above the bound, and of too many rows. NOT private."""
-    parts = cast("tuple[Tensor, ...]", values.split(_CHUNK))
-    norms = torch.cat([_norms(part / bound)[:, 0] for part in parts])
-    finite = norms.isfinite()
-    _warn_of_lost(function, ~finite, "not finite and count as zero")
-    long = finite & (norms > _ROUNDED)
-    if float(long.sum()) > _OFTEN * len(values):
-        fate = f"longer than bound = {bound:g} and are scaled down. Check the units of the values"
-        _warn_of_lost(function, long, fate)
-    _warn_of_count(function, len(values), num_examples)
-
-
-def _warn_of_count(function: str, rows: int, num_examples: int) -> None:
-    """Warn of more rows than there should be units: a unit with several rows would not be protected. NOT private."""
+# Fault: a bound in another unit than the values, bins that count from 1, one row per visit and not per person.
+# Cost: one pass over the rows. Warns wrongly where so much clipping is meant, or num_examples is far too small.
+def _warn_of_rows(function: str, lost: Mapping[str, Tensor], rows: int, num_examples: int) -> None:
+    """Warn of rows by their fate, and of too many rows. NOT private: the counts are printed, and nowhere recorded."""
+    counts = {fate: int(mask.sum()) for fate, mask in lost.items()}
+    said = [f"{count:,} of {rows:,} rows are {fate}" for fate, count in counts.items() if count]
     if rows > _SEVERAL * num_examples:
-        warnings.warn(
-            f"NOT PRIVATE: {function}: {rows:,} rows are given for num_examples = {num_examples:,}. All data of a unit "
-            "must be in one row: add up the rows of each unit first, or raise num_examples",
-            stacklevel=6,
+        said.append(
+            f"{rows:,} rows are given for num_examples = {num_examples:,}. All data of a unit must be in one row: add "
+            "up the rows of each unit first, or raise num_examples"
         )
-
-
-def _warn_of_private(function: str, bound: float, values: Tensor) -> None:
-    """Warn if a bound of many digits is the largest norm, or the largest number, of the rows."""
-    if is_typed(bound):
-        return
-    norms = torch.cat([_norms(part / bound) for part in cast("tuple[Tensor, ...]", values.split(_CHUNK))])
-    counted, largest = norms.isfinite(), torch.tensor(float(bound))
-    warn_of_private_bound(function, "bound", largest, torch.where(counted, norms * bound, 0.0), of="norm of a row")
-    warn_of_private_bound(function, "bound", largest, torch.where(counted, values.abs(), 0.0), of="number")
+    for text in said:
+        warnings.warn(f"NOT PRIVATE: {function}: {text}", stacklevel=5)  # the line of the user's call
 
 
 def _rows(function: str, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
     """Return rows as float64, shape (n, values), and the shape of one row."""
-    try:
-        values = torch.as_tensor(rows).detach().cpu().double()
-    except (TypeError, ValueError, RuntimeError) as error:
-        remedy = "give a tensor or an array with one row per unit"
-        raise expected(function, "rows", "to be numbers", described(rows)[:60], remedy) from error
+    values = torch.as_tensor(rows).detach().cpu().double()
     if values.dim() == 0 or 0 in values.shape[1:]:
         remedy = "give one row per unit; without units, a tensor of shape (0, d)"
         raise expected(function, "rows", "of shape (n, ...)", tuple(values.shape), remedy)
-    if len(values) > _MOST_ROWS:
+    if len(values) > _MOST_ROWS:  # more rounding than the grid reserves; the exact number is private
         remedy = "release several sums of disjoint parts, under one commitment"
         raise expected(function, "rows", f"to be at most {_MOST_ROWS}", f"at least {_MOST_ROWS + 1}", remedy)
     return values.reshape(len(values), math.prod(values.shape[1:])), tuple(values.shape[1:])
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return f"({', '.join(['n', *map(str, shape)])}{'' if shape else ','})"
 
 
 def _sum(values: Tensor, bound: float, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -349,21 +323,6 @@ class _Planned:
         """The public function that makes this release."""
         return f"release_{self.kind.replace(' ', '_')}"
 
-    def require_valid(self) -> None:
-        """Raise PrivacyError unless every number is in its range, so that nothing fails after the commitment."""
-        function = self.function
-        sigma = self.noise_multiplier
-        require_positive(function, "noise_multiplier", sigma, "give sigma: without noise nothing is private")
-        require_integer(function, "num_examples", self.num_examples, 1)
-        if self.num_examples > _MOST_EXAMPLES:
-            condition = f"to be at most {_MOST_EXAMPLES}"
-            raise expected(function, "num_examples", condition, self.num_examples, "give the public number of units")
-        require_choice(function, "privacy_unit", self.privacy_unit, ("example", "user"))
-        if self.size > _MOST_VALUES:
-            remedy = "release fewer values at once, each part under a name of its own"
-            raise expected(function, "released values", f"to be at most {_MOST_VALUES}", self.size, remedy)
-        grid_of(ClippedSum({"sum": torch.empty(self.size, device="meta")}, self.sensitivity), sigma)
-
     @property
     def facts(self) -> dict[str, Any]:
         """The public numbers, under the names that a plan's ledger has."""
@@ -397,20 +356,27 @@ class _Where:
     name: str | None
     seed: int | None
 
-    def require_valid(self, planned: _Planned) -> None:
-        """Raise PrivacyError unless a ledger or a budget records the release, and the budget covers its unit."""
-        function, budget = planned.function, self.budget
-        if self.ledger is None and budget is None:
-            raise expected(function, "ledger or budget", "to be given", None, "give a ledger, or budget and name")
-        if (budget is None) != (self.name is None):
-            got = f"name {self.name!r} and budget {budget}"
-            raise expected(function, "name", "to be given with a budget", got, "give name= with budget= only")
-        if budget is not None:
-            budget.require_covered(function, planned.num_examples, planned.privacy_unit)
-        if self.delta is not None:
-            require_delta(function, self.delta)
-        if self.seed is not None:
-            require_integer(function, "seed", self.seed, -math.inf)
+
+def _require_valid(planned: _Planned, where: _Where) -> None:
+    """Raise PrivacyError unless all numbers are in range, and a record is given: nothing fails after the commitment."""
+    function, budget, sigma = planned.function, where.budget, planned.noise_multiplier
+    require_positive(function, "noise_multiplier", sigma)
+    require_integer(function, "num_examples", planned.num_examples, 1)
+    require_choice(function, "privacy_unit", planned.privacy_unit, ("example", "user"))
+    if planned.size > _MOST_VALUES:
+        remedy = "release fewer values at once, each part under a name of its own"
+        raise expected(function, "released values", f"to be at most {_MOST_VALUES}", planned.size, remedy)
+    grid_of(ClippedSum({"sum": torch.empty(planned.size, device="meta")}, planned.sensitivity), sigma)
+    if where.ledger is None and budget is None:
+        raise expected(function, "ledger or budget", "to be given", None)
+    if (budget is None) != (where.name is None):
+        raise expected(function, "name", "to be given with a budget", f"name {where.name!r} and budget {budget}")
+    if budget is not None:
+        budget.require_covered(function, planned.num_examples, planned.privacy_unit)
+    if where.delta is not None:
+        require_delta(function, where.delta)
+    if where.seed is not None:
+        require_integer(function, "seed", where.seed, -math.inf)
 
 
 def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Where) -> Tensor:
@@ -420,8 +386,7 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
     ledger. The values are returned after all of these. A process that dies before the first record of values has shown
     nothing, so its successor may draw other noise; afterwards its successor finds the values.
     """
-    planned.require_valid()
-    where.require_valid(planned)
+    _require_valid(planned, where)
     function, budget, name, seed = planned.function, where.budget, where.name, where.seed
     delta = budget.delta if budget is not None and where.delta is None else where.delta
     release, facts = Release(float(planned.noise_multiplier), 1.0), planned.facts
@@ -446,9 +411,6 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             found = [float(value) for value in noisy["sum"].numpy()]
         if budget is not None and name is not None:
             found = budget.record(name, found)
-        if len(found) != planned.size:
-            remedy = "give each release a ledger and a name of its own"
-            raise expected(function, "the recorded values", f"to be {planned.size} numbers", len(found), remedy)
         if is_recorded:
             record, other = "the release of this ledger" if own is None or own.path is None else f"{own.path}", "ledger"
             if budget is not None:
@@ -456,7 +418,7 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             warnings.warn(
                 f"{function}: {record} was released before; its recorded value is returned, whatever the rows are now. "
                 f"For a new release, which is charged again, give another {other}",
-                stacklevel=4 if function in ("release_sum", "release_mean") else 3,  # the line of the user's call
+                stacklevel=3,  # the line of the user's call
             )
         if own is not None and _DRAW not in own.values:
             digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
