@@ -81,7 +81,7 @@ SIGNATURES = {
     pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
     "seed",
     pg.Head.load: "folder modules",
-    pg.save: "model folder ledger delta post_processing overwrite",
+    pg.save: "model folder ledger delta post_processing about overwrite",
     pg.load: "model folder",
     pg.ledgers_of: "model",
     pg.fit_head: "features labels num_classes bounds classes schema extractor source plan target_epsilon delta "
@@ -247,7 +247,7 @@ OPTIONS = {
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --batch-size --num-examples "
     "--epochs --json",
-    "statement": "ledger --delta --out --json",
+    "statement": "ledger --delta --title --model --purpose --data --out --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --batch --engine --json",

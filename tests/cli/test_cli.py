@@ -17,8 +17,9 @@ import torch
 
 from conftest import make_plan
 from privgrad import data
-from privgrad.accounting.accountant import Release, epsilon
+from privgrad.accounting.accountant import Release, epsilon, rounded_up
 from privgrad.cli import main
+from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad_lab.report.texts import epsilon_text
 
@@ -166,12 +167,12 @@ tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
     page = (tmp_path / "out/index.html").read_text()
     assert "Noise or clipping?" in page
     words = " ".join(page.split())
-    assert "Clipping norm: 1 at first, moved by TargetFraction(0.5, rate=0.5, steps=50)" in words
+    assert "clipping norm 1, moved by TargetFraction(0.5, rate=0.5, steps=50)" in words
     assert "<td>DiSK(0." in words
     assert "ahead of the weights (DiSK)" in words
     assert "shortened about" in words
     assert "% of the gradients." in words
-    assert words.count("AES-256-CTR, Box-Muller in float32") == 1
+    assert words.split("Settings")[1].count("AES-256-CTR, Box-Muller in float32") == 1
     assert "as private as the trained model" in words
 
 
@@ -230,9 +231,13 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     ledger.bind(make_plan(delta=1e-5).public_facts)
     assert "nothing was charged" in here("epsilon", path, "--delta", "1e-5").stderr
     ledger.charge(Release(1.0, 0.25), draw="a", limit=9)
-    assert here("epsilon", path, "--delta", "1e-5").stderr == ""
+    (told,) = here("epsilon", path, "--delta", "1e-5").stderr.splitlines()
+    assert told.startswith("note: Of 9 planned steps, 1 are released. If results decided when to stop, the number here")
     ledger.charge(Release(1.0, 0.25), draw="b", limit=9, digest="0")
-    assert "1 releases were drawn under a research seed" in here("epsilon", path, "--delta", "1e-5").stderr
+    assert (
+        "A seed produced the noise. Anyone who knows the seed can remove the noise."
+        in here("epsilon", path, "--delta", "1e-5").stderr
+    )
     ledger.close()
     assert last_json(here("epsilon", path, "--json"))["delta"] == 1e-5
     assert (
@@ -246,7 +251,8 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     simulation.bind(make_plan().scaled(1 / 2).public_facts)
     simulation.charge(Release(0.0, 0.125), draw="a", limit=9)
     told = here("epsilon", "simulation.jsonl", "--delta", "1e-5")
-    assert "simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite" in told.stderr
+    assert "These releases protect nobody: their epsilon is infinite." in told.stderr
+    assert "The training simulates another one in smaller batches, which protects nobody." in told.stderr
     assert "inf" in told.stdout
     (tmp_path / "notes.txt").write_text("my notes")
     assert "give a ledger's path" in here("epsilon", "notes.txt", "--delta", "1e-5", code=2).stderr
@@ -287,7 +293,7 @@ def test_fixed_batches_are_labeled_everywhere(here: Here, tmp_path: Path):
     assert "not covered" in page.lower()
     assert "fixed research seed" in page
     (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
-    assert "no accountant covers" in here("epsilon", ledger, "--delta", "1e-5").stderr
+    assert "The batches had a fixed size." in here("epsilon", ledger, "--delta", "1e-5").stderr
 
 
 @pytest.mark.usefixtures("without_rendering")
@@ -369,7 +375,7 @@ def test_a_simulation_is_never_reported_with_a_finite_epsilon(here: Here, tmp_pa
     assert ledger.plan_facts["expected_batch_size"] == 30
     page = (tmp_path / "runs/one/index.html").read_text()
     assert f"<td>∞ (simulates {shown})</td>" in page
-    assert "No guarantee:" in page
+    assert "These releases protect nobody: their epsilon is infinite." in " ".join(page.split())
     assert "(30 in place of 120 on average)" in page
     assert "satisfies" not in page
     assert "loss against steps" in page
@@ -421,7 +427,10 @@ def test_bad_specs_end_in_one_line_and_train_nothing(here: Here, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("typed", "remedy"),
-    [("report", "; choose one of train, compare,"), ("reproduc", "; did you mean 'reproduce'? Choose one of train,")],
+    [
+        ("report", "; choose one of doctor, calibrate,"),
+        ("reproduc", "; did you mean 'reproduce'? Choose one of doctor,"),
+    ],
 )
 def test_an_unknown_command_is_answered_with_the_valid_ones(here: Here, typed: str, remedy: str):
     told = " ".join(here(typed, code=2).stderr.replace("│", " ").split())
@@ -628,3 +637,82 @@ def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):
         failed = here("doctor", "net:model", "--batch", wrong, "--json", code=2)
         assert len(failed.stderr.splitlines()) == 1
         assert last_json(failed)["error"] in failed.stderr
+
+
+LONG = "a-folder-with-a-rather-long-name/of-an-experiment/that-somebody-made/ledger.jsonl"
+
+
+@pytest.mark.usefixtures("without_rendering", "by_rdp_here")
+@pytest.mark.filterwarnings("ignore")
+def test_no_number_is_cut_on_a_terminal_of_80_columns(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for number, path in enumerate((tmp_path / LONG, tmp_path / f"b-{LONG}")):
+        path.parent.mkdir(parents=True)
+        plan = make_plan(noise_multiplier=1.2345678, num_examples=1_234_567, sample_rate=8 / 1_234_567, delta=1e-9)
+        ledger = Ledger(path)
+        ledger.bind(plan.public_facts)
+        for draw in range(3):
+            ledger.charge(plan.release, draw=f"{number} {draw}", limit=9)
+        ledger.close()
+    budget = Budget("budget.jsonl", total_epsilon=7.654321, delta=1e-9, num_examples=10**7, privacy_unit="user")
+    for name in ("a training with a name that is longer than the others", "b"):
+        budget.commit(name, [Release(123.4567, 0.0123456, count=12_345)], by="Ann-Sophie Somebody-Something")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(4, 3), nn.PReLU(3))\n"
+        "def public():\n    return (lambda model, x: model(x).square().sum(1)), torch.randn(6, 4)\n"
+    )
+    rows = [f"{age},{'ab'[age % 2]}" for age in range(120, 10_120)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,again", *rows]))
+    (tmp_path / "t.toml").write_text(
+        '[data]\nfile = "t.csv"\nlabel = "again"\nclasses = ["a", "b"]\nunit = "row"\n'
+        '[data.columns]\nage = { kind = "number", range = [0, 100] }\n'
+    )
+    (tmp_path / "one.toml").write_text(ONE.replace("target_epsilon = 1.0", "noise_multiplier = 4.0"))
+    (tmp_path / "s.toml").write_text(SIGMA)
+    numbers = ("--noise-multiplier", 1.2345678, "--sample-rate", 0.00123456, "--steps", 12_345, "--delta", "1e-9")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {
+        "epsilon": here("epsilon", LONG),
+        "epsilons": here("epsilon", LONG, f"b-{LONG}"),
+        "epsilon of numbers": here("epsilon", *numbers),
+        "calibrate": here("calibrate", "--target-epsilon", 1.234567, *numbers[2:]),
+        "statement": here("statement", LONG),
+        "budget": here("budget", "budget.jsonl"),
+        "doctor": here("doctor", "net:model", "--batch", "net:public"),
+        "doctor of data": here("doctor", "t.toml"),
+        "train": here("train", "one.toml"),
+        "compare": here("compare", "s.toml"),
+        "audit": here("audit", "--method", "AdamBC", "--epsilon", 3, "--trials", 600),
+        "data": here("data"),
+    }
+    for command, done in shown.items():
+        assert "…" not in done.stdout, command
+        lines = [line for line in done.stdout.splitlines() if line[:1] in "│┃┏┡├└┌"]
+        assert all(len(line) <= 80 for line in lines), command
+    told = {name: last_json(here(*arguments, "--json")) for name, arguments in JSON_OF.items()}
+    for name, values in told.items():
+        for value in values.values():
+            if isinstance(value, float):
+                assert rounded_up(value) in shown[name].stdout, (name, value)
+    assert "12,345" in shown["budget"].stdout
+    assert f"{told['epsilons']['releases']}" in shown["epsilons"].stdout
+
+
+STEPS = ("--steps", 12_345, "--delta", "1e-9")
+JSON_OF: dict[str, tuple[Any, ...]] = {
+    "epsilon": ("epsilon", LONG),
+    "epsilons": ("epsilon", LONG, f"b-{LONG}"),
+    "calibrate": ("calibrate", "--target-epsilon", 1.234567, "--sample-rate", 0.00123456, *STEPS),
+}
+
+
+def test_the_help_groups_commands_and_has_one_line_for_each(here: Here, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = here("--help").stdout.splitlines()
+    commands = [line.split()[1] for line in lines if re.match(r"│ [a-z]", line)]
+    assert sorted(commands) == sorted(
+        ("doctor", "calibrate", "data", "train", "compare", "reproduce", "epsilon", "statement", "budget", "audit")
+    )
+    assert not [line for line in lines if re.match(r"│   +\S", line)]  # none goes on in a second line
+    assert [line for line in lines if "$ privgrad train" in line]
+    for group in ("Before a training", "Training", "After a training"):
+        assert any(f"─ {group} ─" in line for line in lines)

@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parents[2] / "results"
 # The toy regression has records of its own kind, without a report.
 TEXTS = {path.parent.name: path.read_text() for path in RESULTS.glob("*/runs.jsonl")}
 COMPARISONS = sorted(name for name, text in TEXTS.items() if '"phase": "final"' in text and '"seconds"' in text)
-FIXED_WARNING = "it is NOT covered by the accountant"
-SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."
+FIXED_WARNING = "The batches had a fixed size. The computation holds for random sizes only (Poisson sampling)."
+SEED_WARNING = "A seed produced the noise. Anyone who knows the seed can remove the noise."
 PLAN = {
     "sample_rate": 0.25,
     "steps": 400,
@@ -37,7 +37,7 @@ PLAN = {
     "max_grad_norm": 0.5,
     "num_examples": 1024,
     "neighboring_relation": "add_or_remove_one",
-    "privacy_unit": "patient",
+    "privacy_unit": "example",
     "sampling": "poisson",
     "delta": 1e-5,
     "target_epsilon": 3.0,
@@ -264,11 +264,11 @@ def test_a_report_about_users_speaks_of_users(tmp_path: Path) -> None:
     for fact in (
         "reaches a test recall@5 of 90.0 %",
         "Test recall@5",
-        "adding or removing one user",
-        "all of a user's examples together",
-        "every user enters each cohort independently",
-        "each user in a cohort trains on its own examples; these updates are clipped",
-        "expected cohort size: 256; rounds: 400",
+        "in which one person was added or removed",
+        "The unit of protection is one person with all data of this person.",
+        "declared to have 1,024 people or more",
+        "Expected cohort size B 256",
+        "Rounds T 400",
         "Training users n",
         "Clipping norm C, of a user’s update",
         "A user contributes w minus its weights",
@@ -283,11 +283,11 @@ def test_a_report_about_people_says_that_their_gradients_are_clipped(tmp_path: P
     plan = PLAN | {"privacy_unit": "user", "perturbation": "at the weights"}
     told = words(write(tmp_path, over_grid("A", INSIDE), plan=plan)).split("Specification")[0]
     for fact in (
-        "adding or removing one person",
-        "one person: all rows of a person together",
-        "every person enters each batch independently",
-        "the gradient of each person in a batch (the mean over the person's rows) is clipped, summed",
-        "expected batch size: 256; steps: 400",
+        "in which one person was added or removed",
+        "The unit of protection is one person with all data of this person.",
+        "declared to have 1,024 people or more",
+        "Expected batch size B 256",
+        "Steps T 400",
         "Training people n",
         "Clipping norm C, of a person’s gradient",
     ):
@@ -355,19 +355,26 @@ def test_the_terminal_table_has_every_method_and_reads_no_markup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "shown"), [(2.99, "2.99"), (2.991, "3.00"), (3, "3.00"), (0.00312, "0.0032"), (1e9, "over 1000000")]
+    ("epsilon", "shown", "stated"),
+    [
+        (2.99, "2.99", "2.99"),
+        (2.991, "3.00", "2.991"),
+        (3, "3.00", "3"),
+        (0.00312, "0.0032", "0.00312"),
+        (1e9, "over 1000000", "1e+09"),
+    ],
 )
-def test_epsilon_is_never_rounded_down(tmp_path: Path, epsilon: float, shown: str) -> None:
+def test_epsilon_is_never_rounded_down(tmp_path: Path, epsilon: float, shown: str, stated: str) -> None:
     page = write(tmp_path, [final(epsilon=epsilon)])
     assert cells(page)["DP-AdamBC"][2] == shown
-    assert f"with ε at most {shown} and" in words(page)
+    assert f"are protected by differential privacy with epsilon = {stated} and delta = 0.00001." in words(page)
 
 
 @pytest.mark.parametrize("epsilon", [None, float("inf"), float("nan")])
 def test_a_run_without_finite_epsilon_gets_no_guarantee(tmp_path: Path, epsilon: float | None) -> None:
     text = words(write(tmp_path, [final("A"), final("B", epsilon=epsilon)]))
-    assert "No guarantee" in text
-    assert "satisfies" not in text
+    assert "At least one of these trainings protects nobody: their epsilon is infinite." in text
+    assert "are protected by" not in text
     assert "not a comparison at equal privacy" in text
     assert cells((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))["B"][2] == "not private"
 
@@ -386,7 +393,8 @@ def test_simulations_show_both_epsilons_and_no_guarantee(tmp_path: Path) -> None
     assert "would have ε at most 3.00 at δ = 1e-5" in text
     assert "Simulated plan B = 256, q = 0.25, σ = 1.875" in text
     assert "no finite ε: they simulate a plan in smaller batches." in text
-    assert "satisfies" not in text
+    assert "are protected by" not in text
+    assert "which protects nobody" in text
     assert "ε spent" not in text
     assert "target_epsilon" not in text
     figure = figures.accuracy_figure(records)
@@ -458,13 +466,11 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     page = write(tmp_path, [final()], total_epsilon={"value": 41.2, "runs": 42})
     text = words(page).split("Privacy statement")[1].split("Settings")[0]
     for fact in (
-        "ε at most 2.99 and δ = 1e-5",
-        "data sets that differ by adding or removing one patient",
-        "Privacy unit: one patient",
-        "Poisson: every patient enters each batch independently (probability: 0.25)",
-        "Clipping norm: 0.5",
-        "noise multiplier (noise over clipping norm): 1.875",
-        "expected batch size: 256; steps: 400",
+        "The rows whose data these results use are protected by differential privacy with epsilon = 2.99 and delta =",
+        "on data in which one row was added or removed",
+        "The unit of protection is one row",
+        "declared to have 1,024 rows or more",
+        "Noise multiplier 1.875, clipping norm 0.5, sampling rate 0.25",
         "These 42 trainings used the same data: together they cost ε = 41.20. This,",
         "NOT PRIVATE Accuracies, losses and curves, in validation and test, were measured without noise",
     ):
@@ -474,21 +480,6 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     for caption in ("Mean ±", "Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
         assert f"NOT PRIVATE for the held-out examples. {caption}" in text
     assert "These 42 trainings used the same data: together they cost ε = 41.20, tuning included" in text
-
-
-@pytest.mark.parametrize(
-    ("relation", "said"),
-    [
-        ("add_or_remove_one", "the bound compares data sets that differ by adding or removing one patient."),
-        ("add or remove one", "the bound compares data sets that differ by adding or removing one patient."),
-        ("REPLACE_ONE", "the bound compares data sets of equal size that differ in one patient."),
-        ("of my own", "of my own."),
-        (None, "not recorded."),
-    ],
-)
-def test_the_neighboring_relation_is_put_in_words(tmp_path: Path, relation: str | None, said: str) -> None:
-    text = words(write(tmp_path, [final()], plan=PLAN | {"neighboring_relation": relation}))
-    assert f"Neighboring relation: {said} Privacy unit" in text
 
 
 @pytest.mark.parametrize("total", [None, {"value": None, "runs": None}, {"value": float("inf"), "runs": 2}])
@@ -511,17 +502,16 @@ def test_fixed_sampling_is_warned_of_exactly_when_used(
     assert (FIXED_WARNING in text) is warned
     assert ("⚠ not covered" in text) is warned
     assert ("would satisfy" in text) is warned
-    assert ("enters each batch independently" in text) is not warned
+    assert ("are protected by" in text) is not warned
     assert page.count('class="warning"') == int(warned)
 
 
-def test_sampling_that_nobody_recorded_is_not_called_poisson(tmp_path: Path) -> None:
+def test_what_nobody_recorded_is_said(tmp_path: Path) -> None:
     record = final()
     del record["sampling"]
-    text = words(write(tmp_path, [record], plan={}))
-    assert "enters each batch independently" not in text
-    assert "not recorded; ε assumes Poisson sampling" in text
-    assert "enters each batch independently" in words(write(tmp_path, [record]))
+    said = "How batches were drawn is not recorded. Epsilon assumes random sizes (Poisson sampling)."
+    assert said in words(write(tmp_path, [record], plan={}))
+    assert said not in words(write(tmp_path, [record]))
 
 
 @pytest.mark.parametrize(("seed", "warned"), [(None, False), (0, True), (7, True)])
@@ -605,7 +595,7 @@ def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) ->
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
     assert "M reaches a test accuracy of 50.0 % in one training." in words(page)
-    assert "This training satisfies" in words(page)
+    assert "The rows whose data these results use are protected by differential privacy with epsilon = 1" in words(page)
     assert "Mean ± one standard deviation over seeds" not in words(page)
     assert "not recorded" in page
     assert "None" not in page.split("</style>")[1]

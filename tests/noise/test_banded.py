@@ -277,8 +277,8 @@ def test_fit_resumes_at_a_multiple_of_the_bands(tmp_path: Path):
     assert (result.ledger.charged[0].count, result.updates) == (4, 14)
     assert fitted(plan, output_dir=tmp_path).updates == 14
     said = str(statement([result.ledger], delta=1e-5))
-    assert "each person was in one of 4 secret groups" in said
-    assert "So a person took part in at most 4 of the gradients." in said
+    assert "each row was in one of 4 secret groups" in said
+    assert "So a row took part in at most 4 of the gradients." in said
 
 
 def test_an_early_stop_charges_what_all_steps_cost():

@@ -249,6 +249,6 @@ def test_what_a_model_costs_the_statement_says():
     for batch in plan.batches(make_data()):
         private_grad(batch)
     text = str(statement([private_grad.ledger]))
-    assert "Batches held at most 9 people. The cost assumes that the declared number in the data set is exact." in text
+    assert "Batches held at most 9 rows. The cost assumes that the declared number in the data set is exact." in text
     assert "declared to have 32 rows, or one less." in text
-    assert "The RDP accountant does not cover truncated batches." in text
+    assert "RDP does not cover truncated batches." in text

@@ -15,7 +15,7 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import Release, attack_success, rounded_up
 from privgrad.cli import app
-from privgrad.statement.text import budget_statement, statement
+from privgrad.statement import About, budget_statement, statement
 
 
 def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
@@ -46,7 +46,7 @@ def test_the_statement_says_what_must_not_follow_from_results():
     assert ledger.planned_steps == (3, 5)
     stopped = str(statement([trained(2)]))
     assert "Of 10 planned steps, 2 are released. If results decided when to stop, the number here is no" in stopped
-    assert "The PLD number holds if the plans of all ledgers were" in str(statement([ledger, trained(10)]))
+    assert "Epsilon holds if the plans of all ledgers were fixed beforehand" in str(statement([ledger, trained(10)]))
 
 
 def test_the_statement_quotes_the_accountant():
@@ -55,7 +55,7 @@ def test_the_statement_quotes_the_accountant():
     assert found.numbers["epsilon"] == ledger.epsilon(delta=1e-3)
     assert found.numbers["epsilon_rdp"] == ledger.epsilon(delta=1e-3, accountant="rdp")
     text = str(found)
-    assert f"epsilon = {rounded_up(found.numbers['epsilon'], 3)} and delta = 0.001" in text
+    assert f"epsilon = {rounded_up(found.numbers['epsilon'], 4)} and delta = 0.001" in text
     assert f"Quote epsilon = {rounded_up(found.numbers['epsilon'], 4)}" in text
     assert "2 noisy gradients" in text
     assert "declared to have 32 rows or more" in text
@@ -101,7 +101,9 @@ def test_what_weakens_the_protection_is_said_first():
         ({"noise_multiplier": 0.0}, "These releases protect nobody: their epsilon is infinite"),
     ]
     for changed, said in cases:
-        first, _, _ = str(statement([trained(**changed)])).partition("Whose data")
+        first, _, rest = str(statement([trained(**changed)])).partition("People and data")
+        assert "Quote epsilon" not in rest
+        assert ("The following would hold without the exceptions above." in rest) == ("would" in said)
         assert re.search(said, " ".join(first.split()).replace(" - ", " ")), first
         assert "are protected by" not in first
     simulated = pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3).scaled(1 / 2)).ledger
@@ -144,7 +146,7 @@ def test_declared_side_information_is_named():
     found = statement([private_grad.ledger])
     assert "as declared: public data: a <b>dictionary</b> - Quote epsilon = 0." in str(found)
     assert "&lt;b&gt;dictionary" in found.to_html()
-    assert not re.search(r"(?:src|href)=", found.to_html())
+    assert not re.search(r"src=|href=(?!\"data:,\")", found.to_html())
 
 
 def test_the_command_prints_writes_and_counts(tmp_path: Path):
@@ -159,6 +161,41 @@ def test_the_command_prints_writes_and_counts(tmp_path: Path):
     assert 0.01 < answer["attack_success"] < 1
     assert math.isfinite(answer["epsilon"])
     assert answer["statement"][0]["heading"] == "In short"
+    assert answer["head"].keys() == {"Date"}
+
+
+def test_a_statement_names_what_it_is_about_as_declared(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    about = About(title="Readmission", model="head <b>", purpose="to plan beds\n- Quote epsilon = 0", data="visits")
+    found = statement([trained(path=path)], about=about)
+    first, head, _ = str(found).split("\n\n")[:3]
+    assert first == "PRIVACY STATEMENT: Readmission"
+    assert head.splitlines()[:3] == [
+        "Model, as declared: head <b>",
+        "Purpose, as declared: to plan beds - Quote epsilon = 0",
+        "Data set, as declared: visits",
+    ]
+    assert head.splitlines()[3].startswith("Date: 20")
+    page = found.to_html()
+    assert "<h1>Readmission</h1>" in page
+    assert "head &lt;b&gt;" in page
+    options = ("--title", "Readmission", "--model", about.model, "--purpose", about.purpose, "--data", "visits")
+    shown = CliRunner().invoke(app, ["statement", str(path), *options], env={"COLUMNS": "200"})
+    assert shown.stdout.splitlines()[: len(str(found).splitlines())] == str(found).splitlines()
+    plan = make_plan(delta=1e-3)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad(next(iter(plan.batches(make_data()))))
+    said = pg.save(private_grad.model, tmp_path / "saved", ledger=private_grad.ledger, about=about)
+    assert said.about == pg.load(make_model(), tmp_path / "saved").about == about
+    assert (tmp_path / "saved" / "statement.txt").read_text().startswith(first)
+
+
+def test_a_page_is_like_that_of_a_report_and_boxes_what_is_no_guarantee():
+    for changed, boxed in (({}, 0), ({"seed": 1}, 1)):
+        page = statement([trained(**changed)]).to_html()
+        assert page.count('class="warning" role="note"') == boxed
+        assert "prefers-color-scheme: dark" in page
+        assert not re.search(r"<script|https?:|@import|url\(", page)
 
 
 def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):

@@ -1,5 +1,5 @@
 """The statement of a guarantee, models that are saved with theirs, and the model card."""
 
-from privgrad.statement.text import Statement, budget_statement, statement
+from privgrad.statement.text import About, Statement, budget_statement, statement
 
-__all__ = ["Statement", "budget_statement", "statement"]
+__all__ = ["About", "Statement", "budget_statement", "statement"]

@@ -3,12 +3,11 @@
 Readers may act on them, so a number that protects nobody is not called epsilon.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import ModelCard
 
@@ -18,7 +17,8 @@ from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, said_of_loaded
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.statement.text import Section, Statement, if_planned, released_beside, statement
+from privgrad.statement.facts import Facts, ledger_facts, released_beside
+from privgrad.statement.text import Section, Statement, written
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
@@ -39,57 +39,51 @@ def write_privacy(
     plan, own = private_grad.plan, private_grad.ledger
     ledgers = [own, *(other for other in ledgers_of(private_grad.model) if not covers(own, other))]
     path = folder / "README.md"
-    found = _statement_of(plan, ledgers)
+    found = _facts_of(plan, ledgers)
+    said = None if found is None else written(found)
     empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
     card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
     rate = ", ".join([optimizer, *(f"{name.replace('_', ' ')} {value:g}" for name, value in rates.items())])
     content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
     content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
     content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
-    card = ModelCard(f"{content.rstrip()}\n\n{_section(private_grad, ledgers, found, rate, updates)}\n")
-    tags = cast("list[str]", card.data.get("tags") or [])
-    card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
+    begun = loaded_into(private_grad.model)
+    lines = _guarantee(plan, ledgers, said, begun)
+    rows = _rows(plan, ledgers, found, updates) | {"optimizer": rate, "digest of the ledger": f"`{own.head}`"}
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    section = "\n".join([_START, "## Privacy", "", *(f"- {line}" for line in lines), "", table, "", _END])
+    card = ModelCard(f"{content.rstrip()}\n\n{section}\n")
+    card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or []), *_TAGS]))
     earlier = "; ".join(said_of_loaded(private_grad.model))
-    card.data["privacy"] = _facts(plan, ledgers, found) | {"updates": updates}
+    card.data["privacy"] = _metadata(plan, ledgers, found) | {"updates": updates}
     card.data["privacy"] |= {"earlier_trainings": earlier} if earlier else {}
     path.write_text(str(card), encoding="utf-8")
-    if found is not None:
-        begun = (Section("Earlier trainings", tuple(lines)),) if (lines := loaded_into(private_grad.model)) else ()
-        text = replace(found, sections=(*found.sections, *begun))
+    if said is not None:
+        more = (Section("Earlier trainings", tuple(begun)),) if begun else ()
+        text = replace(said, sections=(*said.sections, *more))
         (folder / _STATEMENT).write_text(f"{text}\n", encoding="utf-8")
     elif ledgers[1:] and own.commitment is None:  # an earlier call may have stated fewer trainings
         (folder / _STATEMENT).unlink(missing_ok=True)
 
 
-def _statement_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Statement | None:
-    """Return the statement on all trainings of a model; None without a delta, with a budget, or for several units."""
+def _facts_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Facts | None:
+    """Return the facts of all trainings of a model; None without a delta, with a budget, or for several units."""
     if plan.delta is None or any(ledger.commitment is not None for ledger in ledgers):
         return None
     try:
-        return statement(ledgers, delta=plan.delta)
+        return ledger_facts(ledgers, plan.delta)
     except PrivacyError:
         if not ledgers[1:]:
             raise
         return None
 
 
-def _epsilon_of(found: Statement | None, ledgers: Sequence[Ledger]) -> float | None:
-    """Return the epsilon of a statement; None without a statement, or if its epsilon is no guarantee."""
-    if found is None:
-        return None
-    numbers, facts = found.numbers, [ledger.plan_facts for ledger in ledgers]
-    is_repeatable = numbers["seeded_releases"] > 0 or any(fact.get("research_seed") for fact in facts)
-    is_simulation = any(fact.get("simulates") is not None for fact in facts)
-    is_sound = numbers["covered_by_accountant"] and math.isfinite(numbers["epsilon"])
-    return numbers["epsilon"] if is_sound and not is_simulation and not is_repeatable else None
-
-
-def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None) -> dict[str, Any]:
+def _metadata(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Facts | None) -> dict[str, Any]:
     """Return the metadata: epsilon only if it is a guarantee, and the numbers of the plan."""
     ledger, *others = ledgers
     facts: dict[str, Any] = {}
-    if (epsilon := _epsilon_of(found, ledgers)) is not None:
-        facts |= {"epsilon": epsilon, "delta": plan.delta}
+    if found is not None and found.is_guarantee:
+        facts |= {"epsilon": found.epsilon, "delta": plan.delta}
     if others:
         facts |= {"other_trainings": len(others), "other_released_gradients": sum(one.releases for one in others)}
     return facts | {
@@ -105,44 +99,37 @@ def _facts(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Statement | None
     }
 
 
-def _guarantee(private_grad: PrivateGradient, ledgers: Sequence[Ledger], found: Statement | None) -> list[str]:
-    """Return sentences on what is protected, and on loaded weights; without a statement, how to get one."""
-    begun = loaded_into(private_grad.model)
-    if found is not None:
-        caveats = [*if_planned(ledgers), *begun]
-        return [*found.sections[0].sentences, *caveats, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], said: Statement | None, begun: Sequence[str]) -> list[str]:
+    """Return what is protected, by the statement; without one, how to get it."""
     ledger, *others = ledgers
-    if ledger.commitment is not None:
-        lines = ["The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."]
-    elif private_grad.plan.delta is None:
-        lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
+    if said is not None:
+        lines = [*said.sections[0].sentences, *begun, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+    elif ledger.commitment is not None:
+        budget = "The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."
+        lines = [budget, *begun]
+    elif plan.delta is None:
+        lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon.", *begun]
     else:
-        lines = ["The private trainings of this model have no statement in common."]
-    lines += begun
-    if others:
+        lines = ["The private trainings of this model have no statement in common.", *begun]
+    if said is None and others:
         uncounted = "No number here counts the other private trainings of this model."
         lines.append(f"{uncounted} Run `privgrad statement` on their ledgers too.")
-    return lines
+    return [*lines, "Results on evaluation data in this card have no noise. Epsilon does not cover these data."]
 
 
-def _section(
-    private_grad: PrivateGradient, ledgers: Sequence[Ledger], found: Statement | None, rate: str, updates: int
-) -> str:
-    """Return the section of the README: what is protected, and the numbers that it follows from."""
+def _rows(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Facts | None, updates: int) -> dict[str, str]:
+    """Return the numbers that the guarantee follows from, by name."""
     ledger, *others = ledgers
-    plan, epsilon = private_grad.plan, _epsilon_of(found, ledgers)
-    lines = _guarantee(private_grad, ledgers, found)
-    lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
-    rule = ledger.plan_facts.get("adaptive_clip")
     one, many = ("person", "people") if plan.privacy_unit == "user" else ("row", "rows")
     exactness = " or more" if plan.max_batch_size is None else " or one less"
     turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
     turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
+    rule, beside = ledger.plan_facts.get("adaptive_clip"), released_beside(ledger.plan_facts)
     lost = ledger.releases - updates
     of_lost = f"; {lost:,} released gradients were lost in an interruption, came later or went unused"
     of_others = f"{len(others):,}, with {sum(other.releases for other in others):,} noisy gradients"
-    rows = {
-        **({} if epsilon is None else {"epsilon": rounded_up(epsilon, 4)}),
+    return {
+        **({"epsilon": rounded_up(found.epsilon, 4)} if found is not None and found.is_guarantee else {}),
         **({} if plan.delta is None else {"delta": rounded_up(plan.delta)}),
         "unit of protection": f"one {one}",
         f"{many} in the data": f"{plan.num_examples:,}{exactness}, as declared",
@@ -153,9 +140,5 @@ def _section(
         "sampling": f"{plan.sampling}, rate {plan.group_rate:.4g}{turns}",
         "noise multiplier": f"{plan.noise_multiplier:.4g}",
         "clipping norm": f"{plan.max_grad_norm:.4g}" + (f", moved by {rule}" if rule else ""),
-        **({"released with each gradient": beside} if (beside := released_beside(ledger.plan_facts)) else {}),
-        "optimizer": rate,
-        "digest of the ledger": f"`{ledger.head}`",
+        **({"released with each gradient": beside} if beside else {}),
     }
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-    return "\n".join([_START, "## Privacy", "", *(f"- {line}" for line in lines), "", table, "", _END])

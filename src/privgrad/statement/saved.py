@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.accounting.accountant import rounded_up
-from privgrad.errors import described, expected, require_path
+from privgrad.errors import described, expected
 from privgrad.features.saving import require_place, safetensors, usual_mode, written_whole
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.private_gradient import require_model
-from privgrad.statement.text import Section, Statement, budget_statement, public_facts, statement
+from privgrad.statement.text import About, Section, Statement, budget_statement, public_facts, statement
 from privgrad.training.checkpoint import damage_refused, read_checkpoint
 
 _FORMAT = 1  # of statement.json
@@ -33,6 +33,7 @@ def save(
     ledger: Record | Sequence[Record],
     delta: float | None = None,
     post_processing: str | None = None,
+    about: About | None = None,
     overwrite: bool = False,
 ) -> Statement:
     """Write a trained model for publication: its weights, and the statement on the training.
@@ -49,6 +50,7 @@ def save(
         post_processing: what changed the weights after the training, in a few words: "merged the adapters", say. It
             is stated as declared. None: nothing did, and the weights are compared with checkpoint.pt in the folder of
             the ledger, if there is one.
+        about: `privgrad.statement.About`: title, model, purpose and data set, which the statement gives as declared.
         overwrite: replace a folder that `save` wrote, as a whole, if nothing in it was added or changed since. Any
             other folder with files is refused.
     Returns:
@@ -57,7 +59,7 @@ def save(
     Raises:
         PrivacyError: the model is a Head; the ledger holds no release; this process trained the model, or one that it
             was copied from, with another ledger too; the weights are not those of the checkpoint; `statement` refuses
-            the ledgers; the folder holds files; or the model has state that is no tensor.
+            the ledgers; the folder holds files; or tensors of the model are sharded.
     Privacy:
         Weights are post-processing of released gradients if they were computed from these and public data alone. The
         statement says how far this was checked. Buffers that the model computes from private data itself, such as
@@ -69,26 +71,30 @@ def save(
         raise expected("save", "model", "to be no Head", "a Head", remedy)
     place = require_place("save", folder, overwrite=overwrite, is_own=_is_saved)
     if post_processing is not None and not post_processing.strip():
-        raise expected("save", "post_processing", "to be a few words", described(post_processing), "leave it out")
+        raise expected("save", "post_processing", "to be a few words", described(post_processing))
     given = [ledger] if isinstance(ledger, Ledger | Budget | str | os.PathLike) else ledger
     records = [opened(record) for record in given]
-    said = statement_of("save", records, delta)
+    said = statement_of("save", records, delta, about)
     if not said.numbers["releases"]:
         raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")
     origin = Section("Weights", _origin(model, records, post_processing))
     said = replace(said, sections=(*said.sections, origin))
-    tensors = _require_whole_tensors(model)
+    state = model.state_dict()
+    if any(hasattr(value, "to_local") for value in state.values()):
+        remedy = "gather the weights into a whole model first"
+        raise expected("save", "model", "to have whole tensors", "sharded ones", remedy)
     with written_whole(place, overwrite=overwrite) as partial:
         with usual_mode(partial / WEIGHTS):
             safetensors().save_model(model, str(partial / WEIGHTS))
         (partial / TEXT).write_text(f"{said}\n", encoding="utf-8")
         facts = {
             "format": _FORMAT,
-            "weights": {"file": WEIGHTS, "sha256": _digest(partial / WEIGHTS), "tensors": tensors},
+            "weights": {"file": WEIGHTS, "sha256": _digest(partial / WEIGHTS), "tensors": len(state)},
             "numbers": {  # JSON has no infinite numbers
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in said.numbers.items()
             },
+            "about": asdict(said.about),
             "plans": [public_facts(record) for record in records if isinstance(record, Ledger)],
             "statement": [asdict(section) for section in said.sections],
         }
@@ -113,7 +119,6 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
     require_model("load", model)
     if getattr(model, "saves_itself", False):
         raise expected("load", "model", "to be no Head", "a Head", "call Head.load(folder), which returns the head")
-    require_path("load", "folder", folder, "give the folder that pg.save wrote")
     place = Path(folder)
     try:
         facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
@@ -121,12 +126,12 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         found = _digest(place / WEIGHTS)
         sections = tuple(Section(part["heading"], tuple(part["sentences"])) for part in facts["statement"])
         numbers = {name: math.inf if value is None else value for name, value in facts["numbers"].items()}
+        about = About(**facts.get("about", {}))  # absent in folders of older versions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got, remedy = f"{type(error).__name__}: {error}", "give the folder that pg.save wrote"
         raise expected("load", f"{place}", "to hold a saved model", got, remedy) from error
     if version != _FORMAT:
-        remedy = "load it with the version of privgrad that saved it"
-        raise expected("load", f"the format of {place}", f"to be {_FORMAT}", version, remedy)
+        raise expected("load", f"the format of {place}", f"to be {_FORMAT}, of this version of privgrad", version)
     if found != digest:
         remedy = "restore the folder from a copy: the statement is on other weights"
         raise expected("load", f"the SHA-256 of {place / WEIGHTS}", f"to be {digest}", found, remedy)
@@ -138,7 +143,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
     size, delta = (rounded_up(float(numbers[name]), 3) for name in ("epsilon", "delta"))
     note_loaded(model, f"epsilon = {size} and delta = {delta}")
-    return Statement(sections, numbers)
+    return Statement(sections, numbers, about)
 
 
 def _difference(model: nn.Module, path: Path) -> str | None:
@@ -173,17 +178,19 @@ def opened(record: Record) -> Ledger | Budget:
     return Budget(path) if is_budget(path) else Ledger(path, read_only=True)
 
 
-def statement_of(function: str, records: Sequence[Ledger | Budget], delta: float | None) -> Statement:
+def statement_of(
+    function: str, records: Sequence[Ledger | Budget], delta: float | None, about: About | None
+) -> Statement:
     """Return the statement on ledgers, or on one budget."""
     ledgers = [record for record in records if isinstance(record, Ledger)]
     if len(ledgers) == len(records):
-        return statement(ledgers, delta=delta)
+        return statement(ledgers, delta=delta, about=about)
     budget = records[0]
     if records[1:] or delta is not None or isinstance(budget, Ledger):
         got = f"{len(records)} records and delta {delta}"
         remedy = "give it alone: it covers all of its ledgers. For people in others too, epsilons and deltas add up"
         raise expected(function, "a budget", "to be given alone", got, remedy)
-    return budget_statement(budget)
+    return budget_statement(budget, about=about)
 
 
 def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str | None) -> tuple[str, ...]:
@@ -251,19 +258,6 @@ def _is_of(model: nn.Module, checkpoint: Path) -> bool:
         for other in (held["model"], averaged)
         if own.keys() == other.keys()
     )
-
-
-def _require_whole_tensors(model: nn.Module) -> int:
-    """Return the number of tensors of a model; raise PrivacyError if its state holds anything else."""
-    state: dict[str, object] = dict(model.state_dict())
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            remedy = "keep its state in buffers; safetensors holds tensors only"
-            raise expected("save", f"{name} of the model", "to be a tensor", type(value).__name__, remedy)
-        if hasattr(value, "to_local"):
-            remedy = "gather the weights into a whole model first"
-            raise expected("save", f"{name} of the model", "to be a whole tensor", "a sharded one", remedy)
-    return len(state)
 
 
 def _digest(path: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 from privgrad.accounting.accountant import epsilon
 from privgrad.ledger.ledger import Ledger
 from privgrad.plan import PrivacyPlan
+from privgrad.statement.facts import doubts
 from privgrad.training.schedule import Schedule
 from privgrad.types import COVERED
 from privgrad_lab.records import Record
@@ -29,14 +30,15 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     finals = {str(record["method"]): record for record in records if record["phase"] == "final"}
     rules = {method: record.get("adaptive_clip") for method, record in finals.items()}
-    moved = {m: f" at first, moved by {AdaptiveClipTable(**rule).make()!r}" for m, rule in rules.items() if rule}
+    moved = {m: f", moved by {AdaptiveClipTable(**rule).make()!r}" for m, rule in rules.items() if rule}
     norms = {method: f"{record['max_grad_norm']:g}{moved.get(method, '')}" for method, record in finals.items()}
     filters = {m: FilterTable(**record["filter"]) for m, record in finals.items() if record.get("filter")}
     averages = {m: repr(filters[m].point or filters[m].make()) if m in filters else "none" for m in finals}
     groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
     ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
-    facts = [str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()]
-    drawn_by = {name for fact in facts for name in fact.split("; ")}
+    facts = [ledger.plan_facts for ledger in ledgers.values()]
+    drawn_by = {name for fact in facts for name in str(fact["noise_generator"]).split("; ")}
+    statistics = {str(fact["norm_statistic"]) for fact in facts if fact.get("norm_statistic")}
     return {
         "title": spec.title,
         "command": command,
@@ -56,8 +58,10 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "schedule": _by_method({m.name: _schedule(spec, m) for m in spec.methods}),
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
-        },
+        }
+        | ({"norm_statistic": "; ".join(sorted(statistics))} if statistics else {}),
         "total_epsilon": _total_epsilon(spec, records, ledgers),
+        "doubts": doubts(list(ledgers.values())),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -4,17 +4,17 @@ import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from privgrad import optim
-from privgrad.accounting.accountant import rounded_up
 from privgrad.diagnostics.gradient_stats import SecondMoment, released_verdict, verdict
 from privgrad.errors import expected
 from privgrad.optim.debiased import Debiased
+from privgrad.statement.facts import Facts
+from privgrad.statement.text import written
 from privgrad.types import COVERED
 from privgrad_lab import records as recorded
 from privgrad_lab.metrics import title
@@ -82,6 +82,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         few_clipped=_few_clipped(records),
         images=_draw_into(folder, records),
         privacy=privacy,
+        said=written(_facts(records, metadata, privacy)),
         simulated=texts.SIMULATED,
         total=total,
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
@@ -180,8 +181,8 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
 @cache
 def template(name: str) -> jinja2.Template:
     """Return the template of a page with its filters."""
-    folder = resources.files("privgrad_lab.report")
-    loader = jinja2.FunctionLoader(lambda file: folder.joinpath(file).read_text("utf-8"))
+    own = jinja2.PackageLoader("privgrad_lab", "report")
+    loader = jinja2.ChoiceLoader([own, jinja2.PackageLoader("privgrad", "statement")])
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
     environment.filters.update(epsilon=texts.epsilon_text, short=_short)
     return environment.get_template(name)
@@ -230,20 +231,41 @@ def _short(value: Any) -> str:
 
 
 def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the facts of the privacy statement that depend on the records."""
+    """Compute the facts on privacy that depend on the records."""
     epsilon = recorded.summary_row("all", records)["epsilon"]
     fixed = [row["method"] for row in rows if row["sampling"] == "fixed"]
     budgets = {row["epsilon"] for row in rows if row["seeds"]}
     return {
         "epsilon": epsilon,
         "simulates": recorded.simulated_epsilon(records),
-        "factor": rounded_up(math.exp(epsilon), 3) if epsilon is not None and epsilon < 15 else None,
         "delta": max(recorded.numbers(recorded.in_phase(records, "final"), "delta"), default=None),
         "fixed": ", ".join(fixed),
         # Runs of one plan differ in epsilon at most by rounding.
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
         "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
-        "all_poisson": all(row["sampling"] in COVERED for row in rows),
+        # None: not recorded
+        "covered": False if fixed else all(row["sampling"] in COVERED for row in rows) or None,
         "runs": sum(row["trainings"] for row in rows),
         "nonfinite": sum(int(record.get("raw_nonfinite_examples") or 0) for record in records),
     }
+
+
+def _facts(records: Sequence[Record], metadata: Mapping[str, Any], privacy: Mapping[str, Any]) -> Facts:
+    """Return the facts of the privacy statement, which is about each final training."""
+    plan: dict[str, Any] = metadata.get("plan") or {}
+    sources = dict.fromkeys(record["side_information"] for record in records if record.get("side_information"))
+    more = {"research_seed": plan.get("seed") is not None, "side_information": "; ".join(sources) or None}
+    more |= {"noise_memory": {"bands": plan["bands"]}} if str(plan.get("bands", 1)) != "1" else {}
+    more |= {"simulates": plan, "noise_multiplier": 0} if privacy["simulates"] else {}
+    return Facts(
+        epsilon=math.inf if privacy["epsilon"] is None else privacy["epsilon"],
+        delta=privacy["delta"] or plan.get("delta") or math.nan,
+        releases=privacy["runs"],
+        covered_by_accountant=privacy["covered"],
+        privacy_unit=plan.get("privacy_unit") or "example",
+        num_examples=plan.get("num_examples"),
+        at_least=plan.get("sampling") != "truncated",
+        plans=[{**plan, **more}],
+        is_each=privacy["runs"] > 1,
+        **(metadata.get("doubts") or {}),
+    )

@@ -112,7 +112,7 @@ def write_page(
         scored_on=None if spec.tuning is None else spec.tuning.score_on,
         winner_score=last.get("tuning_score"),
         winner_noise=last.get("score_noise_std"),
-        statement=statement,
+        said=statement,
         settings={
             "Data": last["data"],
             "Optimizer": last["optimizer"],

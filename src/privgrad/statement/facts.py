@@ -1,0 +1,226 @@
+"""The facts of a statement: public numbers of ledgers, of a budget, or of the records of a report."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from privgrad.accounting.accountant import attack_success, epsilon
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
+from privgrad.errors import require_delta
+from privgrad.ledger.budget import Budget, Commitment
+from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
+from privgrad.ledger.ledger import Ledger
+from privgrad.types import COVERED, PRIVATE_MOMENT
+
+_FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
+_SOFTWARE = ("privgrad", "dp-accounting", "torch")  # it computes the numbers
+_FOR_TEXT = ("plans", "stops", "commitments", "has_changed", "is_each", "trainings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a statement, a report and a card say. None: not known, or not for this kind of record.
+
+    Attributes:
+        epsilon: of all that is stated together; with `is_each`, the largest of several trainings, each alone.
+        total_epsilon, spent: of a budget.
+        attack_success: the largest share of members that an attacker finds at `false_positive_rate`.
+        at_least: whether there may be more units than `num_examples`.
+        groups_of_people: whether some releases are from separate groups of people.
+        digests: of the ledgers, or of the budget; None in the place of a ledger in memory.
+        plans: what each ledger records of its plan, with `made`, its releases, and `participations`, the most of them
+            that one unit took part in.
+        trainings: the number of plans that are stated together.
+        stops: planned and released steps of each ledger that has fewer than planned.
+        has_changed: whether a number of planned steps changed.
+        commitments: of a budget, each with its epsilon alone.
+    """
+
+    epsilon: float
+    epsilon_rdp: float | None = None
+    total_epsilon: float | None = None
+    spent: float | None = None
+    delta: float
+    attack_success: float | None = None
+    false_positive_rate: float = _FALSE_POSITIVES
+    releases: int
+    seeded_releases: int = 0
+    covered_by_accountant: bool | None = True
+    privacy_unit: str
+    num_examples: int | None = None
+    at_least: bool | None = None
+    groups_of_people: bool | None = None
+    digests: Sequence[str | None] | None = None
+    file: str | None = None
+    date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
+    versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _SOFTWARE})
+    plans: Sequence[Mapping[str, Any]] = ()
+    trainings: int = 1
+    stops: Sequence[tuple[int, int]] = ()
+    has_changed: bool = False
+    is_each: bool = False
+    commitments: Sequence[tuple[Commitment, float]] = ()
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by name, without those that are None."""
+        return {name: value for name, value in vars(self).items() if value is not None and name not in _FOR_TEXT}
+
+    @property
+    def one(self) -> str:
+        """The word for a unit of privacy."""
+        return "person" if self.privacy_unit == "user" else "row"
+
+    @property
+    def many(self) -> str:
+        """The word for several units of privacy."""
+        return "people" if self.privacy_unit == "user" else "rows"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether anything was released, at a finite epsilon."""
+        return self.releases > 0 and math.isfinite(self.epsilon)
+
+    @property
+    def exceptions(self) -> list[str]:
+        """The reasons why epsilon is no guarantee: "simulation", "seed", "moment", "fixed" or "delta"."""
+        sources = " ".join(str(plan.get("side_information")) for plan in self.plans)
+        counts_moment = any(plan.get("released") == "second moment" for plan in self.plans)
+        found = {
+            "simulation": any(plan.get("simulates") is not None for plan in self.plans),
+            "seed": self.seeded_releases > 0 or any(plan.get("research_seed") for plan in self.plans),
+            "moment": PRIVATE_MOMENT in sources and not counts_moment,
+            "fixed": self.covered_by_accountant is False,
+            "delta": self.num_examples is not None and self.delta > 1 / self.num_examples,
+        }
+        return [name for name, is_so in found.items() if is_so]
+
+    @property
+    def is_guarantee(self) -> bool:
+        """Whether epsilon protects, unless `stops` or `has_changed` followed from results."""
+        return math.isfinite(self.epsilon) and not self.exceptions
+
+    @property
+    def gradients(self) -> int:
+        """The number of gradients that ledgers hold, without sums of data."""
+        return sum(plan["made"] for plan in self.plans if "released" not in plan)
+
+    @property
+    def is_on_grid(self) -> bool:
+        """Whether all noise is known to lie on a grid."""
+        return bool(self.plans) and all(plan.get("noise_on_grid") for plan in self.plans)
+
+    @property
+    def sources(self) -> list[str]:
+        """The other data that the trainings used, as declared, each on one line."""
+        given = (str(plan["side_information"]) for plan in self.plans if plan.get("side_information"))
+        return list(
+            dict.fromkeys(" ".join(source.split()) for source in given)
+        )  # a line of its own would look like ours
+
+
+def ledger_facts(
+    ledgers: Sequence[Ledger], delta: float | None, *, function: str = "statement", bounds_attacks: bool = True
+) -> Facts:
+    """Return the facts of all releases of ledgers together; arguments and errors are those of `statement`."""
+    unit = require_one_promise(function, ledgers)
+    require_no_budget(function, ledgers)
+    if delta is None:
+        delta = recorded_delta(function, ledgers)
+    require_delta(function, delta)
+    plans = [
+        {**ledger.plan_facts, "made": ledger.releases, "participations": ledger.participations} for ledger in ledgers
+    ]
+    charged = [release for ledger in ledgers for release in ledger.charged]
+    is_covered = all(plan["sampling"] in COVERED for plan in plans)
+    options: dict[str, Any] = {"assume_poisson": not is_covered}
+    success = attack_success(charged, false_positive_rate=_FALSE_POSITIVES, **options) if bounds_attacks else None
+    return Facts(
+        epsilon=epsilon(charged, delta=delta, accountant="pld", **options),
+        epsilon_rdp=epsilon(charged, delta=delta, accountant="rdp", **options),
+        delta=delta,
+        attack_success=success,
+        releases=sum(ledger.releases for ledger in ledgers),
+        seeded_releases=sum(ledger.seeded_releases for ledger in ledgers),
+        covered_by_accountant=is_covered,
+        privacy_unit=unit,
+        num_examples=min(int(plan["num_examples"]) for plan in plans),
+        at_least=all(plan["sampling"] != "truncated" for plan in plans),
+        digests=[ledger.head for ledger in ledgers],
+        file="each ledger",
+        plans=plans,
+        **doubts(ledgers),
+    )
+
+
+def doubts(ledgers: Sequence[Ledger]) -> dict[str, Any]:
+    """Return the facts of ledgers that must not have followed from results, so that epsilon is a guarantee."""
+    planned = [(max(one.planned_steps, default=0), one.releases) for one in ledgers]
+    return {
+        "trainings": len(ledgers),
+        "stops": sorted({(steps, made) for steps, made in planned if made < steps}),
+        "has_changed": any(one.planned_steps[1:] for one in ledgers),
+    }
+
+
+def budget_facts(budget: Budget) -> Facts:
+    """Return the facts of everything that is committed in a budget, whether it was released already or not."""
+    held, spent, delta, alpha = budget.commitments, budget.spent(), budget.delta, _FALSE_POSITIVES
+    # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
+    size = max(spent, budget.total_epsilon if held[1:] else 0.0)
+    # Of epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand.
+    success = min(1.0, math.exp(min(size, 700.0)) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha))
+    return Facts(
+        epsilon=size,
+        total_epsilon=budget.total_epsilon,
+        spent=spent,
+        delta=delta,
+        attack_success=success,
+        releases=len(held),
+        seeded_releases=sum(one.is_seeded for one in held),
+        privacy_unit=budget.privacy_unit,
+        num_examples=budget.num_examples,
+        groups_of_people=any(isinstance(release, Split) for one in held for release in one.releases),
+        digests=[budget.head],
+        file=budget.path.name,
+        commitments=[(one, epsilon(one.releases, delta=delta)) for one in held],
+    )
+
+
+def has_random_runs(one: Commitment) -> bool:
+    """Return whether a commitment holds a random number of runs, which PLD does not cover."""
+    return any(isinstance(each, Selection) for group in each_group("statement", one.releases) for each in group)
+
+
+def words_of(one: Commitment) -> str:
+    """Return the name of a commitment, and what it may release."""
+    first, *others = one.releases
+    if one.released:  # "sum [2, 3], bound 1.0"
+        kind, _, shape = one.released.partition(" [")
+        count = math.prod(map(int, filter(None, shape.partition("]")[0].split(", "))))
+        what = f"a noisy {kind} with {count:,} value{'s' * (count != 1)}"
+    elif others or not isinstance(first, Release):
+        what = "trainings that were compared, and their scores"
+    else:
+        what = f"a training with up to {first.count:,} noisy gradients"
+    path = Path(one.name)  # the start of a path tells of the machine
+    return f"{'/'.join(path.parts[-2:]) if path.is_absolute() else ' '.join(one.name.split())}: {what}"
+
+
+def released_beside(plan: Mapping[str, Any]) -> str | None:
+    """Return what each gradient was released with, by a plan's `norm_statistic`; None if it was released alone."""
+    kinds = {
+        "Slots": "noisy shares of gradients by length",
+        "Count": "a noisy count of gradients within C",
+        "Histogram": "a noisy histogram of the gradients' norms",
+    }
+    recorded = plan.get("norm_statistic")
+    return (
+        f"{kinds.get(str(recorded).partition('(')[0], 'noisy numbers on their norms')}, {recorded}"
+        if recorded
+        else None
+    )
