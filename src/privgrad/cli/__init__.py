@@ -32,28 +32,44 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     help="Differentially private training for PyTorch, with optimizers corrected for the privacy noise.",
+    epilog="""For example, train on images of digits, and say what is protected:
+
+$ privgrad train examples/digits.toml
+
+$ privgrad statement runs/digits/runs/*/ledger.jsonl
+
+With --json, the last line of the output is one JSON object.""",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_PANELS = {
+    "Before a training": ("data", "doctor", "calibrate"),
+    "Training": ("train", "compare", "reproduce"),
+    "After a training": ("epsilon", "statement", "budget", "audit"),
+}
+_commands: dict[str, Any] = {
+    one.__name__: one for one in (doctor.doctor, privacy.calibrate, privacy.epsilon, statement.statement, budget.budget)
+}
+
+
+def _refuse() -> None:
+    """Run experiments. Needs the extra 'experiments' of privgrad."""
+    from_lab("commands")
+    from_lab("data-commands")
 
 
 try:
-    for _command in from_lab("commands"):
-        app.command()(_command)
-    app.add_typer(from_lab("data-commands"), name="data")
-except PrivacyError as error:  # privgrad_lab cannot be imported
-    _missing = error
-
-    def _refuse() -> None:
-        """Run experiments. Needs the extra 'experiments' of privgrad."""
-        raise _missing
-
-    for _name in ("train", "compare", "reproduce", "audit", "data"):
-        _options = {"ignore_unknown_options": True, "allow_extra_args": True}
-        app.command(_name, context_settings=_options)(_refuse)
-for _command in (privacy.epsilon, privacy.calibrate, statement.statement, budget.budget, doctor.doctor):
-    app.command()(_command)
+    _commands |= {one.__name__: one for one in from_lab("commands")} | {"data": from_lab("data-commands")}
+except PrivacyError:  # privgrad_lab cannot be imported
+    _commands |= dict.fromkeys(("train", "compare", "reproduce", "audit", "data"), _refuse)
+for _panel, _names in _PANELS.items():
+    for _name in _names:
+        if isinstance(_command := _commands[_name], typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:  # a command that only refuses takes all options
+            _context = {"ignore_unknown_options": True, "allow_extra_args": True} if _command is _refuse else None
+            app.command(_name, rich_help_panel=_panel, context_settings=_context)(_command)
 
 
 def _tell_version(wanted: bool) -> None:

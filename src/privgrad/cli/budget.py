@@ -13,10 +13,7 @@ from privgrad.ledger.budget import Budget
 def budget(
     path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")], as_json: AsJson = False
 ) -> None:
-    """Show the commitments of a data set's budget, the people who made them, and the rest.
-
-    Each row has the epsilon of one commitment alone. The total is not their sum.
-    """
+    """Show what a data set's budget was spent on, and by whom."""
     found = Budget(path)
     rows: list[dict[str, Any]] = [
         {"name": one.name, "by": one.by, "date": one.date, "releases": one.count}
@@ -37,19 +34,14 @@ def budget(
         print_json({**answer, "commitments": rows})
         return
     total = rounded_up(found.total_epsilon)
-    shown = [row | {"epsilon alone": rounded_up(row["epsilon"], 4)} for row in rows]
     title = f"Budget: epsilon {total} at delta = {rounded_up(found.delta)}"
-    print_table(title, shown, left=("name", "by", "date"), right=("releases", "epsilon alone"))
-    STDOUT.print(f"spent: epsilon {rounded_up(answer['spent'], 4)} of {total}", highlight=False)
+    print_table(rows, title=title, caption="Epsilon is that of each commitment alone." if rows else None)
+    lines = [f"spent: epsilon {rounded_up(answer['spent'], 4)} of {total}"]
     if len(rows) > 1:
-        STDOUT.print(
-            f"The first commitment alone cost {shown[0]['epsilon alone']}. Those after it may depend on its results, "
-            "so all of them are counted by a Renyi filter, which is less tight. "
-            f"Quote epsilon {total}, the budget.",
-            highlight=False,
+        lines.append(
+            "Later commitments may depend on results of earlier ones, so all of them are counted by a Renyi filter, "
+            f"which is less tight. Quote epsilon {total}, the budget."
         )
-    if answer["left_for_one_release"] == 0:
-        STDOUT.print("left: nothing")
-        return
-    left = f"about {answer['left_for_one_release']:.4g}"
-    STDOUT.print(f"left: one more Gaussian release of epsilon {left}. Epsilons do not simply add up", highlight=False)
+    left = answer["left_for_one_release"]
+    more = f"one more Gaussian release of epsilon about {left:.4g}. Epsilons do not simply add up"
+    STDOUT.print("\n".join([*lines, f"left: {more if left else 'nothing'}"]), highlight=False)

@@ -41,33 +41,36 @@ note_once = cache(note)  # every training builds a plan, and every plan warns
 
 
 def print_table(
-    title: str,
-    rows: Sequence[Mapping[str, object]],
-    *,
-    left: Sequence[str],
-    right: Sequence[str] = (),
-    caption: str | None = None,
+    rows: Sequence[Mapping[str, object]], *, title: str | None = None, caption: str | None = None, header: bool = True
 ) -> None:
-    """Print rows as a table. Its columns are the keys `left`, whose long texts fold, and then the keys `right`."""
-    table = Table(title=title, caption=caption)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right")
+    """Print rows as a table, with their keys as its header. No number is cut or wrapped; long texts fold."""
+    table = Table(title=title, caption=caption, caption_justify="left", show_header=header)
+    for name in rows[0] if rows else ():
+        is_number = header and all(isinstance(row[name], int | float | None) for row in rows)
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(f"{row[name]}") for name in (*left, *right)))
+        table.add_row(*(Text(_shown(value)) for value in row.values()))
     STDOUT.print(table)
 
 
-def print_answer(answer: dict[str, Any], *, as_json: bool) -> None:
-    """Print names and values as a table with two columns, or as one JSON object."""
+def print_answer(answer: Mapping[str, object], *, as_json: bool) -> None:
+    """Print names and values as a table with two columns, or as one JSON object. The table leaves None out."""
     if as_json:
-        print_json(answer)
+        print_json(dict(answer))
         return
-    table = Table(show_header=False)
-    for name, value in answer.items():
-        table.add_row(name.replace("_", " "), rounded_up(value) if isinstance(value, float) else str(value))
-    STDOUT.print(table)
+    known = {name.replace("_", " "): value for name, value in answer.items() if value is not None}
+    print_table([{"name": name, "value": value} for name, value in known.items()], header=False)
+
+
+def _shown(value: object) -> str:
+    """Return a value for a person: a float as an upper bound, as epsilons are."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in cast("dict[str, object]", value).items())
+    if isinstance(value, list):
+        return " ".join(map(_shown, cast("list[object]", value)))
+    return rounded_up(value) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_json(answer: dict[str, Any]) -> None:

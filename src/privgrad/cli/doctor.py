@@ -37,7 +37,9 @@ def doctor(
     engine: Annotated[str, typer.Option(help="The engine that --batch tries: factored or vmap.")] = "factored",
     as_json: AsJson = False,
 ) -> None:
-    """List what blocks private training, with a remedy for each. Exit code 1 if anything blocks it.
+    """List what blocks private training, in a model or in data.
+
+    Each problem has a remedy. The exit code is 1 if anything blocks private training.
 
     For a model: its modules. With --batch, also list the parameters that the loss does not use, and say how each
     gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
@@ -50,9 +52,11 @@ def doctor(
     """
     if factory.endswith(".toml"):
         if batch is not None:
-            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch), "leave it out")
+            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch))
         raise typer.Exit(from_lab("examine")(Path(factory), as_json=as_json))
-    model = _make(factory)
+    model = _made("factory", factory)
+    if not isinstance(model, nn.Module):
+        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__)
     problems = find_problems(model)
     found = _tried(model, batch, engine) if batch is not None and not problems else None
     if found is not None:
@@ -61,17 +65,17 @@ def doctor(
         more = {} if found is None else {"explanation": asdict(found)}
         print_json({"problems": [asdict(problem) for problem in problems], **more})
         raise typer.Exit(1 if problems else 0)
-    if problems:
-        rows = [
-            {"module": one.path or "(the model)", "type": one.module, "problem": one.what, "remedy": one.remedy}
-            for one in problems
-        ]
-        print_table(f"Problems that block private training: {len(rows)}", rows, left=list(rows[0]))
+    rows = [
+        {"module": one.path or "(the model)", "type": one.module, "problem": one.what, "remedy": one.remedy}
+        for one in problems
+    ]
+    if rows:
+        print_table(rows, title=f"Problems that block private training: {len(rows)}")
     else:
         STDOUT.print("Nothing in the structure of this model blocks private training.")
     if found is not None:
         if slow := found.rows():
-            print_table("Parameters without a fast rule", slow, left=list(slow[0]))
+            print_table(slow, title="Parameters without a fast rule")
         for line in found.lines():
             STDOUT.print(line, highlight=False, soft_wrap=True)
     elif not problems:
@@ -91,20 +95,18 @@ def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:
 
 def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     """Return how the gradients of a model are computed on public examples."""
-    made = _imported("batch", batch)
-    remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
-    with _one_line("batch", "to be a function without arguments", remedy):
-        given: object = made() if callable(made) else made
-    kind = type(given).__name__
-    pair = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
+    made = _made("batch", batch)
+    kind = type(made).__name__
+    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(pair) != 2 or not callable(pair[0]):
+        remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
         raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", kind, remedy)
     with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
         return explain(model, *pair, engine=cast("Any", engine))
 
 
 @contextmanager
-def _one_line(name: str, condition: str, remedy: str) -> Generator[None]:
+def _one_line(name: str, condition: str, remedy: str = "") -> Generator[None]:
     try:
         yield
     except PrivacyError:
@@ -114,8 +116,8 @@ def _one_line(name: str, condition: str, remedy: str) -> Generator[None]:
         raise expected("privgrad doctor", name, condition, got, remedy) from error
 
 
-def _imported(name: str, given: str) -> Any:
-    """Return MODULE:NAME, imported from the current folder, or raise PrivacyError."""
+def _made(name: str, given: str) -> object:
+    """Import MODULE:NAME from the current folder, and return what it makes."""
     module_name, separator, attribute = given.partition(":")
     remedy = "give package.module:function, importable from the current folder"
     if Path(given).exists():
@@ -124,14 +126,6 @@ def _imported(name: str, given: str) -> Any:
         raise expected("privgrad doctor", name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())
     with _one_line(name, "to be importable", remedy):
-        return getattr(importlib.import_module(module_name), attribute)
-
-
-def _make(factory: str) -> nn.Module:
-    """Import the factory from the current folder and return its model, or raise PrivacyError."""
-    made = _imported("factory", factory)
-    with _one_line("factory", "to return a model", "give a function that needs no arguments"):
-        model = made() if callable(made) and not isinstance(made, nn.Module) else made
-    if not isinstance(model, nn.Module):
-        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, "return the model")
-    return model
+        found = getattr(importlib.import_module(module_name), attribute)
+    with _one_line(name, "to be a function without arguments that does not fail"):
+        return found() if callable(found) and not isinstance(found, nn.Module) else found

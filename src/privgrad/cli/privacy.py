@@ -1,19 +1,20 @@
 """Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
 from privgrad.accounting.calibration import steps_of
-from privgrad.cli.console import AsJson, note, print_answer, print_table
+from privgrad.cli.console import AsJson, note, print_answer, print_json, print_table
 from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import is_budget
-from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
 from privgrad.ledger.ledger import Ledger
+from privgrad.statement.facts import Facts, ledger_facts
+from privgrad.statement.text import written
 from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
@@ -36,49 +37,68 @@ def epsilon(
     steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the epsilon that the releases in ledgers have cost, or that a plan would cost.
+    """Compute the epsilon that ledgers have cost, or that a plan costs.
 
     The cost of a ledger is recomputed from its file alone. A ledger that is part of a budget is refused: `privgrad
     budget` and `privgrad statement` give the epsilon of the whole.
     """
-    answer: dict[str, Any] = {}
-    if ledger and noise_multiplier is sample_rate is steps is None:
-        for path in filter(is_budget, ledger):
-            remedy = "run `privgrad budget` on it; epsilons of several budgets on the same people add up"
-            raise expected("privgrad epsilon", f"{path}", "to be a ledger", "a budget", remedy)
-        records = {path: Ledger(path, read_only=True) for path in ledger}
-        require_no_budget("privgrad epsilon", records.values())
-        if delta is None:
-            delta = recorded_delta("privgrad epsilon", records.values())
-        answer["delta"] = delta
-        found = {path: _cost(record, delta, f"{path}: " if ledger[1:] else "") for path, record in records.items()}
-        answer |= _together(records, found, delta) if ledger[1:] else found[ledger[0]]
-    elif not ledger and noise_multiplier is not None and sample_rate is not None and steps is not None:
-        if delta is None:
-            remedy = "give --delta, at most 1 / num_examples"
-            raise expected("privgrad epsilon", "--delta", "to be given without a ledger", None, remedy)
-        answer |= {"delta": delta, "noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
-        answer |= _epsilons_of([Release(noise_multiplier, sample_rate, count=steps)], delta)
-    else:
-        options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
-        given = ["LEDGER"] * bool(ledger) + [name for name, value in options.items() if value is not None]
+    function = "privgrad epsilon"
+    options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
+    given = [name for name, value in options.items() if value is not None]
+    if (ledger and given) or (not ledger and len(given) < len(options)):
         condition = f"to be either LEDGER or {', '.join(options)}"
-        remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
-        raise expected("privgrad epsilon", "the arguments", condition, ", ".join(given) or "no arguments", remedy)
-    if answer.get("covered_by_accountant") is False:
-        note("batches of fixed size: epsilon is computed as if they were Poisson, and no accountant covers that")
-    if "ledgers" not in answer or as_json:
-        print_answer(answer, as_json=as_json)
+        got = ", ".join(["LEDGER"] * bool(ledger) + given) or "no arguments"
+        raise expected(function, "the arguments", condition, got)
+    if not ledger:
+        if delta is None:
+            raise expected(function, "--delta", "to be given without a ledger", None)
+        plan: Any = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
+        cost = _epsilons_of([Release(**plan, count=cast(int, steps))], delta)
+        print_answer({"delta": delta, **plan, "steps": steps, **cost}, as_json=as_json)
         return
-    together: dict[str, Any] = {"ledger": "together", **answer}
-    costs = [f"epsilon {kind}" for kind in get_args(Accountant)]
-    rows = [
-        {"ledger": one["ledger"], "releases": one["releases"]}
-        | {cost: rounded_up(one[cost.replace(" ", "_")]) for cost in costs}
-        for one in (*answer["ledgers"], together)
-    ]
-    title, caption = f"At delta = {rounded_up(answer['delta'])}", "Together: all releases composed."
-    print_table(title, rows, left=("ledger",), right=("releases", *costs), caption=caption)
+    for path in filter(is_budget, ledger):
+        remedy = "run `privgrad budget` on it; epsilons of several budgets on the same people add up"
+        raise expected(function, f"{path}", "to be a ledger", "a budget", remedy)
+    records = [Ledger(path, read_only=True) for path in ledger]
+    facts = ledger_facts(records, delta, function=function, bounds_attacks=False)
+    rows = [{"ledger": f"{path}", **_row(one, facts.delta)} for path, one in zip(ledger, records, strict=True)]
+    together = {"releases": facts.releases, "covered_by_accountant": facts.covered_by_accountant}
+    together |= {"epsilon_pld": facts.epsilon, "epsilon_rdp": facts.epsilon_rdp}
+    _note(facts, dict(zip(ledger, records, strict=True)))
+    if not ledger[1:]:
+        print_answer({"delta": facts.delta, **_row(records[0], facts.delta)}, as_json=as_json)
+    elif as_json:
+        print_json({"delta": facts.delta, "ledgers": rows, **together})
+    else:
+        columns = ("ledger", "releases", "epsilon_pld", "epsilon_rdp")
+        print_table(
+            [
+                {name.replace("_", " "): row[name] for name in columns}
+                for row in (*rows, {"ledger": "together"} | together)
+            ],
+            title=f"At delta = {rounded_up(facts.delta)}",
+            caption="Together: all releases composed.",
+        )
+
+
+def _row(ledger: Ledger, delta: float) -> dict[str, Any]:
+    """Return the facts of one ledger, and its epsilons."""
+    facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "delta"}  # it may be another one
+    covered = facts["sampling"] in COVERED
+    found = _epsilons_of(ledger.charged, delta, assume_poisson=not covered)
+    return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **found}
+
+
+def _note(facts: Facts, records: Mapping[Path, Ledger]) -> None:
+    """Print what the statement says of the epsilon besides the number, and on files that lack something."""
+    said = written(facts)
+    for sentence in said.sections[0].sentences[said.is_guarantee :]:
+        note(sentence)
+    for path, record in records.items():
+        if not record.releases:
+            note(f"{path}: nothing was charged: if a model was trained in this folder, its ledger is missing")
+        if record.was_cut_off:
+            note(f"{path}: the last line was cut off while it was written: nothing was released for it")
 
 
 def calibrate(
@@ -97,79 +117,31 @@ def calibrate(
     epochs: Annotated[float | None, typer.Option(help="Number of epochs, in place of --steps.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the noise multiplier for a number of steps, or the number of steps for a noise multiplier."""
+    """Compute the noise, or the number of steps, for an epsilon."""
     function = "privgrad calibrate"
     if (sample_rate is None) == (batch_size is None) or (batch_size is None) != (num_examples is None):
         got = f"--sample-rate {sample_rate}, --batch-size {batch_size} and --num-examples {num_examples}"
-        remedy = "give --sample-rate alone, or both of the others"
-        raise expected(function, "either --sample-rate or --batch-size and --num-examples", "to be given", got, remedy)
+        raise expected(function, "either --sample-rate or --batch-size and --num-examples", "to be given", got)
     if batch_size is not None and num_examples is not None:
-        require_integer(function, "--batch-size", batch_size, 1)
-        require_integer(function, "--num-examples", num_examples, batch_size)
+        require_integer(function, "--num-examples", num_examples, max(batch_size, 1))
         sample_rate = batch_size / num_examples
     assert sample_rate is not None
+    require_rate(function, sample_rate)
     if epochs is not None:
-        require_rate(function, sample_rate)
         steps = steps_of(function, steps, epochs, sample_rate)
     if (steps is None) == (noise_multiplier is None):
         got = f"--steps {steps} and --noise-multiplier {noise_multiplier}"
         remedy = "give the one that you know; the command computes the other"
         raise expected(function, "one of --steps and --noise-multiplier", "to be given", got, remedy)
     budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
-    if noise_multiplier is None:
-        assert steps is not None
-        noise_multiplier = accounting.calibrate_noise_multiplier(**budget, steps=steps)
+    if steps is None:
+        steps = accounting.steps_for_budget(**budget, noise_multiplier=cast(float, noise_multiplier))
     else:
-        steps = accounting.steps_for_budget(**budget, noise_multiplier=noise_multiplier)
-    answer = budget | {"noise_multiplier": noise_multiplier, "steps": steps}
-    answer |= _epsilons_of([Release(noise_multiplier, sample_rate, count=steps)], delta)
-    print_answer(answer, as_json=as_json)
+        noise_multiplier = accounting.calibrate_noise_multiplier(**budget, steps=steps)
+    cost = _epsilons_of([Release(cast(float, noise_multiplier), sample_rate, count=steps)], delta)
+    print_answer(budget | {"noise_multiplier": noise_multiplier, "steps": steps} | cost, as_json=as_json)
 
 
 def _epsilons_of(releases: list[Release], delta: float, *, assume_poisson: bool = False) -> dict[str, float]:
     options: dict[str, Any] = {"delta": delta, "assume_poisson": assume_poisson}
     return {f"epsilon_{one}": accounting.epsilon(releases, accountant=one, **options) for one in get_args(Accountant)}
-
-
-def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
-    """Return the facts and the epsilons of one ledger, and print the notes on it."""
-    facts = {name: value for name, value in ledger.plan_facts.items() if name != "delta"}  # the answer has the one used
-    covered = facts["sampling"] in COVERED
-    for one in _notes(ledger):
-        note(place + one)
-    if delta > 1 / facts["num_examples"]:
-        whole = "user" if facts.get("privacy_unit") == "user" else "record"
-        note(f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed")
-    costs = _epsilons_of(ledger.charged, delta, assume_poisson=not covered)
-    return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
-
-
-def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
-    """Return the cost of each ledger, and of all releases composed, usually below the sum of the single ones."""
-    require_one_promise("privgrad epsilon", records.values())
-    note("epsilon holds if all plans were fixed before the first result; otherwise take a budget")
-    covered = all(one["covered_by_accountant"] for one in found.values())
-    charged = [release for ledger in records.values() for release in ledger.charged]
-    return {
-        "ledgers": [{"ledger": str(path), **one} for path, one in found.items()],
-        "releases": sum(one["releases"] for one in found.values()),
-        "covered_by_accountant": covered,
-        **_epsilons_of(charged, delta, assume_poisson=not covered),
-    }
-
-
-def _notes(ledger: Ledger) -> Iterator[str]:
-    """Yield the facts about a ledger that its numbers do not show."""
-    if ledger.plan_facts.get("privacy_unit") == "user":
-        yield "the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round"
-    if ledger.plan_facts.get("simulates") is not None:
-        yield "the training simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite"
-    if ledger.plan_facts.get("noise_memory") is not None:
-        most = ledger.participations
-        yield f"noise with memory: a person took part in at most {most} releases, and epsilon counts these"
-    if ledger.seeded_releases:
-        yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"
-    if not ledger.releases:
-        yield "nothing was charged to this ledger: if a model was trained in this folder, its ledger is missing"
-    if ledger.was_cut_off:
-        yield "the last line was cut off while it was written: nothing was released for it, so it is not counted"

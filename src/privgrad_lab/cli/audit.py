@@ -48,9 +48,9 @@ def audit(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Attack the library's methods and bound epsilon from below. Exit code 1 if a bound exceeds its claim.
+    """Attack the library's methods, and bound epsilon from below.
 
-    NOT private with a SPEC: the output is computed from the data of the SPEC.
+    Exit code 1 if a bound exceeds its claim. NOT private with a SPEC: the output is computed from its data.
     """
     if spec is None:
         count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)

@@ -43,9 +43,9 @@ def train(
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one method privately; write ledger, checkpoints and a report. Run it again to resume.
+    """Train one method privately, and write ledger and report.
 
-    With --json, the last line of the output holds the metric under its name, epsilon and delta.
+    Run it again to resume. With --json, the last line of the output holds the metric by its name, epsilon and delta.
     """
     loaded, folder = load_spec(spec), out or Path("runs") / spec.stem
     if restart:
@@ -67,10 +67,10 @@ def compare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare methods, tuned on one grid. Run it again to resume.
+    """Compare methods, tuned on one grid.
 
-    With privacy.total_epsilon the comparison is private: tuning and training together cost this total. Otherwise it is
-    research: several seeds, which are public, and no privacy.
+    Run it again to resume. With privacy.total_epsilon the comparison is private: tuning and training together cost this
+    total. Otherwise it is research: several seeds, which are public, and no privacy.
     """
     if dry_run:
         raise typer.Exit(_check(load_spec(spec), as_json=as_json))
@@ -100,7 +100,7 @@ def reproduce(
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Reproduce a table or figure of a paper and show it next to the paper's numbers. Run it again to resume."""
+    """Reproduce a table or figure of a paper, or resume it."""
     from privgrad_lab.papers import reproduce as papers
 
     if as_list and item is not None:
