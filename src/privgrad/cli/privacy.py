@@ -92,6 +92,8 @@ def _row(ledger: Ledger, delta: float) -> dict[str, Any]:
 def _note(facts: Facts, records: Mapping[Path, Ledger]) -> None:
     """Print what the statement says of the epsilon besides the number, and on files that lack something."""
     said = written(facts)
+    if facts.privacy_unit == "user":
+        note("the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round")
     for sentence in said.sections[0].sentences[said.is_guarantee :]:
         note(sentence)
     for path, record in records.items():

@@ -17,7 +17,7 @@ def statement(
     delta: Annotated[float | None, typer.Option(help="Delta, in (0, 1). Default: the one in the ledgers.")] = None,
     title: Annotated[str, typer.Option(help="Title of the statement.")] = "",
     model: Annotated[str, typer.Option(help="Name of the model.")] = "",
-    purpose: Annotated[str, typer.Option(help="What the model is for.")] = "",
+    purpose: Annotated[str, typer.Option(help="Purpose of the model.")] = "",
     data: Annotated[str, typer.Option(help="Name of the data set.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="Also write the statement to this HTML file.")] = None,
     as_json: AsJson = False,

@@ -23,7 +23,7 @@ _FOR_TEXT = ("plans", "stops", "commitments", "has_changed", "is_each", "trainin
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a statement, a report and a card say. None: not known, or not for this kind of record.
+    """The public facts that a statement, a report and a card say. None: not known, or not for this kind of record.
 
     Attributes:
         epsilon: of all that is stated together; with `is_each`, the largest of several trainings, each alone.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class About:
-    """What a statement is about, in the words of the person who makes it. Nothing checks them.
+    """The subject of a statement, in the words of the person who makes it. Nothing checks them.
 
     Attributes:
         title: of the statement.
