@@ -87,7 +87,7 @@ DETAILS = (
     r"Gradients of \d+ \w+ on average were clipped as one",
     r"Each gradient was released with .+?\)\.",
     r"as declared: [^.]+\.",
-    r"e\^epsilon(?: = [\d.e+]+)? times as likely",
+    r"e\^epsilon(?: = [\d.,]+)? times as likely",
     r"The last digits of released numbers",
 )
 

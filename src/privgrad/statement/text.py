@@ -148,12 +148,12 @@ def template(name: str) -> "jinja2.Template":
     )
     filters: dict[str, Callable[..., Any]] = {
         "beside": released_beside,
-        "decimal": _decimal,
-        "exp": math.exp,
+                "exp": math.exp,
         "has_random_runs": has_random_runs,
         "is_finite": math.isfinite,
         "number": "{:,}".format,
         "percent": _percent,
+        "plain": _plain,
         "short": _short,
         "up": rounded_up,
         "words": words_of,
@@ -162,10 +162,10 @@ def template(name: str) -> "jinja2.Template":
     return environment.get_template(name)
 
 
-def _decimal(delta: float) -> str:
-    """Return a delta, rounded up, as people write it: 0.00001, and not 1e-05."""
-    shown = rounded_up(delta)
-    return f"{Decimal(shown):f}" if delta > 1e-10 else shown
+def _plain(bound: float, digits: int = 6) -> str:
+    """Return an upper bound as people write it: 0.00001, and not 1e-05."""
+    shown = rounded_up(bound, digits)
+    return f"{Decimal(shown):,f}" if bound > 1e-10 else shown
 
 
 def _percent(share: float) -> str:
