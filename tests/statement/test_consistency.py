@@ -183,6 +183,10 @@ def test_all_surfaces_show_the_same_facts(
         assert all(short_facts(report)[one] == short_facts(text)[one] for one in CAVEATS)
         assert f"together they cost ε = {two_decimals_up(said.numbers['epsilon'])}" in report
 
+    for sentence in (one for part in said.sections for one in part.sentences):
+        assert sentence.endswith(".")
+        assert not re.search(r"\bNone\b|\bnan\b|  |[{}]|\.\.", sentence), sentence
+
     # The numbers are those of the plan and the accountant.
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
     epsilon, word = said.numbers["epsilon"], "person" if unit == "user" else "row"
