@@ -466,7 +466,7 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     page = write(tmp_path, [final()], total_epsilon={"value": 41.2, "runs": 42})
     text = words(page).split("Privacy statement")[1].split("Settings")[0]
     for fact in (
-        "The rows whose data these results use are protected by differential privacy with epsilon = 2.99 and delta =",
+        "The rows whose data these results use are protected by differential privacy with epsilon = 41.2 and delta =",
         "on data in which one row was added or removed",
         "The unit of protection is one row",
         "declared to have 1,024 rows or more",
@@ -475,6 +475,9 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
         "NOT PRIVATE Accuracies, losses and curves, in validation and test, were measured without noise",
     ):
         assert fact in text
+    each = words(write(tmp_path, [tuning(), final()]))
+    assert "with epsilon = 2.99 and delta = 0.00001, by each final training alone." in each
+    assert each.count("about one final training alone. All of them together protect less.") == 2
     tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
     text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
     for caption in ("Mean ±", "Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):

@@ -251,14 +251,16 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
 
 
 def _facts(records: Sequence[Record], metadata: Mapping[str, Any], privacy: Mapping[str, Any]) -> Facts:
-    """Return the facts of the privacy statement, which is about each final training."""
+    """Return the facts of the privacy statement: on all trainings together, or on each one if no total is known."""
+    total = metadata.get("total_epsilon")
+    size = privacy["epsilon"] if total is None else total["value"]
     plan: dict[str, Any] = metadata.get("plan") or {}
     sources = dict.fromkeys(record["side_information"] for record in records if record.get("side_information"))
     more = {"research_seed": plan.get("seed") is not None, "side_information": "; ".join(sources) or None}
     more |= {"noise_memory": {"bands": plan["bands"]}} if str(plan.get("bands", 1)) != "1" else {}
     more |= {"simulates": plan, "noise_multiplier": 0} if privacy["simulates"] else {}
     return Facts(
-        epsilon=math.inf if privacy["epsilon"] is None else privacy["epsilon"],
+        epsilon=math.inf if size is None else size,
         delta=privacy["delta"] or plan.get("delta") or math.nan,
         releases=privacy["runs"],
         covered_by_accountant=privacy["covered"],
@@ -266,6 +268,6 @@ def _facts(records: Sequence[Record], metadata: Mapping[str, Any], privacy: Mapp
         num_examples=plan.get("num_examples"),
         at_least=plan.get("sampling") != "truncated",
         plans=[{**plan, **more}],
-        is_each=privacy["runs"] > 1,
+        is_each=privacy["runs"] > 1 and total is None,
         **(metadata.get("doubts") or {}),
     )
