@@ -49,8 +49,8 @@ class Setting:
 
 
 CLASSES = {  # a small copy of heavy-tail/fig2: 31 classes of 128 to 8 examples
-    "data": {"name": "heavy-tail", "groups": 5, "log_size": 7},
-    "model": {"name": "linear"},
+    "data": {"use": "heavy-tail", "groups": 5, "log_size": 7},
+    "model": {"use": "linear"},
     "privacy": {"noise_multiplier": 10.0, "delta": 1e-5, "num_examples": 640, "expected_batch_size": 640, "steps": 600},
 }
 SETTINGS = {

@@ -29,8 +29,8 @@ from privgrad_lab.spec import Spec
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = 256  # examples of the public batch, at most
 ADULT = {
-    "data": {"name": "adult", "validation": 2421},
-    "model": {"name": "linear"},
+    "data": {"use": "adult", "validation": 2421},
+    "model": {"use": "linear"},
     "privacy": {
         "target_epsilon": 1.0,
         "delta": 1e-6,
@@ -76,7 +76,7 @@ def of_tables(tables: dict[str, Any], **privacy: Any) -> Task:
     """Return a task from the tables of an experiment; its methods, grids and schedule are left out."""
     kept = {key: tables[key] for key in ("data", "model")}
     kept |= {"privacy": {"max_grad_norm": 1.0} | tables["privacy"] | privacy}
-    method = {"name": "defaults", "optimizer": "SGD", "noise_step": 1.0}
+    method = {"name": "defaults", "optimizer": {"use": "SGD", "noise_step": 1.0}}
     return of_spec(check_spec(kept | {"title": "defaults", "methods": [method]}, "defaults"))
 
 

@@ -31,10 +31,9 @@ def trained(item: Toy, data: tuple[torch.Tensor, torch.Tensor], run: Run) -> Rec
     assert run.seed is not None
     began, model, candidate = time.time(), start(item, run.seed), run.candidate
     plan = replace(plan_of(item, run.seed), max_grad_norm=candidate.max_grad_norm)
-    method = run.method.with_own(candidate)
-    optimizer = method.make(model.named_parameters(), candidate, public=None, steps=plan.steps)
-    perturb = method.perturbation(candidate, "example")
-    private_grad = pg.PrivateGradient(model, losses, plan, perturb=perturb, **method.parts())
+    method = run.method.at(candidate)
+    optimizer = method.make(model.named_parameters(), steps=plan.steps)
+    private_grad = pg.PrivateGradient(model, losses, plan, **method.parts())
     loss = float("inf")  # what a training that diverges is worth
     try:
         for batch in plan.batches(TensorDataset(*data)):

@@ -250,7 +250,7 @@ OPTIONS = {
     "statement": "ledger --delta --title --model --purpose --data --out --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
-    "doctor": "factory --batch --engine --json",
+    "doctor": "factory --batch --engine --json --rewrite",
     "data": "--json",
     "data fetch": "names --again",
 }

@@ -83,7 +83,7 @@ def facts_of(name: str, kind: str, spec: Spec, data: DataSet) -> dict[str, Any]:
             "clip": privacy.max_grad_norm,
             "noise_step": method.noise_step,
             "schedule": decay,
-            "momentum": method.options["momentum"],
+            "momentum": method.optimizer.options["momentum"],
         },
     }
 

@@ -3,12 +3,11 @@
 Private examples may enter a training only through the losses of `metrics.losses_for`.
 """
 
-import difflib
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +16,17 @@ from torch.utils.data import TensorDataset
 from privgrad import features, models, precondition
 from privgrad.data import DataSet, image_folder, table
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
-from privgrad.data.images import require_images
-from privgrad.data.schema import ROW, Where, schema_of
-from privgrad.data.table import require_every, require_split
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import expected
 from privgrad.features.pretrained import pretrained
 from privgrad.gradient.functional import evaluating
 from privgrad.gradient.transform import Preconditioner
 from privgrad.plan import PrivacyPlan
-from privgrad.precondition import counts as side_information
 from privgrad.precondition.public_gradient import PublicGradient
-from privgrad.types import PrivacyUnit
+from privgrad_lab.calls import arguments, bind, call, called, find, imported, make
 from privgrad_lab.data import LOADERS
 from privgrad_lab.metrics import losses_for, require_suited
 from privgrad_lab.spec import (
+    REGISTRIES,
     DataTable,
     MethodTable,
     ModelTable,
@@ -38,82 +34,53 @@ from privgrad_lab.spec import (
     Spec,
     Synthetic,
     WarmStartTable,
-    called,
-    imported,
 )
 
 
-class Architecture(NamedTuple):
-    """A model that a spec can name: the function that makes it, and the kind of its inputs."""
-
-    make: Callable[[ModelTable, DataSet], nn.Module]
-    inputs: Literal["images", "vectors", "words", "own"]
+def _head(*, in_features: int, num_classes: int, input_dims: int) -> nn.Module:
+    return models.UnitLinear(in_features, num_classes, input_dims=input_dims)
 
 
-def _vectors(data: DataSet) -> dict[str, int]:
-    """Return the arguments that models of vectors take from the data, in whose rows a person may have several ones."""
-    in_features = torch.Size(data.input_shape).numel()
-    return {"in_features": in_features, "num_classes": data.num_classes, "input_dims": len(data.input_shape)}
+def _sparse_linear(*, vocabulary: int, num_classes: int) -> nn.Module:
+    return models.SparseLinear(vocabulary, num_classes)
 
 
-def _images(data: DataSet) -> dict[str, int]:
-    """Return the arguments that models of images take from the data."""
-    return {"in_channels": data.input_shape[0], "num_classes": data.num_classes}
-
-
-def _words(data: DataSet) -> dict[str, int]:
-    """Return the arguments that models of word ids take from the data."""
-    return {"vocabulary": _vocabulary(data), "num_classes": data.num_classes}
-
-
-def _vocabulary(data: DataSet) -> int:
-    """Return the number of word ids; raise PrivacyError for data that are not text."""
-    if data.vocabulary is None:
-        remedy = "choose another model or data set"
-        raise expected("load_spec", "data.name", "to be text for this model", data.name, remedy)
-    return data.vocabulary
-
-
-def _head(_: ModelTable, data: DataSet) -> nn.Module:
-    sizes = _vectors(data)
-    return models.UnitLinear(sizes["in_features"], data.num_classes, input_dims=sizes["input_dims"])
-
-
-def _mlp(table: ModelTable, data: DataSet) -> nn.Module:
-    return models.mlp(**_vectors(data), hidden=table.hidden, activation=table.activation, depth=table.depth)
-
-
-def _language_model(table: ModelTable, data: DataSet) -> nn.Module:
-    return models.LanguageModel(num_tokens=_vocabulary(data), length=data.input_shape[0], width=table.hidden)
-
-
-def _pair_classifier(table: ModelTable, data: DataSet) -> nn.Module:
-    return models.PairClassifier(encoder_folder(table.encoder), num_classes=data.num_classes)
-
-
-MODELS: dict[str, Architecture] = {
-    "autoencoder": Architecture(
-        lambda _, data: models.autoencoder(in_features=_vectors(data)["in_features"]), "vectors"
-    ),
-    "bag-of-words": Architecture(lambda _, data: models.bag_of_words(**_words(data)), "words"),
-    "cnn-small": Architecture(
-        lambda table, data: models.cnn_small(**_images(data), activation=table.activation), "images"
-    ),
-    "cnn2": Architecture(lambda _, data: models.cnn2(**_images(data)), "images"),
-    "cnn5": Architecture(lambda table, data: models.cnn5(**_images(data), activation=table.activation), "images"),
-    "head": Architecture(_head, "vectors"),
-    "language-model": Architecture(_language_model, "words"),
-    "linear": Architecture(lambda _, data: models.linear(**_vectors(data)), "vectors"),
-    "lora-language-model": Architecture(
-        lambda table, _: models.LoraLanguageModel(encoder_folder(table.encoder)), "words"
-    ),
-    "mlp": Architecture(_mlp, "vectors"),
-    "pair-classifier": Architecture(_pair_classifier, "words"),
-    "resnet9": Architecture(lambda table, data: models.resnet9(**_images(data), width=table.hidden), "images"),
-    "sparse-linear": Architecture(lambda _, data: models.SparseLinear(_vocabulary(data), data.num_classes), "words"),
-    "wide-resnet": Architecture(lambda _, data: models.wide_resnet(**_images(data)), "images"),
-    "word-lstm": Architecture(lambda table, data: models.WordLSTM(**_words(data), width=table.hidden), "words"),
+# The models that a spec can name. They get the arguments of `_fact` from the data, and the other ones from the table.
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "autoencoder": models.autoencoder,
+    "bag-of-words": models.bag_of_words,
+    "cnn-small": models.cnn_small,
+    "cnn2": models.cnn2,
+    "cnn5": models.cnn5,
+    "head": _head,
+    "language-model": models.LanguageModel,
+    "linear": models.linear,
+    "lora-language-model": models.LoraLanguageModel,
+    "mlp": models.mlp,
+    "pair-classifier": models.PairClassifier,
+    "resnet9": models.resnet9,
+    "sparse-linear": _sparse_linear,
+    "wide-resnet": models.wide_resnet,
+    "word-lstm": models.WordLSTM,
 }
+# The arguments by which a model tells what its inputs are: images, vectors or words. Other ones take any inputs.
+_IMAGES, _VECTORS, _WORDS = {"in_channels"}, {"in_features"}, {"vocabulary", "num_tokens", "path"}
+OF_DATA = _IMAGES | _VECTORS | _WORDS | {"num_classes", "input_dims", "length"}
+
+
+def _fact(name: str, given: ModelTable, data: DataSet) -> Any:
+    """Return the argument of this name that a model takes from the data."""
+    if name in ("vocabulary", "num_tokens"):
+        if data.vocabulary is None:
+            raise expected("load_spec", "data.use", "to be text for this model", data.name)
+        return data.vocabulary
+    if name == "path":
+        return encoder_folder(given.encoder)
+    if name in ("in_channels", "length"):
+        return data.input_shape[0]
+    if name == "in_features":
+        return torch.Size(data.input_shape).numel()
+    return len(data.input_shape) if name == "input_dims" else data.num_classes
 
 
 def make_data(spec: Spec) -> DataSet:
@@ -148,18 +115,19 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
     by_user, name = len(loaded.train.tensors) > 2, spec.data.source  # the third tensor counts each user's examples
     by_unit = by_user or loaded.by_person
     if by_unit != (spec.privacy.privacy_unit == "user"):
-        remedy = 'choose "debian-maintainers" or "stackoverflow", or leave privacy_unit and local out'
+        remedy = "leave privacy_unit and local out, or give data by user or person"
         if by_unit:
-            remedy = 'set privacy_unit = "user", count users in [privacy], and give each method a local table'
-            remedy = remedy if by_user else 'set privacy_unit = "user", and count persons in [privacy]'
+            local = ", and give each method a local table" if by_user else ""
+            remedy = f'set privacy_unit = "user", and count {"users" if by_user else "persons"} in [privacy]{local}'
         got = f"data by {'user' if by_unit else 'example'}"
-        raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
+        raise expected("load_spec", f"data {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
     for method in spec.methods:
         if by_unit and by_user != (method.local is not None):
-            rows = "given for data by user" if by_user else "absent for data whose rows are persons"
-            condition = f"to be {rows}, {name}"
-            got = None if method.local is None else method.local.model_dump(exclude_defaults=True)
-            remedy = "add local with lr and batch_size" if by_user else "leave it out"
+            condition = (
+                f"to be {'given for data by user' if by_user else 'absent for data whose rows are persons'}, {name}"
+            )
+            got = None if method.local is None else method.local.options
+            remedy = "add local with lr and batch_size" if by_user else ""
             raise expected("load_spec", f"methods.{method.name}.local", condition, got, remedy)
     by_validation = spec.tuning is not None and spec.tuning.by != "train_loss" and spec.tuning.way is None
     is_validated = by_validation and any(spec.is_tuned(method) for method in spec.methods)
@@ -182,48 +150,57 @@ def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
     count = method.public.examples or len(whole)
     if count > len(whole):
         condition = f"to be at most {len(whole)} for {method.name!r}"
-        raise expected("make_data", "public.examples", condition, count, f"lower it to {len(whole)}")
+        raise expected("make_data", "public.examples", condition, count)
     return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
 
 
 def require_model(spec: Spec, data: DataSet) -> None:
     """Raise PrivacyError unless the model takes inputs of the data's kind, and images of their size."""
-    name, takes_rows = spec.data.source, spec.model.name in ("head", "linear", "mlp") or ":" in spec.model.name
-    is_image = _architecture(spec).inputs == "images" and len(data.input_shape) == 3
-    if data.by_person and not (takes_rows or is_image):
+    known = set() if ":" in spec.model.use else set(arguments(MODELS[spec.model.use]))
+    got, name = repr(spec.model.use), spec.data.source
+    if data.by_person and known and "input_dims" not in known and not (known & _IMAGES and len(data.input_shape) == 3):
         remedy = 'choose "head", "linear" or "mlp", or a function of yours'
-        condition = f"to take the rows of a person, as {name!r} has"
-        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
-    if data.train.tensors[0].dtype == torch.int8 and _architecture(spec).inputs != "own":  # see features.text_rows
+        raise expected("load_spec", "model.use", f"to take the rows of a person, as {name!r} has", got, remedy)
+    if data.train.tensors[0].dtype == torch.int8 and known:  # see features.text_rows
         remedy = 'add [features] with blocks = ["tf-idf"] or "frozen-text", and choose the model "head"'
-        raise expected("load_spec", "model.name", f"to take texts, as {name!r} has", repr(spec.model.name), remedy)
-    if _architecture(spec).inputs in ("images", "vectors") and not data.train.tensors[0].is_floating_point():
+        raise expected("load_spec", "model.use", f"to take texts, as {name!r} has", got, remedy)
+    if known & (_IMAGES | _VECTORS) and not data.train.tensors[0].is_floating_point():
         remedy = 'choose "bag-of-words" or another model for text, or add [features]'
-        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
-    if _architecture(spec).inputs != "images":
+        raise expected("load_spec", "model.use", f"to take word ids, as {name!r} has", got, remedy)
+    if not known & _IMAGES:
         return
     try:
         with torch.device("meta"):  # shapes only: nothing is computed, and no random number is drawn
-            _architecture(spec).make(spec.model, data)(torch.zeros(1, *data.input_shape))
+            _model(spec.model, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
-        condition = f"to take inputs of shape {data.input_shape}, as {spec.data.source!r} has"
+        condition = f"to take inputs of shape {data.input_shape}, as {name!r} has"
         remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
-        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy) from error
+        raise expected("load_spec", "model.use", condition, got, remedy) from error
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
     """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    architecture = _architecture(spec)
-    model = architecture.make(spec.model, data)
-    if data.by_person and architecture.inputs == "images":
+    model = _model(spec.model, data)
+    if data.by_person and ":" not in spec.model.use and _IMAGES & arguments(MODELS[spec.model.use]).keys():
         model = models.EachRow(model)
     return model.to("cuda" if gpu else "cpu")
 
 
-def _architecture(spec: Spec) -> Architecture:
-    """Return the model that a spec names, of the library or of the user."""
-    return Architecture(own_model, "own") if ":" in spec.model.name else MODELS[spec.model.name]
+def _model(given: ModelTable, data: DataSet) -> nn.Module:
+    if ":" in given.use:
+        return _own_model(given, data)
+    names = OF_DATA & arguments(MODELS[given.use]).keys()
+    return make("model", given, MODELS, **{name: _fact(name, given, data) for name in names})
+
+
+def require_options(place: str, given: ModelTable) -> None:
+    """Raise PrivacyError unless a model has the name of the table, and its options."""
+    if ":" in given.use:
+        function = partial(imported(f"{place}.use", given.use), None)  # its first argument is the data set
+        bind(place, function, given.options, ["encoder"])
+    else:
+        bind(place, find(place, given.use, MODELS), given.options, OF_DATA)
 
 
 def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
@@ -242,27 +219,28 @@ def preconditioner(
     """Return the preconditioner that a method's table describes, or None without a table."""
     if table is None:
         return None
-    if table.by_counts:
+    facts: dict[str, Any] = {"gradient": public}
+    if "counts" in arguments(table.rule):
         if data.public_counts is None:
             remedy = "choose a data set with public text in addition to the examples"
-            raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
+            raise expected("load_spec", "data.use", "to have public word counts", data.name, remedy)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
-        of_counts = getattr(side_information, table.rule)
-        facts: dict[str, Any] = {"parameter": name, "dim": 0, "provenance": data.counts_provenance}
+        facts = {"counts": data.public_counts, "parameter": name, "dim": 0, "provenance": data.counts_provenance}
         facts["source"] = "words of texts apart from the examples"
         if data.counts_provenance == "private-derived":
             facts["source"] = "words of the examples too"
-        return precondition.fixed(of_counts(data.public_counts, **facts, **table.options))
-    if table.rule == "raw_ideal_rmsprop":
-        return precondition.raw_ideal_rmsprop(**table.options)
-    if table.rule == "inputs" and table.public is not None:
-        examples, origin = public_inputs(table.public, data)
-        return precondition.inputs(examples, source=origin, **table.options)
-    assert public is not None
-    if table.rule == "inputs":
-        return precondition.inputs(public.examples[0], source=public.source, **table.options)
-    return getattr(precondition, table.rule)(public, **table.options)
+    elif table.use == "inputs" and table.public is not None:
+        facts = dict(zip(("examples", "source"), public_inputs(table.public, data), strict=True))
+    elif table.use == "inputs" and public is not None:
+        facts = {"examples": public.examples[0], "source": public.source}
+    return precondition_of("precondition", table, facts)
+
+
+def precondition_of(place: str, table: PreconditionTable, facts: Mapping[str, Any]) -> Preconditioner:
+    """Return the preconditioner of a table for the facts that the experiment knows by itself."""
+    made = make(place, table, REGISTRIES["precondition"], **facts)
+    return made if isinstance(made, Preconditioner) else precondition.fixed(made)
 
 
 def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset, data: DataSet) -> None:
@@ -281,148 +259,86 @@ _FAR = {True: 2, False: 4}  # times num_examples: more persons, or rows, than th
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
 
 
-def find_loader(given: Mapping[str, Any], place: str) -> Callable[..., DataSet] | None:
-    """Return the loader of a table [data] at a place of the file; None if its name is unknown.
+def find_loader(given: Mapping[str, Any], place: str) -> Callable[..., DataSet]:
+    """Return the loader of a table [data] at a place of the file.
 
     Raises:
-        PrivacyError: the table gives none or several of name, file and folder; or its function cannot be imported.
+        PrivacyError: the table gives none or several of use, file and folder; or there is no loader of the name.
     """
-    keys = [key for key in ("name", "file", "folder") if given.get(key) not in (None, "")]
+    keys = [key for key in ("use", "file", "folder") if given.get(key) not in (None, "")]
     if len(keys) > 1:
-        remedy = "keep one: name for a data set or function, file for a table, folder for images"
-        raise expected("load_spec", place, "to have exactly one of name, file and folder", ", ".join(keys), remedy)
+        remedy = "keep one: use for a data set or function, file for a table, folder for images"
+        raise expected("load_spec", place, "to have exactly one of use, file and folder", ", ".join(keys), remedy)
     if not keys:
-        remedy = 'add it, such as name = "digits", or give file = "people.csv" or folder = "xrays"'
-        raise expected("load_spec", f"{place}.name", "to be given", None, remedy)
-    if keys == ["file"]:
-        return table
-    if keys == ["folder"]:
-        return table if "columns" in given else image_folder
-    name = given["name"]
-    if isinstance(name, str) and ":" in name:
-        return imported(f"{place}.name", name)
-    return LOADERS.get(name) if isinstance(name, str) else None
+        remedy = 'add it, such as use = "digits", or give file = "people.csv" or folder = "xrays"'
+        raise expected("load_spec", f"{place}.use", "to be given", None, remedy)
+    if keys == ["use"]:
+        return find(place, f"{given['use']}", LOADERS)
+    return table if keys == ["file"] or "columns" in given else image_folder
 
 
-def options_of(loader: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a loader that the table [data] may give, with their types."""
-    try:
-        kinds, signature = get_type_hints(loader, include_extras=True), inspect.signature(loader)
-    except (TypeError, ValueError, NameError) as error:
-        got, remedy = f"{type(error).__name__}: {error}", "name a Python function whose annotations can be resolved"
-        raise expected("load_spec", "data.name", "to name a function with known arguments", got, remedy) from error
-    own = ("tokenizer", "validation", *(("path",) if loader in _FILES else ()))
-    named = [name for name, argument in signature.parameters.items() if argument.kind is not argument.VAR_KEYWORD]
-    return {name: kinds.get(name, Any) for name in named if name not in own}
-
-
-def required_of(loader: Callable[..., Any]) -> list[str]:
-    """Return the options of a loader that have no default."""
-    parameters = inspect.signature(loader).parameters
-    return [name for name in options_of(loader) if parameters[name].default is inspect.Parameter.empty]
-
-
-def model_options(given: Mapping[str, Any]) -> list[str] | None:
-    """Return the options of [model] that its function takes besides the data; None if it names no function."""
-    name = given.get("name")
-    if not isinstance(name, str) or ":" not in name:
-        return None
-    function = imported("model.name", name)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise expected("load_spec", "model.name", "to name a Python function", error, "write a function") from error
-    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        remedy = "add a first argument, the DataSet"
-        raise expected("load_spec", "model.name", "to take the data set", f"{len(parameters)} arguments", remedy)
-    return [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
-def require_declared(given: DataTable, loader: Callable[..., DataSet], place: str) -> None:
-    """Raise PrivacyError unless [data] suits a loader of files: schema, shares and keys. No file is read."""
-    options, where = given.options, Where("load_spec", f"{place}.")
-    if "validation" in given.model_fields_set and "validation" not in inspect.signature(loader).parameters:
-        is_file = loader in _FILES
+def require_loadable(given: DataTable, place: str) -> None:
+    """Raise PrivacyError unless the options of [data] are arguments of its loader; nothing is read."""
+    loader = find_loader(given.given, place)
+    is_file = loader in _FILES
+    known = bind(place, loader, given.options, ["tokenizer", "validation", *(["path"] if is_file else [])])
+    if "validation" in given.model_fields_set and "validation" not in known:
         condition = "to be absent for files" if is_file else "to be absent unless the function has this argument"
         remedy = "give validation_share, a share of units" if is_file else "hold examples out in the function"
-        raise where.wrong("validation", condition, given.validation, remedy)
-    if loader not in _FILES:
-        return
-    if given.public:
-        remedy = "leave it out, or give a second file as elsewhere"
-        raise where.wrong("public", "to be 0 for files, whose parts are decided for each unit", given.public, remedy)
-    shares = {name: options.get(name) or 0.0 for name in ("test_share", "validation_share")}
-    require_split(where, options.get("test"), **shares, split_key=options.get("split_key", ""))
-    is_tested = shares["test_share"] or not {"test", "test_every"}.isdisjoint(options)
-    if not is_tested and place == "data":
+        raise expected("load_spec", f"{place}.validation", condition, given.validation, remedy)
+    if is_file and given.public:
+        condition, remedy = (
+            "to be 0 for files, whose parts are decided for each unit",
+            "give a second file as elsewhere",
+        )
+        raise expected("load_spec", f"{place}.public", condition, given.public, remedy)
+    if is_file and place == "data" and not any(given.options.get(key) for key in ("test", "test_share", "test_every")):
         remedy = "add test_share = 0.25, or the path of a second file as test"
-        raise where.wrong("test or data.test_share", "to be given", None, remedy)
-    if loader is table:
-        names = ("columns", "label", "classes", "unit", "max_rows", "row_id")
-        schema = schema_of(where, **{name: options.get(name) for name in names})
-        every = options.get("test_every")
-        require_every(where, every, schema.identifier, options.get("test"), shares["test_share"])
-    else:
-        require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit", "max_rows")))
+        raise expected("load_spec", "data.test or data.test_share", "to be given", None, remedy)
+    if given.elsewhere is not None:
+        require_loadable(given.elsewhere, f"{place}.elsewhere")
 
 
 def is_own(given: DataTable) -> bool:
     """Return whether the data are the user's: of a file, a folder or a function. `make_data` checks their parts."""
-    return not given.name or ":" in given.name
-
-
-def require_unit(given: DataTable, privacy_unit: PrivacyUnit) -> None:
-    """Raise PrivacyError unless [privacy] has the unit that a file declares."""
-    unit = given.options.get("unit")
-    if given.name or (unit != ROW) == (privacy_unit == "user"):
-        return
-    needed = "example" if unit == ROW else "user"
-    counted = "rows" if unit == ROW else "persons"
-    condition, remedy = f"to be {needed!r} for data.unit = {unit!r}", f"correct it, and count {counted} in [privacy]"
-    raise expected("load_spec", "privacy.privacy_unit", condition, repr(privacy_unit), remedy)
+    return not given.use or ":" in given.use
 
 
 def load(given: DataTable, encoder: str | None) -> DataSet:
     """Call the loader of [data] with the table's options."""
-    loader, options = find_loader(given.given, "data"), given.options
-    assert loader is not None
+    loader, options, own = find_loader(given.given, "data"), given.options, dict[str, Any]()
     if loader in _FILES:
-        for name in ("path", "test"):
-            path = (given.file or given.folder) if name == "path" else options.get("test")
-            options |= {} if path is None else {name: given.home / Path(path).expanduser()}
-        return loader(**options)
-    if "tokenizer" in inspect.signature(loader).parameters:
-        options["tokenizer"] = encoder_folder(encoder)
+        own["path"] = given.home / Path(given.source).expanduser()
+        if "test" in options:
+            options["test"] = given.home / Path(options["test"]).expanduser()
+    elif "tokenizer" in arguments(loader):
+        own["tokenizer"] = encoder_folder(encoder)
     if "validation" in given.model_fields_set:
-        options["validation"] = given.validation
-    if ":" not in given.name:
-        return loader(**options)
-    made = called("data.name", given.name, loader, **options)
+        own["validation"] = given.validation
+    made = call("data", given.source, loader, options, own)
     if not isinstance(made, DataSet):
         remedy = "return privgrad.data.DataSet(...), or the result of privgrad.data.table"
-        raise expected("make_data", "data.name", "to return a DataSet", f"a {type(made).__name__}", remedy)
+        raise expected("make_data", "data.use", "to return a DataSet", f"a {type(made).__name__}", remedy)
     return made
 
 
-def own_model(given: ModelTable, data: DataSet) -> nn.Module:
+def _own_model(given: ModelTable, data: DataSet) -> nn.Module:
     """Call the user's function for a model, and check that it returns one whose outputs suit the labels."""
-    names = model_options(given.given) or []
-    options = {name: value for name, value in given.given.items() if name in names}
-    made = called("model.name", given.name, imported("model.name", given.name), data, **options)
+    function = partial(imported("model.use", given.use), data)
+    made = call("model", given.use, function, given.options, {"encoder": given.encoder})
     if not isinstance(made, nn.Module):
-        remedy = "return the model"
-        raise expected("make_model", "model.name", "to return a torch.nn.Module", f"a {type(made).__name__}", remedy)
+        raise expected("make_model", "model.use", "to return a torch.nn.Module", f"a {type(made).__name__}")
     if data.score is None:
         return made
     # It must return a number per class for each label, on an input of zeros.
     inputs, labels = (tensor[:1] for tensor in data.train.tensors[:2])
     shape = (*(labels.shape[:1] if labels.is_floating_point() else labels.shape), data.num_classes)
     with evaluating(made), torch.no_grad():
-        logits = called("model.name", given.name, made, torch.zeros_like(inputs))
+        logits = called("model", given.use, made, torch.zeros_like(inputs))
     got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if got != shape:
         condition = f"to return logits of shape {shape} for inputs of shape {tuple(inputs.shape)}"
-        raise expected("make_model", "model.name", condition, got, f"correct {given.name}")
+        raise expected("make_model", "model.use", condition, got)
     return made
 
 
@@ -461,7 +377,7 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
             f"to be {count}, the training examples of {loaded.name} without {given.validation} for validation and "
             f"{given.public} public ones"
         )
-        raise expected("make_data", "privacy.num_examples", condition, num_examples, "correct it")
+        raise expected("make_data", "privacy.num_examples", condition, num_examples)
 
 
 def _has_private_sizes(given: DataTable, data: DataSet) -> bool:
@@ -534,13 +450,3 @@ def require_synthetic(kind: Synthetic, data: DataSet) -> None:
 def _are_square_images(data: DataSet) -> bool:
     shape = data.input_shape
     return len(shape) == 3 and shape[0] in (1, 3) and shape[1] == shape[2]
-
-
-def require_option(name: str, valid: list[str], place: str) -> None:
-    """Raise PrivacyError, with the nearest valid name, unless the option is valid."""
-    if name not in valid:
-        # A suggestion must not switch privacy off: only a similar name means `non_private`.
-        is_near = difflib.SequenceMatcher(None, name.lower(), "non_private").ratio() >= 0.8
-        suggested = [option for option in valid if option != "non_private" or is_near]
-        remedy = f"choose one of {', '.join(valid)}" if valid else "remove it: there are none"
-        raise expected("load_spec", "options", "to be known", f"{place!r}", did_you_mean(name, suggested, remedy))

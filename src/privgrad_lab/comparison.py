@@ -69,9 +69,9 @@ def compare(
     Args:
         spec: the path of a TOML file, or its tables as a mapping. docs/experiments.md lists the options.
         out: the folder of ledgers, records, weights and report.
-        data: a function that returns a DataSet, in place of [data] name. It must be at the top level of a module.
+        data: a function that returns a DataSet, in place of [data] use. It must be at the top level of a module.
             Other keys of [data] are its arguments.
-        model: a function from the DataSet to a module, in place of [model] name; also at the top level of a module.
+        model: a function from the DataSet to a module, in place of [model] use; also at the top level of a module.
         progress: show progress bars.
     Returns:
         With privacy.total_epsilon: the outcome by name: "accuracy", "interval", "epsilon" (the total), "method",
@@ -96,8 +96,13 @@ def compare(
         raise expected("compare", "spec", "to be a path or a mapping", described(spec), "give the path of a TOML file")
     for name, function in (("data", data), ("model", model)):
         if function is not None:
-            tables[name] = {**tables.get(name, {}), "name": _name_of(name, function)}
+            tables[name] = {**_options(tables.get(name)), "use": _name_of(name, function)}
     return compare_and_report(check_spec(tables, path), Path(out), progress=progress)
+
+
+def _options(table: Any) -> Mapping[str, Any]:
+    """Return the keys of a table; a name in place of it has none."""
+    return table if isinstance(table, Mapping) else {}
 
 
 def _name_of(place: str, function: Callable[..., Any]) -> str:

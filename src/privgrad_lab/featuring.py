@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from torch.utils.data import TensorDataset
 from privgrad import features
 from privgrad.data import DataSet
 from privgrad.data.table import width_of
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import expected
 from privgrad.features import Extractor, Public
 from privgrad.features.caching import cached
 from privgrad.heads import Head
@@ -25,7 +24,8 @@ from privgrad.models import LowerLayers, UnitLinear
 from privgrad.training.defaults import head_noise_step
 from privgrad.training.run import FitResult
 from privgrad_lab import build
-from privgrad_lab.spec import BlockTable, DataTable, FeaturesTable, MethodTable, Spec, called, imported
+from privgrad_lab.calls import Call, arguments, bind, find, make
+from privgrad_lab.spec import DataTable, FeaturesTable, MethodTable, Spec
 
 
 def _lower_layers(encoder: str) -> Extractor:
@@ -53,7 +53,8 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     These are steps, expected_batch_size and max_grad_norm, and the method if there is none.
     """
     model, privacy = raw.get("model"), raw.get("privacy")
-    if not isinstance(model, dict) or model.get("name") != "head" or not isinstance(privacy, dict):
+    use: Any = model.get("use") if isinstance(model, dict) else model
+    if use != "head" or not isinstance(privacy, dict):
         return raw
     defaults: dict[str, Any] = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
     if isinstance(privacy.get("num_examples"), int):
@@ -63,9 +64,10 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         run = raw.get("run")
         schedule: Any = run.get("schedule") if isinstance(run, dict) else None
         decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
-        step = head_noise_step(decay, of_numbers=False)
-        method: dict[str, Any] = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}}
-        method |= {} if "tuning" in raw else {"noise_step": step}  # [tuning] has the noise steps to try
+        optimizer: dict[str, Any] = {"use": "SGD", "momentum": MOMENTUM}
+        if "tuning" not in raw:  # it has the noise steps to try
+            optimizer["noise_step"] = head_noise_step(decay, of_numbers=False)
+        method: dict[str, Any] = {"name": "head", "optimizer": optimizer}
         made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 
@@ -81,33 +83,21 @@ def require_features(spec: Spec) -> None:
             remedy = "leave one of the two out: features are computed once"
             condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
             raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
-        for block in table.tables:
+        for block in table.blocks:
             _require_block(f"{place}.blocks", block, spec.data)
         if table.weights is not None and len(table.weights) != len(table.blocks):
             condition = f"to be {len(table.blocks)} numbers, one for each block"
-            raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
+            raise expected("load_spec", f"{place}.weights", condition, len(table.weights))
 
 
-def _require_block(place: str, block: BlockTable, given: DataTable) -> None:
+def _require_block(place: str, block: Call, given: DataTable) -> None:
     """Raise PrivacyError unless a block has a known name, options that are arguments of it, and inputs that suit it."""
-    name = block.name
-    if ":" not in name and name not in BLOCKS:
-        remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
-        raise expected("load_spec", place, f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
-    arguments = signature(_maker(place, name)).parameters
-    valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
-    for option in block.options:
-        build.require_option(option, valid, f"{place}.{name}.{option}")
-    loader = build.find_loader(given.given, "data")
-    standardizes = loader is not None and ":" not in given.name and "standardize" in build.options_of(loader)
-    if name in ("hog", "patches", "scattering") and standardizes and given.options.get("standardize", True):
-        condition = f"to be false for the block {name!r}, which takes pixels in [0, 1]"
+    bind(f"{place}.{block.use}", find(place, block.use, BLOCKS), block.options, ["name", "public", "source"])
+    loader = arguments(build.find_loader(given.given, "data"))
+    standardizes = ":" not in given.use and "standardize" in loader and given.options.get("standardize", True)
+    if block.use in ("hog", "patches", "scattering") and standardizes:
+        condition = f"to be false for the block {block.use!r}, which takes pixels in [0, 1]"
         raise expected("load_spec", "data.standardize", condition, "true", "add standardize = false to [data]")
-
-
-def _maker(place: str, name: str) -> Callable[..., Any]:
-    """Return the extractor's class, or the function of the user."""
-    return imported(place, name) if ":" in name else BLOCKS[name]
 
 
 def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
@@ -120,7 +110,7 @@ def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
     if spec.features is None or data.extractor is not None:
         return spec, data
     held = _MADE.setdefault(data.train, {})
-    dtype = torch.float16 if spec.model.name == "head" else torch.float32
+    dtype = torch.float16 if spec.model.use == "head" else torch.float32
     key = f"{dtype} {spec.features.model_dump_json()}"
     if key not in held:
         held[key] = _featured(spec.features, data, spec.data.home, dtype)
@@ -158,10 +148,10 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtyp
 def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
     made: list[tuple[Extractor, float]] = []
-    for given, weight in zip(table.tables, table.weights or [1.0] * len(table.blocks), strict=True):
+    for given, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
         block = _block(given, table, data)
         if table.whiten is not None:
-            rows = _public(table.whiten, data, given.name)
+            rows = _public(table.whiten, data, given.use)
             width = block(rows.rows[:1]).shape[1]
             options = {"power": table.power, "ridge": table.ridge}
             chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
@@ -170,12 +160,12 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     return features.join(*made)
 
 
-def _block(given: BlockTable, table: FeaturesTable, data: DataSet) -> Extractor:
+def _block(given: Call, table: FeaturesTable, data: DataSet) -> Extractor:
     """Return the extractor of one block; it gets public rows if it has an argument `public`."""
-    make, options = _maker("features.blocks", given.name), given.options
-    if "public" in signature(make).parameters:
-        options["public"] = _public(table.public or table.whiten, data, given.name)
-    made = called("features.blocks", given.name, make, **options)
+    public: dict[str, Any] = {}
+    if "public" in arguments(find("features.blocks", given.use, BLOCKS)):
+        public["public"] = _public(table.public or table.whiten, data, given.use)
+    made = make("features.blocks", given, BLOCKS, **public)
     if not isinstance(made, Extractor):
         remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
         raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)

@@ -1,51 +1,25 @@
 """Read a TOML file into a Spec, and check that its tables suit each other."""
 
-import inspect
-import itertools
-import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ValidationError
 from torch import nn
 
-from privgrad import precondition
 from privgrad.clip.norm_statistics import require_bins
-from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
-from privgrad.optim import OPTIMIZERS
-from privgrad.optim.base import constructor_arguments
-from privgrad.precondition import counts as side_information
+from privgrad.data.schema import ROW
+from privgrad.errors import PrivacyError, expected, file_problem
+from privgrad.parts import Parts
 from privgrad.precondition.public_gradient import PublicGradient
-from privgrad_lab import build
-from privgrad_lab.data import LOADERS
+from privgrad_lab import build, old_spelling
+from privgrad_lab.calls import arguments, find, missing, problem, require_option
 from privgrad_lab.featuring import require_features, with_head_defaults
 from privgrad_lab.metrics import require_names
 from privgrad_lab.prices import require_payable, require_total
-from privgrad_lab.spec import Candidate, DataTable, MethodTable, ModelTable, PreconditionTable, Spec
-
-# Values that a required option may have, for errors.
-_SUCH_AS = {
-    "title": '"My experiment"',
-    "model.name": '"mlp"',
-    "privacy.delta": "1e-5",
-    "privacy.max_grad_norm": "1.0",
-    "privacy.expected_batch_size": "256",
-    "privacy.steps": "1000",
-    "methods.name": '"DP-AdamBC"',
-    "methods.optimizer": '"AdamBC"',
-    "methods.perturb.rule": '"BAM"',
-    "methods.perturb.radius": "0.02",
-    "methods.precondition.rule": '"public_rmsprop"',
-    "methods.local.lr": "0.1",
-    "methods.local.batch_size": "20",
-    "methods.warm_start.lr": "0.1",
-    "methods.warm_start.epochs": "5",
-    "methods.warm_start.batch_size": "20",
-    "tuning.seeds": "[0, 1]",
-}
+from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
 
 
 def load_spec(path: str | Path) -> Spec:
@@ -60,249 +34,106 @@ def load_spec(path: str | Path) -> Spec:
 
 def read_tables(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file."""
-    if problem := file_problem(path):
+    if found := file_problem(path):
         remedy = "give the path of a TOML file that describes an experiment"
-        raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {problem}", remedy)
+        raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {found}", remedy)
     try:
         with Path(path).open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
         raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
-        raise expected("load_spec", f"{path}", "to be valid TOML", error, "correct the file") from error
+        raise expected("load_spec", f"{path}", "to be valid TOML", error) from error
 
 
 def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
-    """Convert the tables of a TOML file into a Spec; `path` is the file's, for errors and for relative paths.
+    """Convert the tables of a TOML file into a Spec; `path` is the file's, for relative paths.
 
     Raises:
         PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
     """
+    old_spelling.refuse(raw, path)
     raw = with_head_defaults(raw)
-    _require_known(raw, Spec, (), raw)
-    name: Any = raw["model"].get("name") if isinstance(raw.get("model"), dict) else None
-    if isinstance(name, str) and ":" not in name:  # first, because a head has defaults for what others must give
-        _require_name("model.name", name, build.MODELS, path)
+    model: Any = raw.get("model")
+    use: Any = model.get("use") if isinstance(model, dict) else model
+    if isinstance(use, str):  # first, because a head has defaults for what others must give
+        find("model", use, build.MODELS)
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
-        raise _explained(error, (), raw, path) from error
-    _require_data(spec.data, ("data",), raw, path)
+        raise _explained(error, raw) from error
+    build.require_loadable(spec.data, "data")
     spec.data.place(Path(path).parent)
-    for method in spec.methods:
-        if method.model is not None and ":" not in method.model.name:
-            _require_name(f"methods.{method.name}.model.name", method.model.name, build.MODELS, path)
+    for place, table in [("model", spec.model), *((f"methods.{m.name}.model", m.model) for m in spec.methods)]:
+        if table is not None:
+            build.require_options(place, table)
     require_features(spec)
     for method in spec.methods:
-        _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
-    build.require_unit(spec.data, spec.privacy.privacy_unit)
+        _require_calls(method)
+    unit, given = spec.data.options.get("unit"), spec.privacy.privacy_unit
+    needed, counted = ("example", "rows") if unit == ROW else ("user", "persons")
+    if not spec.data.use and unit is not None and given != needed:
+        remedy = f"correct it, and count {counted} in [privacy]"
+        condition = f"to be {needed!r} for data.unit = {unit!r}"
+        raise expected("load_spec", "privacy.privacy_unit", condition, repr(given), remedy)
     size, count = spec.privacy.expected_batch_size, spec.privacy.num_examples
     if size > count:
-        condition, remedy = f"to be at most num_examples = {count}", "lower it, or correct num_examples"
-        raise expected("load_spec", "privacy.expected_batch_size", condition, size, remedy)
+        raise expected("load_spec", "privacy.expected_batch_size", f"to be at most num_examples = {count}", size)
     own, other = spec.data, spec.data.elsewhere
     if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
-        condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
+        condition, remedy = "to differ from data.use", "use data.public to count some of these examples as public"
         raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
     require_total(spec)
     for method in spec.methods:
-        for refuse in _RULES:
-            refuse(method, spec)
+        for rule in _RULES:
+            rule(method, spec)
     require_names(spec)
     require_payable(spec)
-    _require_equal_grids(spec, path)
+    _methods_with_one_grid_have_equally_many_candidates(spec)
     names = [method.name for method in spec.methods]
     if len(set(names)) < len(names):
-        raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
+        raise expected("load_spec", "methods", "to have different names", names)
     return spec
 
 
-def _explained(
-    error: ValidationError, table: tuple[str, ...], raw: Mapping[str, Any], path: str | Path
-) -> PrivacyError:
-    """Return the first problem that pydantic found in the table at a place of the file, as an error of ours."""
-    first = error.errors()[0]
-    place = _place((*table, *first["loc"]), raw)
+def _explained(error: ValidationError, raw: Mapping[str, Any]) -> PrivacyError:
+    """Return the first problem that pydantic found as an error of ours; an unknown key is often why another lacks."""
+    first: Any = min(error.errors(), key=lambda found: found["type"] != "unknown")
+    place = _place(first["loc"], raw)
+    if first["type"] == "unknown":
+        try:
+            require_option(first["ctx"]["name"], first["ctx"]["valid"], f"{place}.{first['ctx']['name']}".lstrip("."))
+        except PrivacyError as unknown:
+            return unknown
     if first["type"] == "missing":
-        option = ".".join(part for part in (*table, *first["loc"]) if isinstance(part, str))
-        example = f", such as {option.rpartition('.')[2]} = {_SUCH_AS[option]}" if option in _SUCH_AS else ""
-        return expected("load_spec", place, "to be given", None, f"add it to {path}{example}")
-    if first["type"] == "literal_error" and "ctx" in first:
-        if first["input"] == "DiSK" and place.endswith("perturb.rule"):
-            remedy = 'give filter = { rule = "DiSK", options = { weight = 0.7 } } in place of perturb'
-            return expected("load_spec", place, "to be a point of its own", "'DiSK', which also filters", remedy)
-        return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
-    got = repr(first["input"])[:80]
+        return missing(place)
     if place == "privacy.max_grad_norm" and isinstance(first["input"], list):
         remedy = f"give one number here, and the values to try in [[methods]]: max_grad_norm = {first['input']}"
-        return expected("load_spec", place, "to be one number", got, remedy)
-    if first["type"] == "model_type" and isinstance(first["input"], str) and place.startswith("methods."):
-        part = place.rpartition(".")[2]
-        remedy = f'write {part} = {{ rule = "{first["input"]}" }} in {path}'
-        return expected("load_spec", place, "to be a table", got, remedy)
-    return expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}")
-
-
-def _unknown_name(place: str, name: Any, valid: list[str], path: str | Path) -> PrivacyError:
-    remedy = did_you_mean(name, valid, f"choose one, and correct it in {path}")
-    return expected("load_spec", place, f"to be one of {', '.join(valid)}", repr(name)[:80], remedy)
-
-
-def _require_name(place: str, name: str, registry: Mapping[str, Any], path: str | Path) -> None:
-    if name not in registry:
-        raise _unknown_name(place, name, list(registry), path)
-
-
-def _require_data(table: DataTable, place: tuple[str, ...], raw: Mapping[str, Any], path: str | Path) -> None:
-    """Raise PrivacyError unless a loader has the table's name, and its arguments have the types of the options."""
-    loader = build.find_loader(table.given, ".".join(place))
-    if loader is None:
-        _require_name(".".join((*place, "name")), table.name, LOADERS, path)
-        return
-    kinds: dict[str, Any] = {name: (kind, None) for name, kind in build.options_of(loader).items()}
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
-    try:
-        create_model("Options", __config__=config, **kinds).model_validate(table.options)
-    except ValidationError as error:
-        raise _explained(error, place, raw, path) from error
-    for name in build.required_of(loader):
-        if name not in table.options:
-            raise expected("load_spec", ".".join((*place, name)), "to be given", None, f"add it to {path}")
-    build.require_declared(table, loader, ".".join(place))
-    if table.elsewhere is not None:
-        _require_data(table.elsewhere, (*place, "elsewhere"), raw, path)
+        return expected("load_spec", place, "to be one number", repr(first["input"])[:80], remedy)
+    return problem(place, first)
 
 
 def _place(loc: tuple[int | str, ...], raw: Any) -> str:
     """Return the name of a place in a TOML file: a method by its name, other list entries by number from 1."""
     words: list[str] = []
-    for part in loc:
-        inner = raw[part] if isinstance(raw, dict) and part in raw else None
+    for index, part in enumerate(loc):
         if isinstance(raw, list) and isinstance(part, int):
-            inner = raw[part]
-            name = inner.get("name") if isinstance(inner, dict) else None
+            raw = raw[part]
+            name = raw.get("name") if isinstance(raw, dict) else None
             words += [name] if isinstance(name, str) and name else [f"{words.pop()} (entry {part + 1})"]
-        elif isinstance(raw, dict):
-            words.append(str(part))  # later parts are pydantic's names for kinds of values
-        raw = inner
+        elif isinstance(raw, dict) and (part in raw or index == len(loc) - 1):  # others are pydantic's names for kinds
+            words.append(f"{part}")
+            raw = raw.get(part)
     return ".".join(words)
 
 
-def _require_known(
-    table: Mapping[str, Any], kind: type[BaseModel], loc: tuple[int | str, ...], raw: Mapping[str, Any]
-) -> None:
-    """Raise PrivacyError for the first key, at any depth, that is no field of its table and no option of the loader."""
-    known = {name: field.annotation for name, field in kind.model_fields.items()}
-    if kind is DataTable:
-        loader = build.find_loader(table, ".".join(map(str, loc)))
-        # A wrong name is an error of its own; which options it has is then unknown.
-        known |= dict.fromkeys(table, Any) if loader is None else build.options_of(loader)
-    if kind is ModelTable and (options := build.model_options(table)) is not None:
-        known = dict.fromkeys(("name", "encoder", *options), Any)
-    for name, value in table.items():
-        build.require_option(name, list(known), _place((*loc, name), raw))
-        kinds: tuple[Any, ...] = (known[name], *get_args(known[name]))
-        for inner in kinds:
-            if not (inspect.isclass(inner) and issubclass(inner, BaseModel)):
-                continue
-            places = [((*loc, name), value)]
-            if isinstance(value, list):
-                places = [((*loc, name, index), item) for index, item in enumerate(cast("list[Any]", value))]
-            for place, item in places:
-                if isinstance(item, dict):
-                    _require_known(cast("dict[str, Any]", item), inner, place, raw)
-
-
-def _wrong(method: MethodTable, key: str, condition: str, got: object, remedy: str) -> PrivacyError:
+def _wrong(method: MethodTable, key: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
     """Return the error for a key of a method's table."""
     return expected("load_spec", f"methods.{method.name}.{key}", condition, got, remedy)
 
 
-def _refuse_unknown_options(method: MethodTable, spec: Spec) -> None:
-    """Refuse options and names in `tune` that the optimizer, the preconditioner, the rule for C or the filter lack."""
-    if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
-        raise _wrong(method, "perturb.mode", "to be given for BAM only", method.perturb.rule, "leave it out")
-    arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
-    valid = [name for name in arguments if name not in ("params", "lr", "noise_step", "public", "horizon")]
-    for name in method.options:
-        build.require_option(name, valid, f"methods.{method.name}.options.{name}")
-    for name, values in method.tune.items():
-        place = f"methods.{method.name}.tune.{name}"
-        part, _, option = name.partition(".")
-        if method.precondition is not None and option and part == "precondition":
-            build.require_option(option, _options_of(method.precondition), place)
-        elif option and (table := method.part_tables.get(part)) is not None:
-            build.require_option(option, list(inspect.signature(table.kind).parameters), place)
-        else:
-            build.require_option(name, valid, place)
-        if tables := [value for value in values if isinstance(value, dict)]:
-            raise _wrong(method, f"tune.{name}", "to be numbers, names or lists", tables[0], "correct it")
-
-
-def _refuse_useless_noise_step(method: MethodTable, spec: Spec) -> None:
-    """Refuse a noise step next to a learning rate, without noise, and for an optimizer that takes none."""
-    if method.noise_step is not None:
-        if method.non_private:
-            remedy = "give lr alone: without noise there is no noise step"
-            raise _wrong(method, "noise_step", "to be given without this", "non_private = true", remedy)
-        if method.lr is not None:
-            remedy = "leave one of the two out"
-            raise _wrong(method, "noise_step", "to be given without this", f"lr = {method.lr}", remedy)
-        if not method.has_noise_step:
-            got = method.optimizer if method.assumed_noise_std is None else f"{method.optimizer} with assumed_noise_std"
-            raise _wrong(method, "noise_step", "to be absent for an optimizer without one", got, "give lr in its place")
-    noise = spec.privacy.noise_multiplier
-    if noise == 0 and any(candidate.noise_step is not None for candidate in spec.grid(method)):
-        remedy = "give lr in place of noise steps"
-        raise expected("load_spec", "privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, remedy)
-
-
-def _refuse_unsuited_values(method: MethodTable, spec: Spec) -> None:
-    """Refuse values of options that a constructor refuses: each one is called for every combination of `tune`."""
-    by_noise = any(candidate.noise_step is not None for candidate in spec.grid(method))
-    rate = Candidate(1.0, noise_step=0.1) if by_noise else Candidate(1.0, lr=0.1)
-    own = [[(name, value) for value in values] for name, values in method.tune.items()]
-    for values in itertools.product(*own):
-        tuned = method.with_own(rate._replace(own=values))
-        try:
-            tuned.make([("p", nn.Parameter(torch.zeros(1)))], rate)
-        except (TypeError, ValueError, OverflowError) as error:
-            key, condition = "tune" if method.tune else "options", f"to suit {method.optimizer}"
-            raise _wrong(method, key, condition, error, "correct them") from error
-        _require_parts(tuned)
-        if tuned.bands is not None and spec.privacy.sampling != "poisson":
-            remedy = 'give sampling = "poisson", or leave bands out'
-            raise _wrong(method, "bands", "to be absent for this sampling", spec.privacy.sampling, remedy)
-        if tuned.precondition is not None:
-            _require_precondition(tuned, tuned.precondition)
-
-
-def _require_parts(method: MethodTable) -> None:
-    """Raise PrivacyError unless the rule for C and the filter have their options, and nothing that contradicts them."""
-    for part, table in method.part_tables.items():
-        known = inspect.signature(table.kind).parameters
-        for name, value in table.options.items():
-            build.require_option(name, list(known), f"methods.{method.name}.{part}.options.{name}")
-            if isinstance(value, list) and "Sequence" not in str(known[name].annotation):
-                remedy = f'to try several, give tune = {{ "{part}.{name}" = {value} }}'
-                raise _wrong(method, f"{part}.options.{name}", "to be one value", value, remedy)
-        for name, parameter in known.items():
-            if parameter.default is parameter.empty and name not in table.options:
-                raise _wrong(method, f"{part}.options.{name}", "to be given", None, f"add {name}")
-    method.parts()
-    if method.norm_bins is not None:
-        require_bins("load_spec", f"methods.{method.name}.norm_bins", method.norm_bins)
-    if method.filter is not None and method.filter.rule == "DiSK" and (method.perturb or method.local):
-        condition, got = "to have the only point of the gradients", "DiSK with perturb or local"
-        raise _wrong(method, "filter", condition, got, "leave one of the two out")
-    for part, value in (("adaptive_clip", method.adaptive_clip), ("norm_bins", method.norm_bins)):
-        if method.non_private and value is not None:
-            remedy = "leave it out: a method without privacy does not clip"
-            raise _wrong(method, part, "to be absent for non_private", getattr(value, "rule", value), remedy)
-
-
-# Arguments of a preconditioner's rule that the experiment gives itself, with tiny versions of them for a check.
-_GIVEN: dict[str, Any] = {
+# Arguments of a preconditioner's rule that the experiment gives itself, tiny.
+_TINY: dict[str, Any] = {
     "gradient": PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none"),
     "counts": torch.ones(10_000),
     "parameter": "p",
@@ -314,71 +145,110 @@ _GIVEN: dict[str, Any] = {
 }
 
 
-def _require_precondition(method: MethodTable, table: PreconditionTable) -> None:
-    """Raise PrivacyError unless the options suit the rule; the rule is called once on tiny inputs to check."""
-    for name in table.options:
-        build.require_option(name, _options_of(table), f"methods.{method.name}.precondition.options.{name}")
-    if table.public is not None and table.rule != "inputs":
-        remedy = 'leave it out, or set rule = "inputs"'
-        raise _wrong(method, "precondition.public", 'to be for "inputs" only', table.rule, remedy)
-    rule = _rule_of(table)
-    parameters = inspect.signature(rule).parameters
-    try:
-        rule(**{name: value for name, value in _GIVEN.items() if name in parameters}, **table.options)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _wrong(method, "precondition.options", f"to suit {table.rule}", error, "correct them") from error
+def _require_calls(method: MethodTable) -> None:
+    """Raise PrivacyError unless the tables of a method name functions and arguments, and every grid has a value."""
+    for part, table in method.calls.items():
+        place = f"methods.{method.name}.{part}"
+        known = arguments(find(place, table.use, REGISTRIES[part]))
+        valid = [name for name in known if name not in ("params", "public", "horizon", *_TINY)]
+        for name in table.options:
+            require_option(name, valid, f"{place}.{name}")
+    for place, values in method.grids.items():
+        if not values:
+            raise _wrong(method, place, "to have a value to try", [])
 
 
-def _rule_of(table: PreconditionTable) -> Callable[..., Any]:
-    """Return the function of a preconditioner's rule."""
-    return getattr(side_information if table.by_counts else precondition, table.rule)
+# Rules across tables, each for one method of a spec.
 
 
-def _options_of(table: PreconditionTable) -> list[str]:
-    return [name for name in inspect.signature(_rule_of(table)).parameters if name not in _GIVEN]
+def _a_noise_step_needs_the_true_noise(method: MethodTable, spec: Spec) -> None:
+    without = {"non_private": method.non_private, "assumed_noise_std": method.assumed_noise_std is not None}
+    if method.noise_step is not None and (got := ", ".join(name for name, given in without.items() if given)):
+        raise _wrong(method, "optimizer.noise_step", "to be given without this", got, "give lr in its place")
+    noise = spec.privacy.noise_multiplier
+    if noise == 0 and any(candidate.noise_step is not None for candidate in spec.grid(method)):
+        remedy = "give lr in place of noise steps"
+        raise expected("load_spec", "privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, remedy)
 
 
-def _refuse_unsuited_local(method: MethodTable, spec: Spec) -> None:
-    """Refuse a method that does not train locally by user, and one that trains locally by example."""
+def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:
+    """Make the parts of each candidate once, on tiny inputs: their constructors check the values."""
+    for tuned in map(method.at, spec.grid(method)):
+        tuned.make([("p", nn.Parameter(torch.zeros(1)))])
+        try:
+            Parts(**tuned.parts(spec.privacy.privacy_unit))
+        except PrivacyError as error:
+            raise type(error)(f"methods.{method.name}: {error}") from error
+        if tuned.precondition is not None:
+            build.precondition_of(f"methods.{method.name}.precondition", tuned.precondition, _TINY)
+    if method.norm_bins is not None:
+        require_bins("load_spec", f"methods.{method.name}.norm_bins", method.norm_bins)
+
+
+def _bands_need_poisson_sampling(method: MethodTable, spec: Spec) -> None:
+    if method.bands is not None and spec.privacy.sampling != "poisson":
+        remedy = 'give sampling = "poisson", or leave bands out'
+        raise _wrong(method, "bands", "to be absent for this sampling", spec.privacy.sampling, remedy)
+
+
+def _only_inputs_take_synthetic_examples(method: MethodTable, spec: Spec) -> None:
+    table = method.precondition
+    if table is not None and table.public is not None and table.use != "inputs":
+        raise _wrong(method, "precondition.public", 'to be for "inputs" only', table.use)
+
+
+def _a_method_without_privacy_does_not_clip(method: MethodTable, spec: Spec) -> None:
+    for part in ("clip", "adaptive_clip", "norm_bins"):
+        if method.non_private and (value := getattr(method, part)) is not None:
+            got, remedy = getattr(value, "use", value), "leave it out: a method without privacy does not clip"
+            raise _wrong(method, part, "to be absent for non_private", got, remedy)
+
+
+def _gradients_have_one_point(method: MethodTable, spec: Spec) -> None:
+    is_filtered = method.filter is not None and method.filter.use == "DiSK"
+    points = {"perturb": method.perturb, "local": method.local, 'filter = "DiSK"': is_filtered or None}
+    if len(given := [name for name, point in points.items() if point is not None]) > 1:
+        raise _wrong(method, given[0], "to have the only point of the gradients", " and ".join(given), "leave one out")
+
+
+def _users_train_locally(method: MethodTable, spec: Spec) -> None:
     unit = spec.privacy.privacy_unit
-    if unit == "user" and method.perturb is not None and method.local is None:
-        condition, got = 'to be absent for privacy_unit = "user"', f"rule {method.perturb.rule!r}"
-        raise _wrong(method, "perturb", condition, got, "leave it out")
-    if method.local is None:
-        if unit == "user" and not build.is_own(spec.data):  # of the user's own data, a row may be a person
-            remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
-            raise _wrong(method, "local", 'to be given for privacy_unit = "user"', None, remedy)
-        return
-    if unit == "example":
-        got = method.local.model_dump(exclude_defaults=True)
+    if unit == "example" and method.local is not None:
         remedy = 'leave it out, or set privacy_unit = "user" in [privacy] and choose [data] with one row per user'
-        raise _wrong(method, "local", 'to be absent for privacy_unit = "example"', got, remedy)
-    if method.perturb is not None:
-        got = f"perturb.rule = {method.perturb.rule!r}"
-        raise _wrong(method, "local", "to be given without perturb", got, "leave one of the two out")
-    if spec.tuning is not None and spec.tuning.by == "train_loss":
+        raise _wrong(method, "local", 'to be absent for privacy_unit = "example"', method.local.options, remedy)
+    if unit == "user" and method.perturb is not None:
+        raise _wrong(method, "perturb", 'to be absent for privacy_unit = "user"', method.perturb.use)
+    if (
+        unit == "user" and method.local is None and not build.is_own(spec.data)
+    ):  # of data of your own, a row may be a person
+        remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
+        raise _wrong(method, "local", 'to be given for privacy_unit = "user"', None, remedy)
+
+
+def _users_are_tuned_on_other_users(method: MethodTable, spec: Spec) -> None:
+    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
         remedy = 'tune by "accuracy" or "loss" on users that are held out'
         raise expected("load_spec", "tuning.by", "to be measured on held-out users", "'train_loss'", remedy)
 
 
-def _refuse_unsuited_public(method: MethodTable, spec: Spec) -> None:
-    """Refuse public examples that a method does not use, and a method that lacks those that it uses."""
+def _public_examples_are_there_and_used(method: MethodTable, spec: Spec) -> None:
     if "public" in method.model_fields_set and not method.needs_public:
-        condition, got = "to be absent for a method that uses no public examples", method.public
+        got = method.public.model_dump(exclude_defaults=True)
         remedy = "remove it, or add a precondition rule, a warm_start or an optimizer that uses public gradients"
-        raise _wrong(method, "public", condition, got.model_dump(exclude_defaults=True), remedy)
+        raise _wrong(method, "public", "to be absent for a method that uses no public examples", got, remedy)
     if method.needs_public and not method.public.other and spec.data.public == 0:
         remedy = "set it to the number of training examples that count as public"
         raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
 
 
-def _refuse_untunable(method: MethodTable, spec: Spec) -> None:
-    """Refuse a method that needs tuning, if [tuning] or examples to tune on are absent."""
+def _tuning_has_values_and_held_out_examples(method: MethodTable, spec: Spec) -> None:
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
-        rate = "an lr or a noise_step" if method.has_noise_step and not method.non_private else "an lr"
-        raise _wrong(method, "lr", "to be given", None, f"give the method {rate}, or give a grid and a [tuning] table")
+        rate = "an lr or a noise_step" if method.has_noise_step else "an lr"
+        raise _wrong(
+            method, "optimizer", "to have a rate", None, f"give it {rate}, or add a [tuning] table with a grid"
+        )
     if spec.tuning is None:
         remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
         raise expected("load_spec", "[tuning]", f"to be given for the grid of {method.name}", None, remedy)
@@ -388,44 +258,47 @@ def _refuse_untunable(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
 
 
-def _refuse_scales_without_unit(method: MethodTable, spec: Spec) -> None:
-    """Refuse a preconditioner that measures its scales by the noise, where there is none in their units."""
-    rule = method.precondition
-    if rule is None or rule.by_counts or "eps" in rule.options or "precondition.eps" in method.tune:
+def _scales_without_noise_need_eps(method: MethodTable, spec: Spec) -> None:
+    table = method.precondition
+    if table is None or "noise_eps" not in arguments(table.rule) or "eps" in table.options:
         return
     without = {"non_private = true": method.non_private, "local": method.local is not None}
     without["privacy.noise_multiplier = 0"] = spec.privacy.noise_multiplier == 0
     if got := ", ".join(name for name, given in without.items() if given):
-        remedy = "add eps, such as options = { eps = 1e-5 }"
-        raise _wrong(method, "precondition.options.eps", "to be given where no noise sets the unit", got, remedy)
+        remedy = "add eps, such as eps = 1e-5"
+        raise _wrong(method, "precondition.eps", "to be given where no noise sets the unit", got, remedy)
 
 
 _RULES = (
-    _refuse_unknown_options,
-    _refuse_useless_noise_step,
-    _refuse_unsuited_values,
-    _refuse_unsuited_local,
-    _refuse_unsuited_public,
-    _refuse_untunable,
-    _refuse_scales_without_unit,
+    _a_noise_step_needs_the_true_noise,
+    _every_part_can_be_made,
+    _bands_need_poisson_sampling,
+    _only_inputs_take_synthetic_examples,
+    _a_method_without_privacy_does_not_clip,
+    _gradients_have_one_point,
+    _users_train_locally,
+    _users_are_tuned_on_other_users,
+    _public_examples_are_there_and_used,
+    _tuning_has_values_and_held_out_examples,
+    _scales_without_noise_need_eps,
 )
 
 
-def _require_equal_grids(spec: Spec, path: str | Path) -> None:
+def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
     """Raise PrivacyError unless all methods that are tuned together get the same number of trainings."""
     together = [method for method in spec.methods if spec.shares_grid(method)]
     if not together or spec.tuning is None or spec.tuning.noise_steps is None or spec.privacy.total_epsilon is not None:
         return
     if len(set(spec.tuning.seeds)) < 2:
-        remedy = f"add one in {path}: the spread over seeds decides whether a difference counts"
+        remedy = "the spread over seeds decides whether a difference counts"
         raise expected("load_spec", "tuning.seeds", "to hold two seeds or more", spec.tuning.seeds, remedy)
     rates = len(set(spec.tuning.noise_steps))
     for method in together:
         if not method.has_noise_step and len(set(method.lr) if isinstance(method.lr, list) else ()) != rates:
-            condition = f"to be a grid of {rates} rates, because {method.optimizer} has no noise step"
-            raise _wrong(method, "lr", condition, method.lr, "give it as many values as tuning.noise_steps has")
+            condition = f"to be a grid of {rates} rates, because {method.optimizer.use} has no noise step"
+            raise _wrong(method, "optimizer.lr", condition, method.lr)
     counts = {method.name: len(set(spec.grid(method))) for method in together}
     if len(set(counts.values())) > 1:
         got = ", ".join(f"{count} ({name})" for name, count in counts.items())
-        remedy = "give each method as many values in tune, or a rate of its own"
+        remedy = "give each method as many values to try, or a rate of its own"
         raise expected("load_spec", "candidates of methods", "to be equally many", got, remedy)

@@ -4,7 +4,6 @@ All results are NOT private for the examples that they are measured on. Paid sco
 depends on one privacy unit, and is in [0, 1].
 """
 
-import importlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,10 @@ from privgrad.diagnostics import by_frequency
 from privgrad.errors import PrivacyError, described, did_you_mean, expected
 from privgrad.gradient.functional import evaluating
 from privgrad.perturb.augmentation import Flip, multiplicity, shift_and_flip
+from privgrad.plugins import optional
 from privgrad.precondition.public_gradient import LossFunction
-from privgrad_lab.spec import Spec, called, imported
+from privgrad_lab.calls import called, imported
+from privgrad_lab.spec import Spec
 
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
 
@@ -245,7 +246,7 @@ def require_names(spec: Spec) -> None:
             raise expected("load_spec", "run.metrics", f"to hold {', '.join(valid)}", repr(name), remedy)
     titles = [title(name) for name in spec.run.metrics]
     if double := [name for name in titles if titles.count(name) > 1]:
-        raise expected("load_spec", "run.metrics", "to have different names", repr(double[0]), "keep one of them")
+        raise expected("load_spec", "run.metrics", "to have different names", repr(double[0]))
     by, criteria = "accuracy" if spec.tuning is None else spec.tuning.by, ["loss", "train_loss", *valid]
     if by not in criteria[:2] and family(by) not in valid:
         remedy = did_you_mean(by, criteria, "choose one; a function may be in run.metrics only")
@@ -412,8 +413,5 @@ def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
 
 def _sklearn() -> Any:
     """Return scikit-learn's metrics, of an optional extra."""
-    try:
-        return importlib.import_module("sklearn.metrics")
-    except ImportError as error:
-        remedy = "pip install 'privgrad[experiments]'"
-        raise expected("metrics", "scikit-learn", "to be installed for auc and f1", error, remedy) from error
+    remedy = "pip install 'privgrad[experiments]'"
+    return optional("metrics", "scikit-learn", "sklearn.metrics", remedy, purpose=" for auc and f1")

@@ -261,8 +261,8 @@ def _require_private_method(method: MethodTable) -> None:
     """Raise PrivacyError if no finite epsilon covers a method."""
     unbounded = {
         "non_private": method.non_private,
-        "perturb.rule": method.perturb is not None and method.perturb.rule == "RawSAM",
-        "precondition.rule": method.precondition is not None and method.precondition.rule.startswith("raw_"),
+        "perturb": method.perturb is not None and method.perturb.use == "RawSAM",
+        "precondition": method.precondition is not None and method.precondition.use.startswith("raw_"),
     }
     for name in (name for name, is_unbounded in unbounded.items() if is_unbounded):
         place, remedy = f"methods.{method.name}.{name}", "leave the method out: its epsilon is infinite"

@@ -16,7 +16,9 @@ from typing import Any, cast
 
 from privgrad.errors import PrivacyError, expected
 from privgrad.ledger.file import is_in_use
-from privgrad_lab.spec import Spec, imported
+from privgrad_lab import old_spelling
+from privgrad_lab.calls import imported
+from privgrad_lab.spec import Spec
 
 Record = dict[str, Any]
 
@@ -72,7 +74,7 @@ def require_same(out: Path, description: str) -> None:
     if held is None:
         return
     try:
-        old, new = dict(json.loads(held)), dict(json.loads(description))
+        old, new = old_spelling.canonical(json.loads(held)), old_spelling.canonical(json.loads(description))
     except (TypeError, ValueError):
         got = "a spec.json that cannot be read"
         raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy) from None

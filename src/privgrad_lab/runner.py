@@ -98,11 +98,11 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         torch.seed()  # the first weights of a private run depend on nothing that came before
     make_plan = spec.tuning_plan if run.phase == "tuning" else spec.plan
     model, plan = make_model(spec, data), make_plan(run.seed, run.method, run.candidate.max_grad_norm)
-    method = run.method.with_own(run.candidate)
+    method = run.method.at(run.candidate)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
-    optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
+    optimizer = method.make(model.named_parameters(), public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
     # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.
     sources = [public and public.source, data.extractor and declared(data.extractor)]
@@ -111,13 +111,12 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         model,
         losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
         plan,
-        perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
         side_information="; ".join(others) or None,
-        **method.parts(),
+        **method.parts(spec.privacy.privacy_unit),
     )
     source = private_grad.ledger.plan_facts["side_information"]
     has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
@@ -143,12 +142,8 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
     assert plan.delta is not None
     return {
         "method": run.method.name,
-        "optimizer": made.method.optimizer,
-        "options": made.method.options,
-        "precondition": None if made.method.precondition is None else made.method.precondition.model_dump(),
-        "adaptive_clip": None if made.method.adaptive_clip is None else made.method.adaptive_clip.model_dump(),
+        **made.method.facts(),
         "bands": plan.bands,
-        "filter": None if made.method.filter is None else made.method.filter.model_dump(),
         **run.candidate._asdict(),
         "noise_step": _noise_step(run, made.optimizer),
         "seed": run.seed,

@@ -3,75 +3,89 @@
 docs/experiments.md says what each key means.
 """
 
-import importlib
+import inspect
 import itertools
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from privgrad import clip, data, models, optim, perturb
-from privgrad.errors import did_you_mean, expected
+from privgrad import clip, perturb, precondition
+from privgrad.errors import expected
 from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.models import Activation
 from privgrad.noise.banded import Banded
-from privgrad.optim import filters
-from privgrad.optim.base import NamedParameters, constructor_arguments
+from privgrad.optim import OPTIMIZERS, PrivateOptimizer, filters
+from privgrad.optim.base import NamedParameters
 from privgrad.perturb.augmentation import Flip
 from privgrad.perturb.local_training import LocalUpdate
-from privgrad.perturb.points import Perturbation
 from privgrad.plan import PrivacyPlan
+from privgrad.precondition import counts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit, SamplingScheme
+from privgrad_lab.calls import Call, Table, arguments, find, make
 
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
+# The functions and classes that the tables of a method may call, by the name of the table.
+REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "optimizer": OPTIMIZERS,
+    "perturb": {kind.__name__: kind for kind in (perturb.BAM, perturb.SAT, perturb.RawSAM, perturb.DiSK)},
+    "local": {"LocalUpdate": LocalUpdate},
+    "precondition": {
+        rule.__name__: rule
+        for rule in (
+            precondition.public_rmsprop,
+            precondition.public_adam,
+            precondition.public_adagrad,
+            precondition.raw_ideal_rmsprop,
+            precondition.inputs,
+            counts.frequencies,
+            counts.by_rank,
+        )
+    },
+    "clip": {kind.__name__: kind for kind in (clip.Flat, clip.PerLayer, clip.Automatic)},
+    "adaptive_clip": {kind.__name__: kind for kind in (clip.TargetFraction, clip.Quantile, clip.SquaredError)},
+    "filter": {
+        # An EMA whose gradients are taken at the point of `perturb.DiSK`, both with the option `weight`.
+        "DiSK": filters.EMA,
+        **{k.__name__: k for k in (filters.EMA, filters.DOPPLER, filters.Innovation, filters.LinearFilter)},
+    },
+}
 
-class Table(BaseModel):
-    """A table of the file: its keys are fixed, and its values have exactly the stated types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class OpenTable(Table):
-    """A table with further keys: the arguments of the function that it names."""
+class DataTable(Table):
+    """The table [data]: the data set by exactly one of use, file and folder, and the arguments of its loader."""
 
     model_config = ConfigDict(extra="allow")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the keys that are no field of this table."""
-        return dict(self.model_extra or {})
-
-
-class DataTable(OpenTable):
-    """The table [data]: the data set by exactly one of name, file and folder, and the arguments of its loader."""
-
-    name: str = ""  # of LOADERS in privgrad_lab.data, or "package.module:function"
+    use: str = ""  # of LOADERS in privgrad_lab.data, or "package.module:function"
     file: str | None = None  # a table
     folder: str | None = None  # images, or a data set of Hugging Face
     validation: int = Field(default=0, ge=0)  # examples of the training part that are held out for tuning
-    public: int = Field(
-        default=0, ge=0
-    )  # the last ones after that: taken out of the training part, they count as public
+    # The last examples after that are taken out of the training part, and count as public.
+    public: int = Field(default=0, ge=0)
     elsewhere: "DataTable | None" = None  # a second data set, whose training part is public too
     reconstruct: bool = False  # the label of an input is the input itself
     _home: Path = PrivateAttr(default=Path())
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the loader."""
+        return dict(self.model_extra or {})
+
+    @property
     def given(self) -> dict[str, Any]:
         """Return the keys that decide the loader, with its arguments."""
-        return {"name": self.name, "file": self.file, "folder": self.folder} | self.options
+        return {"use": self.use, "file": self.file, "folder": self.folder} | self.options
 
     @property
     def source(self) -> str:
         """Return the name, file or folder of the data, for errors."""
-        return self.file or self.folder or self.name
+        return self.file or self.folder or self.use
 
     @property
     def home(self) -> Path:
@@ -85,38 +99,17 @@ class DataTable(OpenTable):
             self.elsewhere.place(home)
 
 
-class ModelTable(Table):
-    """The table [model]: the model and its size.
+class ModelTable(Call):
+    """The table [model]: a model of build.MODELS, or a function of the user that is called with the data set."""
 
-    `name` is a model of the library, or "package.module:function" for a function of the user. Such a function is called
-    with the data set, and with the keys of the table that it has as arguments.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str  # of build.MODELS, or "package.module:function"
-    activation: Activation = "tanh"
-    hidden: int = Field(default=64, ge=1)
-    depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
     # The pretrained model: a folder, or a name on the Hugging Face hub. Its tokenizer reads the data.
     encoder: str | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Return the keys that the file gives."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
-
-
-class BlockTable(OpenTable):
-    """One block of [features] with options: those of the extractor, or arguments of the user's function."""
-
-    name: str  # of featuring.BLOCKS, or "package.module:function"
 
 
 class FeaturesTable(Table):
     """The table [features]: features that replace the inputs, computed once before the training."""
 
-    blocks: list[str | BlockTable] = Field(min_length=1)  # side by side, with the norms `weights`
+    blocks: list[Call] = Field(min_length=1)  # side by side, with the norms `weights`
     weights: Grid | None = None
     public: Literal["silhouettes", "pink-noise", "data"] | None = None  # the rows for the constants of blocks
     whiten: Literal["silhouettes", "pink-noise", "data"] | None = None  # also the default of `public`
@@ -124,10 +117,6 @@ class FeaturesTable(Table):
     power: float | None = Field(default=None, ge=0, le=0.5)
     ridge: float | None = Field(default=None, gt=0)
     folder: str | None = None  # of the features, which are as private as the data
-
-    @property
-    def tables(self) -> list[BlockTable]:
-        return [BlockTable(name=block) if isinstance(block, str) else block for block in self.blocks]
 
 
 class PrivacyTable(Table):
@@ -155,76 +144,23 @@ class PrivacyTable(Table):
 Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
 
-class PreconditionTable(Table):
+class PreconditionTable(Call):
     """A map of gradients before clipping: a rule on public data, or on public word counts.
 
     The rule "inputs" takes synthetic examples by `public`; without it, the public examples of the data.
     """
 
-    rule: Literal[
-        "public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank", "inputs"
-    ]
-    options: dict[str, Any] = Field(default_factory=dict)
     public: Synthetic | None = None
 
     @property
-    def by_counts(self) -> bool:
-        """Return whether the rule uses public word counts."""
-        return self.rule in ("frequencies", "by_rank")
+    def rule(self) -> Callable[..., Any]:
+        return find("precondition", self.use, REGISTRIES["precondition"])
 
 
-class PerturbTable(Table):
-    """The point at which gradients are evaluated; `radius` is a number or a grid."""
+class LocalTable(Call):
+    """The local training of each user."""
 
-    rule: Literal["BAM", "SAT", "RawSAM"]
-    radius: Annotated[float, Field(ge=0)] | list[Annotated[float, Field(ge=0)]]
-    mode: Literal["sam", "exact"] | None = None
-
-    def make(self, radius: float) -> Contribution:
-        kind: type[Perturbation] = getattr(perturb, self.rule)
-        return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
-
-
-class AdaptiveClipTable(Table):
-    """A rule that moves C, starting at the method's C; `options` are those of its class in `clip`."""
-
-    rule: Literal["TargetFraction", "Quantile", "SquaredError"]
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def kind(self) -> Callable[..., clip.AdaptiveClip]:
-        return getattr(clip, self.rule)
-
-    def make(self) -> clip.AdaptiveClip:
-        return self.kind(**self.options)
-
-
-class FilterTable(Table):
-    """A filter of the released gradients; `options` are those of its class in `filters`."""
-
-    # "DiSK" is an EMA with gradients at the point of `perturb.DiSK`, both with the option `weight`.
-    rule: Literal["EMA", "DOPPLER", "Innovation", "LinearFilter", "DiSK"]
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def kind(self) -> Callable[..., filters.LinearFilter]:
-        return getattr(filters, "EMA" if self.rule == "DiSK" else self.rule)
-
-    def make(self) -> filters.LinearFilter:
-        return self.kind(**self.options)
-
-    @property
-    def point(self) -> Contribution | None:
-        """Return the point of the gradients that belongs to the filter; None for the weights."""
-        return perturb.DiSK(self.options["weight"]) if self.rule == "DiSK" else None
-
-
-class LocalTable(Table):
-    """The local training of each user; `lr` is a number or a grid."""
-
-    lr: Annotated[float, Field(gt=0)] | Grid
-    batch_size: int = Field(ge=1)
-    epochs: int = Field(default=1, ge=1)
+    use: str = "LocalUpdate"
 
 
 class PublicTable(Table):
@@ -255,7 +191,6 @@ class ScheduleTable(Table):
     @model_validator(mode="before")
     @classmethod
     def _of_name(cls, value: Any) -> Any:
-        """Return the table that a name abbreviates."""
         return {"decay": value} if isinstance(value, str) else value
 
 
@@ -286,7 +221,7 @@ class RunTable(Table):
     seeds: list[int] = Field(default=[0], min_length=1)  # research seeds of a comparison
     schedule: ScheduleTable | None = None  # None is a constant rate
     num_evaluations: int = Field(default=10, ge=1)
-    metrics: list[str] = []  # on the test part besides loss and score; see `metrics.metrics_of`
+    metrics: list[str] = Field(default=[])  # on the test part besides loss and score; see `metrics.metrics_of`
     augmentation_multiplicity: int = Field(default=1, ge=1)  # randomly shifted views of each image
     flip: Flip | Literal["none"] = "none"  # how half of the views are mirrored
     ema_decay: float | None = Field(default=None, ge=0, lt=1)  # of an average, evaluated in place of the weights
@@ -307,7 +242,8 @@ class Candidate(NamedTuple):
     """One choice of a method's tuned values.
 
     Either lr or noise_step is None. The radius is None for a method without perturbation; local_lr is None where users
-    do not train locally. `own` holds the values of `tune`, as pairs (option, value).
+    do not train locally. `own` holds the other tuned options, as pairs: "momentum" is one of the optimizer, and
+    "filter.weight" one of the table `filter`.
     """
 
     max_grad_norm: float
@@ -318,26 +254,33 @@ class Candidate(NamedTuple):
     own: tuple[tuple[str, Any], ...] = ()
 
 
+# The options that have a field of Candidate, by their place in a method's table.
+_FIELDS = {
+    "optimizer.lr": "lr",
+    "perturb.radius": "radius",
+    "local.lr": "local_lr",
+    "optimizer.noise_step": "noise_step",
+}
+
+
 class MethodTable(Table):
-    """A table of [[methods]]: one optimizer with its options; `norm_bins` and the like are those of PrivateGradient."""
+    """A table of [[methods]]: an optimizer and the other parts of a training, each of them a call.
+
+    A list is a grid: each of its values is tried. An option that takes a list by itself has a grid of lists.
+    """
 
     name: str = Field(min_length=1)
-    optimizer: str  # of optim.OPTIMIZERS
-    lr: Annotated[float, Field(gt=0)] | Grid | None = None  # without lr and noise_step, the grid of [tuning]
-    noise_step: Annotated[float, Field(gt=0)] | Grid | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-    # Values to try by option: of the optimizer, or after "precondition.", "adaptive_clip." or "filter.", of that table.
-    tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
+    optimizer: Call  # without lr and noise_step, the grid of [tuning]
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None  # None is that of [privacy]
-    assumed_noise_std: float | None = Field(
-        default=None, ge=0
-    )  # for ablations: what the optimizer is given; may be wrong
+    # For ablations: what the optimizer is given in place of the noise's standard deviation; may be wrong.
+    assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)  # examples that are averaged before they are clipped; above 1, 2C counts
     bands: Annotated[int, Field(ge=2)] | Literal["auto"] | None = None  # of noise with memory; see noise.Banded
-    perturb: PerturbTable | None = None
+    perturb: Call | None = None  # the point at which gradients are evaluated
     norm_bins: Any = None  # `load_spec` calls the check of PrivateGradient: its message says more than pydantic's
-    adaptive_clip: AdaptiveClipTable | None = None
-    filter: FilterTable | None = None
+    clip: Call | None = None
+    adaptive_clip: Call | None = None  # moves C, starting at the method's C
+    filter: Call | None = None  # of the released gradients
     local: LocalTable | None = None  # for the privacy unit "user"; the optimizer is then the server's
     precondition: PreconditionTable | None = None
     public: PublicTable = PublicTable()
@@ -347,10 +290,52 @@ class MethodTable(Table):
     features: FeaturesTable | Literal[False] | None = None  # in place of [features]; False takes the inputs as loaded
     non_private: bool = False  # neither clips nor adds noise
 
+    _keys: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_order(cls, given: Any, handler: Callable[[Any], Self]) -> Self:
+        """Keep the order of the file, in which values are tried."""
+        made = handler(given)
+        if isinstance(given, dict):
+            made._keys = tuple(given)
+        return made
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        """Return the given tables of REGISTRIES, by name."""
+        tables = {part: getattr(self, part) for part in self._keys if part in REGISTRIES}
+        return {part: table for part, table in tables.items() if table is not None}
+
+    @property
+    def grids(self) -> dict[str, list[Any]]:
+        """Return the values to try, by place such as "filter.weight"; fields of Candidate may have a single one."""
+        found: dict[str, list[Any]] = {}
+        for part, table in self.calls.items():
+            known = arguments(find(f"methods.{self.name}.{part}", table.use, REGISTRIES[part]))
+            for name, value in table.options.items():
+                if isinstance(value, list) and (
+                    all(isinstance(one, list) for one in value) or not _takes_list(known.get(name))
+                ):
+                    found[f"{part}.{name}"] = value
+                elif f"{part}.{name}" in _FIELDS:
+                    found[f"{part}.{name}"] = [value]
+        return found
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate, or its grid; None without one."""
+        return self.optimizer.options.get("lr")
+
+    @property
+    def noise_step(self) -> Any:
+        """The noise step, or its grid; None without one."""
+        return self.optimizer.options.get("noise_step")
+
     @property
     def has_fixed_rate(self) -> bool:
         """Return whether the method has a single learning rate or noise step, so that no grid of [tuning] applies."""
-        return isinstance(self.lr, float | int) or isinstance(self.noise_step, float | int)
+        return any(rate is not None and not isinstance(rate, list) for rate in (self.lr, self.noise_step))
 
     @property
     def has_noise_step(self) -> bool:
@@ -358,67 +343,72 @@ class MethodTable(Table):
 
         An optimizer with an assumed noise scale would divide by that one, and so has none.
         """
-        optimizer = optim.OPTIMIZERS[self.optimizer]
-        return not self.non_private and self.assumed_noise_std is None and optimizer.has_noise_step()
+        has = getattr(self._optimizer, "has_noise_step", lambda: False)
+        return not self.non_private and self.assumed_noise_std is None and has()
 
-    def with_own(self, candidate: Candidate) -> "MethodTable":
-        """Return the method with the candidate's values of `tune` among its options."""
-        changes: dict[str, Any] = {"options": dict(self.options)}
-        for name, value in candidate.own:
-            part, _, option = name.rpartition(".")
-            if part:
-                table = changes.get(part) or getattr(self, part)
-                changes[part] = table.model_copy(update={"options": table.options | {option: value}})
-            else:
-                changes["options"][option] = value
-        return self.model_copy(update=changes)
+    @property
+    def _optimizer(self) -> Callable[..., PrivateOptimizer]:
+        return find(f"methods.{self.name}.optimizer", self.optimizer.use, OPTIMIZERS)
 
     @property
     def needs_public(self) -> bool:
         """Return whether the method computes gradients on public examples or starts from them."""
-        rule = self.precondition
-        by_rule = rule is not None and (rule.rule.startswith("public") or (rule.rule == "inputs" and not rule.public))
-        by_optimizer = "public" in constructor_arguments(optim.OPTIMIZERS[self.optimizer])
+        table = self.precondition
+        by_rule = table is not None and (
+            "gradient" in arguments(table.rule) or (table.use == "inputs" and not table.public)
+        )
+        by_optimizer = "public" in arguments(self._optimizer)
         return by_rule or self.warm_start is not None or by_optimizer
 
-    def perturbation(self, candidate: Candidate, unit: PrivacyUnit = "example") -> Contribution | None:
-        """Return the perturbation of one candidate, or its users' local training.
+    def at(self, candidate: Candidate) -> "MethodTable":
+        """Return the method with the candidate's values in its tables."""
+        values = {place: getattr(candidate, field) for place, field in _FIELDS.items()}
+        values = {place: value for place, value in values.items() if value is not None}
+        values |= {name if "." in name else f"optimizer.{name}": value for name, value in candidate.own}
+        tables = dict(self.calls)
+        for place, value in values.items():
+            part, _, option = place.partition(".")
+            tables[part] = tables[part].model_copy(update={option: value})
+        return self.model_copy(update=tables)
+
+    def perturbation(self, unit: PrivacyUnit = "example") -> Contribution | None:
+        """Return the point of the gradients, or the local training of the users.
 
         None means gradients at the current weights. With unit "user" and without local training, each row holds all
         data of one person; `build.make_data` checks that.
         """
-        if self.local is not None and candidate.local_lr is not None:
-            return LocalUpdate(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
+        if self.local is not None:
+            return self._made("local")
         if unit == "user":
             return SampleGradient("user")
-        if self.filter is not None and self.filter.point is not None:
-            return self.filter.point
-        return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
+        if self.filter is not None and self.filter.use == "DiSK":
+            return make(f"methods.{self.name}.filter", self.filter, {"DiSK": perturb.DiSK})
+        return self._made("perturb")
 
-    @property
-    def part_tables(self) -> dict[str, AdaptiveClipTable | FilterTable]:
-        """Return the given tables of the rule for C and of the filter, by name."""
-        tables = {"adaptive_clip": self.adaptive_clip, "filter": self.filter}
-        return {part: table for part, table in tables.items() if table is not None}
+    def parts(self, unit: PrivacyUnit = "example") -> dict[str, Any]:
+        """Return the arguments of PrivateGradient that the method's tables describe, except for its preconditioner."""
+        made = {part: self._made(part) for part in ("clip", "adaptive_clip", "filter")}
+        return made | {"perturb": self.perturbation(unit), "norm_bins": self.norm_bins}
 
-    def parts(self) -> dict[str, Any]:
-        """Return the arguments of PrivateGradient that follow its releases: statistic, rule for C, filter."""
-        return {"norm_bins": self.norm_bins, **{name: table.make() for name, table in self.part_tables.items()}}
+    def facts(self) -> dict[str, Any]:
+        """Return the tables for records, in the form that all versions write: the name as "rule", and its options."""
+        rates = ("lr", "noise_step")
+        options = {name: value for name, value in self.optimizer.options.items() if name not in rates}
+        found: dict[str, Any] = {"optimizer": self.optimizer.use, "options": options}
+        for part in ("precondition", "clip", "adaptive_clip", "filter"):
+            table = self.calls.get(part)
+            found[part] = None if table is None else {"rule": table.use, "options": table.options}
+        if self.precondition is not None:
+            found["precondition"]["public"] = self.precondition.public
+        return found
 
     def make(
-        self,
-        named_parameters: NamedParameters,
-        candidate: Candidate,
-        *,
-        public: PublicGradient | None = None,
-        steps: int = 1,
-    ) -> optim.PrivateOptimizer:
-        """Return the optimizer over a model's parameters, at the candidate's rate. See `with_own` for its options."""
-        kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
-        given = {"horizon": steps, "public": public or dict}
-        extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
-        rate: dict[str, Any] = {"lr": candidate.lr, "noise_step": candidate.noise_step}
-        optimizer = kind(named_parameters, **{k: v for k, v in rate.items() if v is not None}, **extra, **self.options)
+        self, named_parameters: NamedParameters, *, public: PublicGradient | None = None, steps: int = 1
+    ) -> PrivateOptimizer:
+        """Return the optimizer over a model's parameters."""
+        optimizer: PrivateOptimizer = self._made(
+            "optimizer", params=named_parameters, public=public or dict, horizon=steps
+        )
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -426,6 +416,21 @@ class MethodTable(Table):
 
             optimizer.register_step_pre_hook(assume)
         return optimizer
+
+    def _made(self, part: str, **given: Any) -> Any:
+        """Return what the table of a part calls; None without the table."""
+        table = getattr(self, part)
+        return None if table is None else make(f"methods.{self.name}.{part}", table, REGISTRIES[part], **given)
+
+
+def _takes_list(parameter: inspect.Parameter | None) -> bool:
+    """Return whether an argument takes a list by its annotation, so that a list is one value and not a grid."""
+    return parameter is not None and any(kind in f"{parameter.annotation}" for kind in ("Sequence", "tuple", "list"))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a grid that can be compared and used as a key: lists become tuples."""
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 class Spec(Table):
@@ -443,21 +448,27 @@ class Spec(Table):
 
     def grid(self, method: MethodTable) -> list[Candidate]:
         """Return the candidates of a method's first grid; one candidate if nothing is tuned."""
-        by_noise = self.tuning.noise_steps if self.tuning and method.has_noise_step else None
-        steps = method.noise_step or (by_noise if method.lr is None else None)
-        rates = method.lr or ((self.tuning.lr if self.tuning else None) if steps is None else None)
+        grids, tuning = method.grids, self.tuning
+        steps, rates = grids.get("optimizer.noise_step"), grids.get("optimizer.lr")
+        if steps is None and rates is None and tuning is not None:
+            steps = tuning.noise_steps if method.has_noise_step else None
+            rates = tuning.lr if steps is None else None
         if steps is None and rates is None:
             return []
-        own = [[(name, plain(value)) for value in values] for name, values in method.tune.items()]
         norms = method.max_grad_norm or self.privacy.max_grad_norm
-        radii = None if method.perturb is None else method.perturb.radius
-        local = None if method.local is None else method.local.lr
-
-        def each(value: Any) -> list[Any]:
-            return value if isinstance(value, list) else [value]
-
-        grids = (*map(each, (norms, rates, radii, local, steps)), list(itertools.product(*own)))
-        return [Candidate(*values) for values in itertools.product(*grids)]
+        fields = (
+            norms if isinstance(norms, list) else [norms],
+            rates or [None],
+            grids.get("perturb.radius", [None]),
+            grids.get("local.lr", [None]),
+            steps or [None],
+        )
+        own = [
+            [(place.removeprefix("optimizer."), plain(value)) for value in values]
+            for place, values in grids.items()
+            if place not in _FIELDS
+        ]
+        return [Candidate(*values) for values in itertools.product(*fields, itertools.product(*own))]
 
     @property
     def tuning_scale(self) -> int:
@@ -537,57 +548,3 @@ class Spec(Table):
             raise expected("load_spec", "privacy.noise_multiplier", condition, got, remedy)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
         return PrivacyPlan(**numbers, sample_rate=rate, seed=seed, correlation=correlation)
-
-
-def plain(value: Any) -> Any:
-    """Return a value of `tune` that can be compared and used as a key: lists become tuples."""
-    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
-
-
-def imported(place: str, name: str) -> Callable[..., Any]:
-    """Return the function that "package.module:function" names, from the current directory or an installed package."""
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        remedy = "name the module as in an import statement, and a function of it"
-        raise expected("load_spec", place, 'to be "package.module:function"', repr(name), remedy)
-    here = f"{Path.cwd()}"
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
-        if (moved := _moved(module_name, attribute)) is not None:
-            return moved
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
-        condition = f"to name a module in {here} or an installed one" if missing else "to name a module that imports"
-        remedy = "correct the name, or change to its folder" if missing else f"correct the module {module_name}"
-        raise expected("load_spec", place, condition, f"{type(error).__name__}: {error}", remedy) from error
-    if not hasattr(found, attribute):
-        if (moved := _moved(module_name, attribute)) is not None:
-            return moved
-        own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-        remedy = did_you_mean(attribute, own, f"correct the name, or add it to {module_name}")
-        raise expected("load_spec", place, f"to name a function of {module_name}", repr(attribute), remedy)
-    function = getattr(found, attribute)
-    if not callable(function):
-        got = f"a {type(function).__name__}"
-        raise expected("load_spec", place, "to name something to call", got, "name a function")
-    return function
-
-
-def _moved(module_name: str, attribute: str) -> Callable[..., Any] | None:
-    """Return a loader or model of privgrad that was in another module in earlier versions; None if there is none."""
-    if module_name.partition(".")[0] != "privgrad":
-        return None
-    found = (getattr(place, attribute, None) for place in (data, models))
-    return next((function for function in found if callable(function)), None)
-
-
-def called(place: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function of the user; errors of the library pass."""
-    try:
-        return function(*args, **options)
-    except Exception as error:  # whatever a function of the user raises
-        if isinstance(error, ValueError) and type(error).__module__.startswith("privgrad."):
-            raise
-        raise expected("load_spec", place, "to run", f"{type(error).__name__}: {error}", f"correct {name}") from error

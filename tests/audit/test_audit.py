@@ -389,8 +389,8 @@ def test_a_specification_is_audited_with_a_canary_among_its_data(
 
 def test_a_specification_is_audited_with_scales_that_follow_its_noise(here: Here, tmp_path: Path):
     """Without the noise, these scales would not be those of the audited step."""
-    scaled = 'lr = 0.01\nprecondition = { rule = "public_rmsprop" }\npublic = { batch_size = 8 }\n'
-    text = ONE.replace("target_epsilon = 1.0", "noise_multiplier = 0.6").replace("lr = 0.01\n", scaled)
+    scaled = 'lr = 0.01 }\nprecondition = "public_rmsprop"\npublic = { batch_size = 8 }\n'
+    text = ONE.replace("target_epsilon = 1.0", "noise_multiplier = 0.6").replace("lr = 0.01 }\n", scaled)
     text = text.replace("num_examples = 1197", "num_examples = 1160")
     (tmp_path / "one.toml").write_text(text.replace("validation = 240", "validation = 240\npublic = 37"))
     (row,) = last_json(here("audit", "one.toml", "--trials", 400, "--confidence", 0.9999, "--json"))["audits"]
@@ -401,7 +401,7 @@ def test_a_specification_is_audited_with_scales_that_follow_its_noise(here: Here
 def test_specifications_that_cannot_be_audited_are_refused(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     assert "to be one of DP-AdamBC" in here("audit", "one.toml", "--method", "DP-SGD", code=2).stderr
-    (tmp_path / "none.toml").write_text(ONE.replace("lr = 0.01\n", "lr = 0.01\nnon_private = true\n"))
+    (tmp_path / "none.toml").write_text(ONE.replace("lr = 0.01 }\n", "lr = 0.01 }\nnon_private = true\n"))
     assert "to include a private one" in here("audit", "none.toml", code=2).stderr
     (tmp_path / "same.toml").write_text(ONE.replace("validation = 240", "validation = 240\nreconstruct = true"))
     assert "one class each" in here("audit", "same.toml", code=2).stderr

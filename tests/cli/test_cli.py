@@ -28,10 +28,10 @@ pytest.importorskip("sklearn")
 SPEC = """
 title = "test"
 [data]
-name = "digits"
+use = "digits"
 validation = 240
 [model]
-name = "mlp"
+use = "mlp"
 hidden = 8
 [privacy]
 target_epsilon = 1.0
@@ -42,8 +42,7 @@ expected_batch_size = 120
 steps = 6
 [[methods]]
 name = "DP-SGD"
-optimizer = "SGD"
-options = { momentum = 0.5 }
+optimizer = { use = "SGD", momentum = 0.5 }
 [[methods]]
 name = "DP-AdamBC"
 optimizer = "AdamBC"
@@ -56,9 +55,10 @@ num_evaluations = 2
 """
 # The same without a target, which takes seconds to calibrate to, in every process anew.
 SIGMA = SPEC.replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
-ONE = SPEC.replace('[[methods]]\nname = "DP-SGD"\noptimizer = "SGD"\noptions = { momentum = 0.5 }\n', "").replace(
-    'optimizer = "AdamBC"', 'optimizer = "AdamBC"\nlr = 0.01'
+ONE = SPEC.replace('[[methods]]\nname = "DP-SGD"\noptimizer = { use = "SGD", momentum = 0.5 }\n', "").replace(
+    'optimizer = "AdamBC"', 'optimizer = { use = "AdamBC", lr = 0.01 }'
 )
+OLD_FILES = Path(__file__).parents[1] / "old_files" / "experiments"
 
 
 def privgrad(*arguments: Any, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -150,11 +150,10 @@ def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 def test_methods_with_a_moving_c_and_a_filter_are_tuned_and_reported(here: Here, tmp_path: Path):
     parts = """
-adaptive_clip = { rule = "TargetFraction" }
-filter = { rule = "DiSK" }
-tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
+adaptive_clip = { use = "TargetFraction", target = [0.5] }
+filter = { use = "DiSK", weight = [0.4, 0.8] }
 """
-    (tmp_path / "s.toml").write_text(SIGMA.replace('optimizer = "SGD"', f'optimizer = "SGD"{parts}'))
+    (tmp_path / "s.toml").write_text(SIGMA.replace("momentum = 0.5 }", f"momentum = 0.5 }}{parts}"))
     here("compare", "s.toml", "--out", "out")
     records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
     ours = [record for record in records if record["method"] == "DP-SGD"]
@@ -302,11 +301,11 @@ def test_a_private_training_keeps_what_was_measured_on_training_examples_apart(h
         """
 title = "test"
 [data]
-name = "heavy-tail"
+use = "heavy-tail"
 groups = 3
 log_size = 5
 [model]
-name = "linear"
+use = "linear"
 [privacy]
 noise_multiplier = 2.0
 delta = 1e-3
@@ -316,8 +315,7 @@ expected_batch_size = 24
 steps = 4
 [[methods]]
 name = "SGD"
-optimizer = "SGD"
-noise_step = 0.02
+optimizer = { use = "SGD", noise_step = 0.02 }
 [tuning]
 seeds = [0]
 by = "train_loss"
@@ -402,10 +400,10 @@ BAD_SPECS = {
     "wrong count": ("num_examples = 1197", "num_examples = 1437", "1197"),
     "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
     "target out of reach": ("target_epsilon = 1.0", "target_epsilon = -1.0", "target_epsilon"),
-    "options that do not fit": ("options = { momentum = 0.5 }", "options = { nesterov = true }", "to suit SGD"),
+    "options that do not fit": ("momentum = 0.5", "nesterov = true", "methods.DP-SGD.optimizer: SGD: expected"),
     "missing value": ("delta = 1e-5\n", "", "got None"),
-    "a model for larger images": ('name = "mlp"', 'name = "cnn-small"', "inputs of shape (1, 8, 8)"),
-    "a model for images of one size": ('name = "mlp"', 'name = "cnn2"', "size = 28"),
+    "a model for larger images": ('use = "mlp"\nhidden = 8', 'use = "cnn-small"', "inputs of shape (1, 8, 8)"),
+    "a model for images of one size": ('use = "mlp"\nhidden = 8', 'use = "cnn2"', "size = 28"),
     "a simulation that does not divide": ("steps = 6", "steps = 6\nsimulate = 7", "such as 1/5, 1/6, 1/8, 1/10"),
     "a share to simulate": ("steps = 6", "steps = 6\nsimulate = 0.25", "privacy.simulate to be valid"),
     "tuning by a simulation that does not divide": ("seeds = [9]", "seeds = [9]\nsimulate = 7", "such as 1/5, 1/6"),
@@ -444,7 +442,7 @@ def test_an_unknown_option_before_a_command_is_still_named(here: Here):
 def test_what_users_wrote_is_not_read_as_markup(here: Here, tmp_path: Path):
     assert "[/a].toml" in here("train", "[/a].toml", code=2).stderr
     (tmp_path / "s.toml").write_text(
-        ONE.replace("lr = 0.01", "").replace("[tuning]\nlr = [0.01, 0.1]\nseeds = [9]", "")
+        ONE.replace(", lr = 0.01", "").replace("[tuning]\nlr = [0.01, 0.1]\nseeds = [9]", "")
     )
     assert "[tuning]" in here("train", "s.toml", code=2).stderr
 
@@ -518,7 +516,7 @@ def test_an_interruption_before_the_first_step_says_that_nothing_was_spent(here:
         "import os\nfrom privgrad import data\n\ndef digits(validation=0):\n"
         "    os.kill(os.getpid(), 2)\n    return data.digits()\n"
     )
-    (tmp_path / "one.toml").write_text(ONE.replace('name = "digits"', 'name = "slow:digits"', 1))
+    (tmp_path / "one.toml").write_text(ONE.replace('use = "digits"', 'use = "slow:digits"', 1))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         told = here("train", "one.toml", code=130).stderr
@@ -532,9 +530,9 @@ def test_an_interruption_before_the_first_step_says_that_nothing_was_spent(here:
 def test_cheap_settings_are_checked_before_the_data_are_loaded(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     here("train", "one.toml")
-    lost = 'name = "gone:digits"'
+    lost = 'use = "gone:digits"'
     (tmp_path / "gone.py").write_text("def digits(validation=0):\n    raise RuntimeError('loaded')\n")
-    (tmp_path / "one.toml").write_text(ONE.replace('name = "digits"', lost, 1).replace("delta = ", "delta = 0.5 #"))
+    (tmp_path / "one.toml").write_text(ONE.replace('use = "digits"', lost, 1).replace("delta = ", "delta = 0.5 #"))
     told = here("train", "one.toml", code=2).stderr
     assert "runs of a spec with a different" in told
     assert "loaded" not in told
@@ -579,6 +577,14 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
     assert last_json(here("doctor", "zoo:well", "--json")) == {"problems": []}
     for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word", "zoo:needy"):
         assert "factory" in here("doctor", wrong, code=2).stderr
+
+
+def test_doctor_prints_an_old_file_in_the_new_spelling(here: Here, tmp_path: Path):
+    old, new = (OLD_FILES / f"every_key{end}.toml" for end in ("", "_new"))
+    assert here("doctor", f"{old}", "--rewrite").stdout == new.read_text()
+    assert "spelling" in here("doctor", "--help").stdout
+    assert f"doctor {old} --rewrite" in here("train", f"{old}", code=2).stderr.replace("\n", "")
+    assert "TOML" in here("doctor", "zoo:ill", "--rewrite", code=2).stderr
 
 
 def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):

@@ -230,7 +230,7 @@ def test_the_public_count_is_compared_with_the_training_part(tmp_path: Path, uni
 
 def test_a_file_that_a_training_refuses_is_refused(tmp_path: Path):
     people(tmp_path)
-    end = 'unit = "person"\nmax_rows = 4\n[model]\nname = "head"\n[privacy]\ntarget_epsilon = 3.0\ndelta = 1e-3\n'
+    end = 'unit = "person"\nmax_rows = 4\n[model]\nuse = "head"\n[privacy]\ntarget_epsilon = 3.0\ndelta = 1e-3\n'
     lines = f"{PEOPLE}{end}num_examples = 60\n"
     with pytest.raises(pg.PrivacyError, match="title to be given"):
         raise CliRunner().invoke(app, ["doctor", written(tmp_path, lines)]).exception or AssertionError
@@ -288,10 +288,10 @@ def test_a_delta_that_is_too_large_is_found(tmp_path: Path, delta: str, more: st
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        ('name = "digits"', [], "to be a file or a folder, got 'digits'"),
+        ('use = "digits"', [], "to be a file or a folder, got 'digits'"),
         ("", [], "exactly one|to be given"),
         ('file = "absent.csv"\nlabel = "a"', [], "columns to be a table of columns"),
-        ('name = "digits"', ["--batch", "a:b"], "absent for a TOML file"),
+        ('use = "digits"', ["--batch", "a:b"], "absent for a TOML file"),
     ],
 )
 def test_files_without_data_to_look_at_are_refused(tmp_path: Path, lines: str, options: list[str], message: str):

@@ -27,8 +27,8 @@ from privgrad_lab.spec import Spec
 
 SPEC: dict[str, Any] = {
     "title": "a test",
-    "data": {"name": "digits", "validation": 240},
-    "model": {"name": "mlp", "hidden": 8},
+    "data": {"use": "digits", "validation": 240},
+    "model": {"use": "mlp", "hidden": 8},
     "privacy": {
         "target_epsilon": 1.0,
         "delta": 1e-5,
@@ -38,8 +38,8 @@ SPEC: dict[str, Any] = {
         "steps": 6,
     },
     "methods": [
-        {"name": "DP-SGD", "optimizer": "SGD", "lr": 0.5},
-        {"name": "DP-Adam", "optimizer": "Adam", "lr": 0.01},
+        {"name": "DP-SGD", "optimizer": {"use": "SGD", "lr": 0.5}},
+        {"name": "DP-Adam", "optimizer": {"use": "Adam", "lr": 0.01}},
         {"name": "DP-AdamBC", "optimizer": "AdamBC"},
     ],
     "tuning": {"lr": [0.01, 0.1], "seeds": [9]},
@@ -121,7 +121,7 @@ def test_a_training_whose_norms_stay_below_c_says_so(tmp_path: Path, by_rdp: Non
 
 @pytest.mark.parametrize("diagnose", [False, True])
 def test_a_private_run_keeps_what_came_before_its_noise_apart(diagnose: bool, tmp_path: Path, by_rdp: None):
-    spec = one_method("DP-Adam", norm=1e6, lr=0.01, diagnose=diagnose)  # and no warning of the clip fraction
+    spec = one_method("DP-Adam", norm=1e6, diagnose=diagnose)  # and no warning of the clip fraction
     (record,) = train(spec, tmp_path, progress=False)
     text, keys = saved_by(tmp_path)
     assert record["seed"] is None
@@ -137,7 +137,7 @@ def test_a_private_run_keeps_what_came_before_its_noise_apart(diagnose: bool, tm
 
 
 def test_a_run_under_a_research_seed_has_its_diagnostics_in_its_curve(tmp_path: Path, by_rdp: None):
-    spec = one_method("DP-Adam", norm=0.01, lr=0.01, diagnose=True)
+    spec = one_method("DP-Adam", norm=0.01, diagnose=True)
     (record,) = train(spec, tmp_path, seed=0, progress=False)
     assert all("raw_layers" in row for row in record["curve"])
     assert record["raw_clip_fraction"] == 1.0
@@ -169,8 +169,8 @@ def test_a_noise_step_has_the_diagnostics_of_its_learning_rate(tmp_path: Path, b
     """Moments are in units of the noise, whichever rate was given."""
     found = []
     for rate in ({"lr": 0.02}, {"noise_step": 0.02}):
-        options = {"debias_floor": 1.0}
-        spec = one_method("DP-AdamBC", norm=0.1, diagnose=True, options=options, **rate)
+        optimizer = {"use": "AdamBC", "debias_floor": 1.0} | rate
+        spec = one_method("DP-AdamBC", norm=0.1, diagnose=True, optimizer=optimizer)
         found += train(spec, tmp_path / next(iter(rate)), seed=0, progress=False)
     by_lr, by_step = found
     assert by_lr["noise_step"] == pytest.approx(by_step["noise_step"], rel=1e-3)

@@ -323,6 +323,6 @@ def test_a_model_that_does_not_take_texts_is_refused(tmp_path: Path):
     raw["privacy"] |= {"num_examples": 36, "expected_batch_size": 12, "steps": 2, "delta": 1e-3}
     del raw["features"]
     for name in ("linear", "bag-of-words"):
-        spec = check_spec(raw | {"model": {"name": name}}, name)
-        with pytest.raises(pg.PrivacyError, match=r"model.name to take texts, as 'debian-texts' has.*add \[features\]"):
+        spec = check_spec(raw | {"model": {"use": name}}, name)
+        with pytest.raises(pg.PrivacyError, match=r"model.use to take texts, as 'debian-texts' has.*add \[features\]"):
             require_model(spec, make_data(spec))

@@ -66,14 +66,14 @@ _SPEC = """
 title = "All that a specification can say"
 paper = { "DP-SGD" = { accuracy = 0.5 } }
 [data]
-name = "fashion-mnist"
+use = "fashion-mnist"
 path = "somewhere"
 validation = 1000
 public = 500
 standardize = true
-elsewhere = { name = "mnist", path = "elsewhere", validation = 0 }
+elsewhere = { use = "mnist", path = "elsewhere", validation = 0 }
 [model]
-name = "mlp"
+use = "mlp"
 activation = "relu"
 hidden = 32
 depth = 2
@@ -87,23 +87,18 @@ steps = 100
 sampling = "poisson"
 [[methods]]
 name = "DP-SGD"
-optimizer = "SGD"
-lr = [0.1, 0.5]
+optimizer = { use = "SGD", lr = [0.1, 0.5], momentum = 0.9, nesterov = true, weight_decay = 0.01 }
 max_grad_norm = [0.5, 1.0]
-options = { momentum = 0.9, nesterov = true, weight_decay = 0.01 }
-perturb = { rule = "BAM", radius = [0.01, 0.05], mode = "exact" }
+perturb = { use = "BAM", radius = [0.01, 0.05], mode = "exact" }
 [[methods]]
 name = "AdaDPS"
-optimizer = "AdamBC"
-lr = 0.01
-options = { betas = [0.9, 0.99], debias_floor = 0.5, gamma_prime = 1e-8 }
-precondition = { rule = "public_rmsprop", options = { alpha = 0.9, eps = 1e-5 } }
+optimizer = { use = "AdamBC", lr = 0.01, betas = [0.9, 0.99], debias_floor = 0.5, gamma_prime = 1e-8 }
+precondition = { use = "public_rmsprop", alpha = 0.9, eps = 1e-5 }
 public = { examples = 100, batch_size = 10 }
 group_size = 4
 [[methods]]
 name = "counts"
-optimizer = "RMSpropPub"
-lr = 0.01
+optimizer = { use = "RMSpropPub", lr = 0.01 }
 assumed_noise_std = 0.1
 warm_start = { lr = 0.1, epochs = 1, batch_size = 10 }
 [tuning]
@@ -122,11 +117,11 @@ memory_mb = 100.0
 _STEPS = """
 title = "One grid of noise steps"
 [data]
-name = "digits"
+use = "digits"
 validation = 200
 public = 37
 [model]
-name = "linear"
+use = "linear"
 [privacy]
 noise_multiplier = 2.0
 delta = 1e-4
@@ -137,28 +132,22 @@ steps = 100
 simulate = 2
 [[methods]]
 name = "DP-SGD"
-optimizer = "SGD"
-tune = { momentum = [0.5, 0.9] }
+optimizer = { use = "SGD", momentum = [0.5, 0.9] }
 schedule = { decay = "cosine", warmup = 0.05 }
 [[methods]]
 name = "Adam"
-optimizer = "Adam"
-tune = { betas = [[0.9, 0.99], [0.5, 0.99]] }
+optimizer = { use = "Adam", betas = [[0.9, 0.99], [0.5, 0.99]] }
 [[methods]]
 name = "AdaDPS"
 optimizer = "SGD"
-precondition = { rule = "public_adam", options = { keep = 0.9, schedule = "epoch" } }
-tune = { "precondition.noise_eps" = [0.1, 10.0] }
+precondition = { use = "public_adam", keep = 0.9, schedule = "epoch", noise_eps = [0.1, 10.0] }
 [[methods]]
 name = "public"
-optimizer = "MirrorDescent"
-lr = [1.0, 4.0]
+optimizer = { use = "MirrorDescent", lr = [1.0, 4.0] }
 max_grad_norm = [0.1, 0.2]
 [[methods]]
 name = "fixed"
-optimizer = "AdamBC"
-noise_step = 0.02
-options = { debias_floor = 4.0 }
+optimizer = { use = "AdamBC", noise_step = 0.02, debias_floor = 4.0 }
 [tuning]
 noise_steps = [0.01, 0.04]
 seeds = [100, 101]

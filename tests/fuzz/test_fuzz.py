@@ -157,9 +157,9 @@ def test_a_number_too_large_for_floats_is_refused_as_an_option(tmp_path: Path):
     head, _, method = text.partition("[[methods]]")
     assert method
     huge = "1" + "0" * 400
-    table = f'[[methods]]\nname = "huge"\noptimizer = "AdamBC"\nlr = 0.1\noptions = {{ debias_floor = {huge} }}\n'
+    table = f'[[methods]]\nname = "huge"\noptimizer = {{ use = "AdamBC", lr = 0.1, debias_floor = {huge} }}\n'
     (tmp_path / "spec.toml").write_text(f"{head}{table}[[methods]]{method}")
-    with pytest.raises(pg.PrivacyError, match=r"methods\.huge\.options"):
+    with pytest.raises(pg.PrivacyError, match=r"methods\.huge\.optimizer"):
         load_spec(tmp_path / "spec.toml")
 
 

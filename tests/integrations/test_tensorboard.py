@@ -55,8 +55,8 @@ def test_an_experiment_writes_its_runs(tmp_path: Path, by_rdp: None):
     spec = check_spec(
         {
             "title": "a test",
-            "data": {"name": "digits"},
-            "model": {"name": "linear"},
+            "data": {"use": "digits"},
+            "model": {"use": "linear"},
             "privacy": {
                 "noise_multiplier": 4.0,
                 "delta": 1e-5,
@@ -65,7 +65,7 @@ def test_an_experiment_writes_its_runs(tmp_path: Path, by_rdp: None):
                 "expected_batch_size": 120,
                 "steps": 4,
             },
-            "methods": [{"name": "DP-SGD", "optimizer": "SGD", "lr": 0.5}],
+            "methods": [{"name": "DP-SGD", "optimizer": {"use": "SGD", "lr": 0.5}}],
             "run": {"num_evaluations": 2, "tensorboard": True},
         },
         "test",

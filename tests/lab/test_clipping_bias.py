@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 import privgrad as pg
+from privgrad_lab.calls import Call
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers.probes import _shown, clipping_bias, runtime
 from privgrad_lab.papers.reproduce import prepared, reproduce
@@ -129,7 +130,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path):
     for changed, match in (({"batch_sizes": [1038]}, "at most 1037"), ({"at": [1, 3]}, "within the 2 steps")):
         with pytest.raises(pg.PrivacyError, match=match):
             clipping_bias(spec, probe | changed, tmp_path / "bias", progress=False)
-    tuned = spec.methods[0].model_copy(update={"lr": None})
+    tuned = spec.methods[0].model_copy(update={"optimizer": Call(use="SGD")})
     with pytest.raises(pg.PrivacyError, match="one lr"):
         clipping_bias(spec.model_copy(update={"methods": [tuned]}), probe, tmp_path / "tuned", progress=False)
     spec, probe = smoke("bam/fig3")

@@ -481,18 +481,18 @@ def test_every_loader_holds_out_examples_and_is_documented():
 
 def test_a_spec_loads_its_data(tmp_path: Path, tokenizer: Path):
     write_snli(tmp_path / "snli")
-    table: dict[str, Any] = {"name": "snli", "path": str(tmp_path / "snli"), "validation": 1}
+    table: dict[str, Any] = {"use": "snli", "path": str(tmp_path / "snli"), "validation": 1}
     raw: dict[str, Any] = {
         "title": "test",
-        "model": {"name": "linear"},
+        "model": {"use": "linear"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 5}
         | {"expected_batch_size": 2, "steps": 1},
-        "methods": [{"name": "SGD", "optimizer": "SGD", "lr": 1.0}],
+        "methods": [{"name": "SGD", "optimizer": {"use": "SGD", "lr": 1.0}}],
     }
     with pytest.raises(pg.PrivacyError, match=r"model.encoder to be given for text"):
         make_data(check_spec(raw | {"data": table}, "test"))
     table |= {"length": 8}
-    raw["model"] = {"name": "pair-classifier", "encoder": str(tokenizer)}
+    raw["model"] = {"use": "pair-classifier", "encoder": str(tokenizer)}
     assert make_data(check_spec(raw | {"data": table}, "test")).input_shape == (2, 8)
     with pytest.raises(pg.PrivacyError, match=r"options to be known, got 'data.words'"):
         make_data(check_spec(raw | {"data": table | {"words": 3}}, "test"))
@@ -506,13 +506,13 @@ def test_a_spec_stores_the_states_of_frozen_layers(tmp_path: Path):
     write_snli(tmp_path / "snli")
     raw: dict[str, Any] = {
         "title": "test",
-        "data": {"name": "snli", "path": str(tmp_path / "snli"), "validation": 1, "length": 8},
-        "model": {"name": "pair-classifier", "encoder": str(encoder)},
+        "data": {"use": "snli", "path": str(tmp_path / "snli"), "validation": 1, "length": 8},
+        "model": {"use": "pair-classifier", "encoder": str(encoder)},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 5}
         | {"expected_batch_size": 4, "steps": 2},
-        "methods": [{"name": "SGD", "optimizer": "SGD", "lr": 1e-6}],
+        "methods": [{"name": "SGD", "optimizer": {"use": "SGD", "lr": 1e-6}}],
     }
-    stored = raw | {"features": {"blocks": [{"name": "lower-layers", "encoder": str(encoder)}]}}
+    stored = raw | {"features": {"blocks": [{"use": "lower-layers", "encoder": str(encoder)}]}}
     (plain,) = runner.train(check_spec(raw, "test"), tmp_path / "plain", progress=False)
     (found,) = runner.train(check_spec(stored, "test"), tmp_path / "stored", progress=False)
     assert found["updates"] == 2
@@ -553,7 +553,7 @@ def test_stackoverflow_is_read_by_user(tmp_path: Path):
     assert len(loaded.test) == 7
     assert loaded.public_counts is not None
     assert loaded.public_counts.tolist() == [0, 90, 50, 40]
-    by_words = PreconditionTable(rule="frequencies")
+    by_words = PreconditionTable(use="frequencies")
     # The file counts the words of all users, so scales by these counts void the guarantee.
     model = torch.nn.Embedding(4, 2)
     apart = replace(loaded, counts_provenance="public data")

@@ -25,9 +25,9 @@ pytest.importorskip("sklearn")
 RECIPES = ROOT / "examples" / "recipes"
 DIGITS: dict[str, Any] = {
     "title": "digits",
-    "data": {"name": "digits", "standardize": False, "validation": 237},
-    "features": {"blocks": [{"name": "hog", "places": [4], "orientations": 8}], "whiten": "silhouettes", "keep": 64},
-    "model": {"name": "head"},
+    "data": {"use": "digits", "standardize": False, "validation": 237},
+    "features": {"blocks": [{"use": "hog", "places": [4], "orientations": 8}], "whiten": "silhouettes", "keep": 64},
+    "model": {"use": "head"},
     "privacy": {"target_epsilon": 3.0, "delta": 1e-5, "num_examples": 1200},
     "run": {"num_evaluations": 1},
 }
@@ -66,7 +66,7 @@ def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
 
 
 def test_pixels_that_do_not_suit_features_are_refused_before_they_are_loaded():
-    for table in ({"name": "digits"}, {"name": "fashion-mnist", "standardize": True}):
+    for table in ({"use": "digits"}, {"use": "fashion-mnist", "standardize": True}):
         with pytest.raises(pg.PrivacyError, match=r"data.standardize to be false for the block 'hog'.*standardize = f"):
             check_spec(DIGITS | {"data": table}, "digits.toml")
 
@@ -96,16 +96,16 @@ def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_pat
 
 
 def test_a_misspelled_head_is_named_before_what_other_models_need():
-    with pytest.raises(pg.PrivacyError, match=r"model.name .* got 'hed'; did you mean 'head'"):
-        check_spec(DIGITS | {"model": {"name": "hed"}}, "digits.toml")
+    with pytest.raises(pg.PrivacyError, match=r"model.use .* got 'hed'; did you mean 'head'"):
+        check_spec(DIGITS | {"model": {"use": "hed"}}, "digits.toml")
 
 
 def test_a_head_and_a_network_side_by_side(tmp_path: Path):
-    network = {"name": "mlp", "hidden": 16}
+    network = {"use": "mlp", "hidden": 16}
     methods = [
-        {"name": "head", "optimizer": "SGD", "noise_step": 0.15},
-        {"name": "on pixels", "optimizer": "SGD", "noise_step": 0.02, "model": network, "features": False},
-        {"name": "on features", "optimizer": "SGD", "noise_step": 0.02, "model": network},
+        {"name": "head", "optimizer": {"use": "SGD", "noise_step": 0.15}},
+        {"name": "on pixels", "optimizer": {"use": "SGD", "noise_step": 0.02}, "model": network, "features": False},
+        {"name": "on features", "optimizer": {"use": "SGD", "noise_step": 0.02}, "model": network},
     ]
     spec = check_spec(changed(methods=methods, privacy={"steps": 3}), "digits.toml")
     records = {record["method"]: record for record in runner.compare(spec, tmp_path, progress=False)}
@@ -124,7 +124,7 @@ def test_a_head_and_a_network_side_by_side(tmp_path: Path):
 
 def test_a_private_comparison_saves_the_head_that_it_chose(tmp_path: Path):
     tables = changed(tuning={"way": "trials", "noise_steps": [0.1, 0.2]})  # the method has a default
-    tables["data"] = {"name": "digits", "standardize": False}  # whose training people are scored
+    tables["data"] = {"use": "digits", "standardize": False}  # whose training people are scored
     tables["privacy"] = {"total_epsilon": 3.0, "delta": 1e-5, "num_examples": 1437, "steps": 20}
     record = paid_runner.compare(check_spec(tables, "digits.toml"), tmp_path, progress=False)[-1]
     head = pg.Head.load(record["head"])
@@ -153,8 +153,8 @@ def no_extractor() -> str:
     ("features", "message"),
     [
         ({"blocks": ["hogs"]}, "did you mean 'hog'"),
-        ({"blocks": [{"name": "hog", "place": [4]}]}, "did you mean 'places'"),
-        ({"blocks": [{"name": "patches", "public": 3}]}, "'features.blocks.patches.public'"),
+        ({"blocks": [{"use": "hog", "place": [4]}]}, "did you mean 'places'"),
+        ({"blocks": [{"use": "patches", "public": 3}]}, "'features.blocks.patches.public'"),
         ({"blocks": ["nowhere:at_all"]}, "to name a module"),
         ({"weights": [1.0, 0.5]}, "features.weights to be 1 numbers"),
         ({"whiten": None, "blocks": ["patches"]}, "features.public to be given for the block 'patches'"),
@@ -173,8 +173,8 @@ def test_refused(tmp_path: Path, features: dict[str, Any], message: str):
 def test_views_of_features_and_unknown_models_of_a_method_are_refused():
     with pytest.raises(pg.PrivacyError, match="augmentation_multiplicity to be 1 with features"):
         check_spec(changed(run={"augmentation_multiplicity": 2}), "digits.toml")
-    methods = [{"name": "net", "optimizer": "SGD", "noise_step": 0.1, "model": {"name": "mpl"}}]
-    with pytest.raises(pg.PrivacyError, match=r"methods\.net\.model\.name .* did you mean 'mlp'"):
+    methods = [{"name": "net", "optimizer": {"use": "SGD", "noise_step": 0.1}, "model": {"use": "mpl"}}]
+    with pytest.raises(pg.PrivacyError, match=r"methods\.net\.model\.use .* did you mean 'mlp'"):
         check_spec(changed(methods=methods), "digits.toml")
 
 

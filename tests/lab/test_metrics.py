@@ -85,10 +85,10 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def spec_of(**changes: Any) -> Spec:
     raw: dict[str, Any] = {
         "title": "metrics",
-        "data": {"name": "digits", "validation": 100},
-        "model": {"name": "linear"},
+        "data": {"use": "digits", "validation": 100},
+        "model": {"use": "linear"},
         "privacy": PRIVACY,
-        "methods": [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": 0.05}],
+        "methods": [{"name": "DP-SGD", "optimizer": {"use": "SGD", "noise_step": 0.05}}],
         "run": {"metrics": ALL, "num_evaluations": 1},
     }
     return check_spec(raw | changes, "spec.toml")
@@ -96,8 +96,8 @@ def spec_of(**changes: Any) -> Spec:
 
 def paid_spec(names: list[str], tuning: dict[str, Any] | None = None, **data: Any) -> Spec:
     privacy = {k: v for k, v in PRIVACY.items() if k != "noise_multiplier"} | {"total_epsilon": 4.0}
-    methods = [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": [0.02, 0.1] if tuning else 0.05}]
-    held = data or {"name": "digits", "public": 100}
+    methods = [{"name": "DP-SGD", "optimizer": {"use": "SGD", "noise_step": [0.02, 0.1] if tuning else 0.05}}]
+    held = data or {"use": "digits", "public": 100}
     given = {"tuning": tuning} if tuning else {}
     return spec_of(privacy=privacy, data=held, methods=methods, run={"metrics": names}, **given)
 
@@ -275,7 +275,7 @@ def test_research_records_tables_and_pages_show_the_metrics(tmp_path: Path):
     ("by", "best"), [("auc", max), pytest.param("recall@2", max, marks=pytest.mark.slow), ("squared_error", min)]
 )
 def test_research_tunes_by_a_named_metric(by: str, best: Any, tmp_path: Path):
-    methods = [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": [0.001, 0.05, 5.0]}]
+    methods = [{"name": "DP-SGD", "optimizer": {"use": "SGD", "noise_step": [0.001, 0.05, 5.0]}}]
     spec = spec_of(methods=methods, tuning={"seeds": [0], "by": by}, run={"num_evaluations": 1})
     records = runner.compare(spec, tmp_path / "out", progress=False)
     tuning, (final,) = records[:3], records[3:]
@@ -325,12 +325,12 @@ def test_a_paid_score_is_that_of_the_named_metric(by: str, tmp_path: Path):
 
 
 # What is wrong with the metrics: changes of the spec, and the error.
-RECONSTRUCT = {"data": {"name": "digits", "validation": 100, "reconstruct": True}, "model": {"name": "autoencoder"}}
+RECONSTRUCT = {"data": {"use": "digits", "validation": 100, "reconstruct": True}, "model": {"use": "autoencoder"}}
 ONE_CLASS = {
-    "data": {"name": "metrics_module:one_class"},
+    "data": {"use": "metrics_module:one_class"},
     "privacy": PRIVACY | {"num_examples": 40, "expected_batch_size": 10},
 }
-TUNED = {"methods": [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": [0.1, 0.2]}]}
+TUNED = {"methods": [{"name": "DP-SGD", "optimizer": {"use": "SGD", "noise_step": [0.1, 0.2]}}]}
 WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["acuracy"], "run.metrics to hold accuracy, auc, .* got 'acuracy'; did you mean 'accuracy'"),
     ({}, ["recall@0"], "run.metrics to hold .* got 'recall@0'"),
@@ -340,7 +340,7 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["recall@10"], "run.metrics to have a k below 10, the number of classes, got 'recall@10'; lower k"),
     ({}, ["metrics_module:shares"], "run.metrics to name a function of metrics_module, got 'shares'; did you mean"),
     ({}, ["metrics_modul:share"], "run.metrics to name a module in .*ModuleNotFoundError"),
-    ({}, ["metrics_module:number"], "run.metrics to name something to call"),
+    ({}, ["metrics_module:number"], "run.metrics to name a function of metrics_module, got 'number'"),
     ({}, ["metrics_module:fails"], "run.metrics to run, got KeyError: 'column'; correct metrics_module:fails"),
     ({}, ["metrics_module:text"], "metrics_module:text to return a finite number, got 'high', a str; correct"),
     ({}, ["metrics_module:infinite"], "metrics_module:infinite to return a finite number, got inf"),
@@ -383,7 +383,7 @@ def test_a_score_without_a_bound_per_person_cannot_be_paid_for(by: str):
 
 def test_a_private_comparison_does_not_test_on_its_training_people(tmp_path: Path):
     few = {"num_examples": 40, "expected_batch_size": 10}
-    tables = paid_tables(paid_spec([], name="metrics_module:own_test"))
+    tables = paid_tables(paid_spec([], use="metrics_module:own_test"))
     spec = check_spec(tables | {"privacy": tables["privacy"] | few}, "spec.toml")
     with pytest.raises(PrivacyError, match="test part to be apart from the training part"):
         paid_runner.compare(spec, tmp_path / "out", progress=False)

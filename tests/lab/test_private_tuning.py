@@ -36,15 +36,19 @@ from privgrad_lab.paid_runner import PaidFolder, largest_total
 from privgrad_lab.prices import price, prices_of
 from privgrad_lab.spec import Spec
 
-METHOD = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.9}}
+METHOD: dict[str, Any] = {"name": "DP-SGD", "optimizer": {"use": "SGD", "momentum": 0.9}}
+
+
+def at_rate(name: str = "DP-SGD", **rate: Any) -> dict[str, Any]:
+    return METHOD | {"name": name, "optimizer": METHOD["optimizer"] | rate}
 
 
 def spec_of(*, way: str | None = "trials", steps: int = 3, total: float = 2.0, **changes: Any) -> Spec:
     """Return the spec of a small private comparison on digits."""
     raw: dict[str, Any] = {
         "title": "small",
-        "data": {"name": "digits"},
-        "model": {"name": "linear"},
+        "data": {"use": "digits"},
+        "model": {"use": "linear"},
         "privacy": {
             "total_epsilon": total,
             "delta": 1e-4,
@@ -58,7 +62,7 @@ def spec_of(*, way: str | None = "trials", steps: int = 3, total: float = 2.0, *
     }
     if way is None:
         del raw["tuning"]
-        raw["methods"] = [METHOD | {"noise_step": 0.1}]
+        raw["methods"] = [at_rate(noise_step=0.1)]
     for place, value in changes.items():
         table, _, key = place.partition("__")
         raw[table] = raw[table] | {key: value} if key else value
@@ -337,8 +341,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no way": ({"tuning": {"noise_steps": [0.1, 0.2]}}, "tuning.way to be given"),
     "a negative total": ({"privacy__total_epsilon": -1.0}, "privacy.total_epsilon"),
     "an unknown way": ({"tuning__way": "trails"}, "did you mean 'trials'"),
-    "a learning rate in trials": ({"methods": [METHOD | {"lr": [0.1, 1.0]}]}, "noise_step to be given for trials"),
-    "a method without privacy": ({"methods": [METHOD | {"non_private": True, "lr": 1.0}]}, "finite epsilon"),
+    "a learning rate in trials": ({"methods": [at_rate(lr=[0.1, 1.0])]}, "noise_step to be given for trials"),
+    "a method without privacy": ({"methods": [at_rate(lr=1.0) | {"non_private": True}]}, "finite epsilon"),
     "shape below zero": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "shape": -0.5}}, "tuning.shape"),
     "a shape with no run": ({"tuning": {"way": "select", "noise_steps": [0.1], "shape": float("inf")}}, "tuning.shape"),
     "several C outside of a method": (
@@ -348,7 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fewer than one run": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "mean_runs": 0.5}}, "mean_runs"),
     "several candidates without tuning": (
-        {"tuning": None, "methods": [METHOD | {"noise_step": 0.1}, METHOD | {"name": "b", "noise_step": 0.2}]},
+        {"tuning": None, "methods": [at_rate(noise_step=0.1), at_rate("b", noise_step=0.2)]},
         "[tuning] to be given for several candidates",
     ),
 }
@@ -409,7 +413,7 @@ validation_share = SHARE
 age = { kind = "number", range = [0, 100], bins = 5 }
 ward = { kind = "category", values = ["a", "b"] }
 [model]
-name = "linear"
+use = "linear"
 [privacy]
 total_epsilon = 4.0
 delta = 1e-3

@@ -42,8 +42,8 @@ def spec_of(way: str, score_on: str, total: float, *, delta: float = 0.05, **tun
     """Return the spec of a private comparison of two noise steps, unless `tuning` has others."""
     raw: dict[str, Any] = {
         "title": "audit",
-        "data": {"name": "digits"},  # replaced
-        "model": {"name": "linear"},
+        "data": {"use": "digits"},
+        "model": {"use": "linear"},
         "privacy": {
             "total_epsilon": total,
             "delta": delta,

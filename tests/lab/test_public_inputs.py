@@ -19,8 +19,8 @@ title = "preconditioned inputs"
 [data]
 {data}
 [model]
-name = "{model}"
-hidden = 4
+use = "{model}"
+{width} = 4
 [privacy]
 noise_multiplier = 1.0
 delta = 1e-5
@@ -30,26 +30,25 @@ expected_batch_size = 8
 steps = 3
 [[methods]]
 name = "DP-SGD"
-optimizer = "SGD"
-lr = 1.0
+optimizer = {{ use = "SGD", lr = 1.0 }}
 precondition = {precondition}
 [run]
 num_evaluations = 1
 """
-DIGITS: dict[str, Any] = {"data": 'name = "digits"', "model": "mlp", "count": 1437}
+DIGITS: dict[str, Any] = {"data": 'use = "digits"', "model": "mlp", "width": "hidden", "count": 1437}
 
 
 def digits(public: str, **options: float) -> dict[str, Any]:
-    given = ", ".join(f"{name} = {value}" for name, value in options.items())
-    return DIGITS | {"precondition": f'{{ rule = "inputs", public = "{public}", options = {{ {given} }} }}'}
+    given = "".join(f", {name} = {value}" for name, value in options.items())
+    return DIGITS | {"precondition": f'{{ use = "inputs", public = "{public}"{given} }}'}
 
 
 def debian(folder: Path, name: str, public: str) -> dict[str, Any]:
     write_lists(folder)
-    data = f'name = "{name}"\npath = "{folder}"\nwords = 20\nlength = 6'
+    data = f'use = "{name}"\npath = "{folder}"\nwords = 20\nlength = 6'
     count = len(LOADERS[name](folder, words=20, length=6).train)
-    rule = f'{{ rule = "inputs", public = "{public}", options = {{ every = 2 }} }}'
-    return {"data": data, "model": "word-lstm", "count": count, "precondition": rule}
+    rule = f'{{ use = "inputs", public = "{public}", every = 2 }}'
+    return {"data": data, "model": "word-lstm", "width": "width", "count": count, "precondition": rule}
 
 
 def trained(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +100,10 @@ def test_a_kind_that_does_not_suit_the_data_is_refused(tmp_path: Path):
         ),
         "words of the examples": (debian(tmp_path, "debian-sections", "words"), "public word counts, got Debian"),
         "another rule": (
-            DIGITS | {"precondition": '{ rule = "public_rmsprop", public = "silhouettes" }'},
+            DIGITS | {"precondition": '{ use = "public_rmsprop", public = "silhouettes" }'},
             'precondition.public to be for "inputs" only, got public_rmsprop',
         ),
-        "no public examples": (DIGITS | {"precondition": '{ rule = "inputs" }'}, "data.public"),
+        "no public examples": (DIGITS | {"precondition": '{ use = "inputs" }'}, "data.public"),
         "a power above 1": (digits("silhouettes", power=1.5), r"power to be in \(0, 1\], got 1.5"),
         "an unknown option": (digits("silhouettes", powers=0.5), "did you mean 'power'"),
     }

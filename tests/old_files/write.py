@@ -331,18 +331,19 @@ def command(*arguments: str) -> None:
 def spec_of(kind: str) -> dict[str, Any]:
     """The tables of a comparison: "research", or a private one by its way to spend the total."""
     data = {"file": "visits.csv", "test_share": 0.25, **schema()}
-    sgd_table: dict[str, Any] = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.5}}
-    adam = {"name": "DP-AdamBC", "optimizer": "AdamBC", "filter": {"rule": "EMA", "options": {"weight": 0.5}}}
-    adam["adaptive_clip"] = {"rule": "TargetFraction"}
+    sgd_table: dict[str, Any] = {"name": "DP-SGD", "optimizer": {"use": "SGD", "momentum": 0.5}}
+    at_a_rate = {"name": "DP-SGD", "optimizer": {"use": "SGD", "momentum": 0.5, "lr": 0.1}}
+    adam = {"name": "DP-AdamBC", "optimizer": "AdamBC", "filter": {"use": "EMA", "weight": 0.5}}
+    adam["adaptive_clip"] = "TargetFraction"
     privacy: dict[str, Any] = {"delta": DELTA, "max_grad_norm": 1.0, "num_examples": 24}
     privacy |= {"expected_batch_size": 8, "steps": 4}
     if kind == "research":
         return {
             "title": "visits",
             "data": data | {"validation_share": 0.2},
-            "model": {"name": "linear"},
+            "model": {"use": "linear"},
             "privacy": privacy | {"noise_multiplier": 2.0, "num_examples": 20},
-            "methods": [sgd_table | {"lr": 0.1}, adam],
+            "methods": [at_a_rate, adam],
             "tuning": {"lr": [0.05, 0.2], "seeds": [9]},
             "run": {"seeds": [0], "num_evaluations": 1},
         }
@@ -350,15 +351,15 @@ def spec_of(kind: str) -> dict[str, Any]:
         return {
             "title": "named",
             "data": {"groups": 2, "log_size": 2},
-            "model": {"name": "linear"},
+            "model": {"use": "linear"},
             "privacy": privacy | {"noise_multiplier": 2.0, "num_examples": 8, "expected_batch_size": 4},
-            "methods": [sgd_table | {"lr": 0.1}],
+            "methods": [at_a_rate],
             "run": {"seeds": [0], "num_evaluations": 1},
         }
     return {
         "title": "visits",
         "data": data,
-        "model": {"name": "linear"},
+        "model": {"use": "linear"},
         "privacy": privacy | {"total_epsilon": 8.0},
         "methods": [sgd_table],
         "tuning": {"way": kind, "noise_steps": [0.05, 0.2]} | ({"mean_runs": 2.0} if kind == "select" else {}),
@@ -530,7 +531,7 @@ test_share = 0.25
 age = {{ kind = "number", range = [18, 98], bins = 4 }}
 ward = {{ kind = "category", values = ["north", "south"], other = true }}
 [model]
-name = "mlp"
+use = "mlp"
 hidden = 4
 [privacy]
 noise_multiplier = 1.0
@@ -541,8 +542,7 @@ expected_batch_size = 8
 steps = {STEPS}
 [[methods]]
 name = "DP-AdamBC"
-optimizer = "AdamBC"
-noise_step = 0.05
+optimizer = {{ use = "AdamBC", noise_step = 0.05 }}
 [run]
 num_evaluations = 2
 """

@@ -493,10 +493,10 @@ def spec_of(unit: str = "user", model: str = "bag-of-words", **method: Any) -> d
     numbers = {"delta": 0.1, "max_grad_norm": 1.0, "num_examples": 5, "expected_batch_size": 5, "steps": 1}
     return {
         "title": "users",
-        "data": {"name": "debian-maintainers"},
-        "model": {"name": model},
+        "data": {"use": "debian-maintainers"},
+        "model": {"use": model},
         "privacy": numbers | {"noise_multiplier": 1.0, "privacy_unit": unit},
-        "methods": [{"name": "DP-FedAvg", "optimizer": "SGD", "lr": 1.0, **method}],
+        "methods": [{"name": "DP-FedAvg", "optimizer": {"use": "SGD", "lr": 1.0}, **method}],
     }
 
 
@@ -505,7 +505,7 @@ def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.Mo
     for raw, message in (
         (spec_of(), 'local to be given for privacy_unit = "user", got None'),
         (spec_of("example", local=local), 'local to be absent for privacy_unit = "example", got .*batch_size'),
-        (spec_of(local=local, perturb={"rule": "BAM", "radius": 0.1}), "local to be given without perturb"),
+        (spec_of(local=local, perturb={"use": "BAM", "radius": 0.1}), "perturb to have the only point"),
     ):
         with pytest.raises(pg.PrivacyError, match=f"load_spec: expected methods.DP-FedAvg.{message}"):
             check_spec(raw, "a.toml")
@@ -517,9 +517,9 @@ def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.Mo
     with pytest.raises(pg.PrivacyError, match="'debian-maintainers' to be by example, got data by user"):
         make_data(check_spec(spec_of("example"), "a.toml"))
     linear = check_spec(spec_of(model="linear", local=local), "a.toml")
-    with pytest.raises(pg.PrivacyError, match=r"model.name to take word ids, .* got 'linear'"):
+    with pytest.raises(pg.PrivacyError, match=r"model.use to take word ids, .* got 'linear'"):
         require_model(linear, make_data(linear))
-    digits = spec_of(model="linear", local=local) | {"data": {"name": "digits"}}
+    digits = spec_of(model="linear", local=local) | {"data": {"use": "digits"}}
     with pytest.raises(pg.PrivacyError, match="'digits' to be by user, got data by example"):
         make_data(check_spec(digits, "a.toml"))
 

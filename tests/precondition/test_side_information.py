@@ -135,15 +135,15 @@ def test_counts_out_of_range_are_refused(counts: torch.Tensor, options: dict[str
 
 
 METHODS: list[dict[str, Any]] = [
-    {"name": "tuned in both", "optimizer": "SGD", "lr": [0.5, 1.0], "max_grad_norm": [0.5, 2.0]},
-    {"name": "AdaDPS", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "public_rmsprop"}},
-    {"name": "pass", "optimizer": "AdamBC", "lr": 0.1}
-    | {"precondition": {"rule": "public_adam", "options": {"schedule": "epoch"}}, "public": {"batch_size": 5}},
-    {"name": "R-Pub", "optimizer": "RMSpropPub", "lr": 0.1, "options": {"eps": 1e-3}},
-    {"name": "PDA", "optimizer": "MirrorDescent", "lr": 0.1},
-    {"name": "warm", "optimizer": "SGD", "lr": 0.1, "warm_start": {"lr": 0.5, "epochs": 20, "batch_size": 10}},
-    {"name": "ideal", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "raw_ideal_rmsprop"}},
-    {"name": "without privacy", "optimizer": "SGD", "lr": 0.1, "non_private": True},
+    {"name": "tuned in both", "optimizer": {"use": "SGD", "lr": [0.5, 1.0]}, "max_grad_norm": [0.5, 2.0]},
+    {"name": "AdaDPS", "optimizer": {"use": "SGD", "lr": 0.1}, "precondition": {"use": "public_rmsprop"}},
+    {"name": "pass", "optimizer": {"use": "AdamBC", "lr": 0.1}}
+    | {"precondition": {"use": "public_adam", "schedule": "epoch"}, "public": {"batch_size": 5}},
+    {"name": "R-Pub", "optimizer": {"use": "RMSpropPub", "lr": 0.1, "eps": 1e-3}},
+    {"name": "PDA", "optimizer": {"use": "MirrorDescent", "lr": 0.1}},
+    {"name": "warm", "optimizer": {"use": "SGD", "lr": 0.1}, "warm_start": {"lr": 0.5, "epochs": 20, "batch_size": 10}},
+    {"name": "ideal", "optimizer": {"use": "SGD", "lr": 0.1}, "precondition": {"use": "raw_ideal_rmsprop"}},
+    {"name": "without privacy", "optimizer": {"use": "SGD", "lr": 0.1}, "non_private": True},
 ]
 
 
@@ -159,19 +159,18 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     monkeypatch.setitem(data.LOADERS, "mnist", other_digits)
     raw: dict[str, Any] = {
         "title": "test",
-        "data": {"name": "digits", "standardize": False, "reconstruct": True, "validation": 200, "public": 37}
-        | {"elsewhere": {"name": "mnist"}},
-        "model": {"name": "autoencoder"},
+        "data": {"use": "digits", "standardize": False, "reconstruct": True, "validation": 200, "public": 37}
+        | {"elsewhere": {"use": "mnist"}},
+        "model": {"use": "autoencoder"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
         | {"expected_batch_size": 60, "steps": 2},
         "methods": [
-            {"name": "plain", "optimizer": "SGD", "max_grad_norm": [0.1, 1.0], "lr": [0.1, 1.0]},
+            {"name": "plain", "optimizer": {"use": "SGD", "lr": [0.1, 1.0]}, "max_grad_norm": [0.1, 1.0]},
             {
                 "name": "other",
-                "optimizer": "SGD",
-                "lr": 0.1,
+                "optimizer": {"use": "SGD", "lr": 0.1},
                 "max_grad_norm": 3.0,
-                "precondition": {"rule": "public_rmsprop"},
+                "precondition": {"use": "public_rmsprop"},
             }
             | {"public": {"other": True, "examples": 20, "batch_size": 10}},
         ],
@@ -204,8 +203,8 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
 def test_methods_with_side_information_run_side_by_side(tmp_path: Any):
     raw: dict[str, Any] = {
         "title": "test",
-        "data": {"name": "digits", "validation": 200, "public": 37},
-        "model": {"name": "linear"},
+        "data": {"use": "digits", "validation": 200, "public": 37},
+        "model": {"use": "linear"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
         | {"expected_batch_size": 120, "steps": 3},
         "methods": METHODS,
@@ -228,11 +227,11 @@ def test_methods_with_side_information_run_side_by_side(tmp_path: Any):
 
 
 def digits_spec(method: dict[str, Any], **tables: Any) -> dict[str, Any]:
-    plain = {"name": "P", "optimizer": "SGD", "lr": 0.1}
+    plain = {"name": "P", "optimizer": {"use": "SGD", "lr": 0.1}}
     return {
         "title": "test",
-        "data": {"name": "digits", "validation": 200, "public": 37} | tables.get("data", {}),
-        "model": {"name": "linear"},
+        "data": {"use": "digits", "validation": 200, "public": 37} | tables.get("data", {}),
+        "model": {"use": "linear"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
         | {"expected_batch_size": 120, "steps": 2},
         "methods": [plain, plain | {"name": "Q"} | method],
@@ -241,52 +240,46 @@ def digits_spec(method: dict[str, Any], **tables: Any) -> dict[str, Any]:
 
 
 def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
-    return {"precondition": {"rule": rule, "options": options}}
+    return {"precondition": {"use": rule, **options}}
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         (scaled_by("public_rmsprop", epss=1e-3), "did you mean 'eps'"),
-        (scaled_by("public_rmsprop", gradient=1), "methods.Q.precondition.options.gradient"),
-        (scaled_by("raw_ideal_rmsprop", schedule="step"), "options.schedule"),
-        (scaled_by("frequencies", dim=1), "options.dim"),
-        (scaled_by("frequencies", parameter="weight"), "options.parameter"),
-        (scaled_by("frequencies", source="hearsay"), "options.source"),
-        (scaled_by("frequencies", provenance="public data"), "options.provenance"),
-        (scaled_by("frequencies", cap="much"), "to suit frequencies"),
-        (scaled_by("public_adam", betas=[2.0, 0.9]), "to suit public_adam"),
+        (scaled_by("public_rmsprop", gradient=1), "methods.Q.precondition.gradient"),
+        (scaled_by("raw_ideal_rmsprop", schedule="step"), "precondition.schedule"),
+        (scaled_by("frequencies", dim=1), "precondition.dim"),
+        (scaled_by("frequencies", parameter="weight"), "precondition.parameter"),
+        (scaled_by("frequencies", source="hearsay"), "precondition.source"),
+        (scaled_by("frequencies", provenance="public data"), "precondition.provenance"),
+        (scaled_by("frequencies", cap="much"), "methods.Q.precondition.cap to be valid .*number"),
+        (scaled_by("public_adam", betas=[2.0, 0.9]), "methods.Q.precondition: precondition.public_adam: expected"),
         ({"public": {"examples": 10}}, r"methods.Q.public to be absent .*, got .*10"),
         ({"public": {"examples": 10}} | scaled_by("frequencies"), r"methods.Q.public to be absent"),
-        ({"lr": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
+        ({"optimizer": {"use": "SGD", "lr": [0.1, 0.5]}}, r"expected \[tuning\] to be given"),
         ({"max_grad_norm": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
-        ({"lr": None}, r"methods.Q.lr"),
-        ({"lr": None, "optimizer": "Yogi"}, r"methods.Q.lr .*; give the method an lr, or give a grid"),
-        ({"adaptive_clip": {"rule": "TargetFraction", "options": {"targt": 0.5}}}, "did you mean 'target'"),
-        ({"adaptive_clip": {"rule": "TargetFraction", "options": {"target": 1.5}}}, r"target to be in \(0, 1\)"),
-        ({"adaptive_clip": {"rule": "TargetFraction"}, "non_private": True}, "absent for non_private"),
-        ({"tune": {"adaptive_clip.target": [0.5, 0.7]}}, "methods.Q.tune.adaptive_clip.target"),
-        ({"filter": {"rule": "EMA"}}, "methods.Q.filter.options.weight to be given"),
-        ({"filter": {"rule": "LinearFilter", "options": {"b": [1.0, -1.0]}}}, "to differ from 0"),
+        ({"optimizer": "SGD"}, r"methods.Q.optimizer to have a rate, .*; give it an lr or a noise_step, or"),
+        ({"optimizer": "Yogi"}, r"methods.Q.optimizer to have a rate, .*; give it an lr, or add"),
+        ({"adaptive_clip": {"use": "TargetFraction", "targt": 0.5}}, "did you mean 'target'"),
+        ({"adaptive_clip": {"use": "TargetFraction", "target": 1.5}}, "to be below 1"),
+        ({"adaptive_clip": "TargetFraction", "non_private": True}, "adaptive_clip to be absent for non_private"),
+        ({"clip": "Automatic", "non_private": True}, "clip to be absent for non_private, got Automatic"),
+        ({"clip": "Automatic", "adaptive_clip": "TargetFraction"}, "^methods.Q: PrivateGradient: expected clip"),
+        ({"filter": "EMA"}, "methods.Q.filter.weight to be given, got None; add it, such as weight = 0.3"),
+        ({"filter": {"use": "EMAA", "weight": 0.3}}, "methods.Q.filter.use to be one of .*; did you mean 'EMA'"),
+        ({"filter": {"use": "LinearFilter", "b": [1.0, -1.0]}}, "to differ from 0"),
         (
-            {"filter": {"rule": "DiSK", "options": {"weight": 0.5}}, "perturb": {"rule": "SAT", "radius": 0.1}},
+            {"filter": {"use": "DiSK", "weight": 0.5}, "perturb": {"use": "SAT", "radius": 0.1}},
             "the only point of the gradients",
         ),
         ({"norm_bins": 0}, "methods.Q.norm_bins to be an integer from 1 to 1024"),
         ({"norm_bins": "Auto"}, "methods.Q.norm_bins to be .* or 'auto', got 'Auto'"),
         ({"norm_bins": True}, "methods.Q.norm_bins to be an integer"),
         ({"norm_bins": 5, "non_private": True}, "methods.Q.norm_bins to be absent for non_private, got 5"),
-        ({"adaptive_clip": "TargetFraction"}, r'write adaptive_clip = { rule = "TargetFraction" }'),
-        ({"filter": "EMA"}, r'to be a table, got .EMA.; write filter = { rule = "EMA" }'),
-        (
-            {"adaptive_clip": {"rule": "TargetFraction", "options": {"target": [0.5, 0.75]}}},
-            r'give tune = { "adaptive_clip.target" = \[0.5, 0.75\] }',
-        ),
-        ({"perturb": {"rule": "DiSK", "radius": 0.7}}, r'give filter = { rule = "DiSK", options'),
-        (
-            scaled_by("public_rmsprop") | {"tune": {"precondition.noise_ep": [1.0, 10.0]}},
-            r"methods.Q.tune.precondition.noise_ep.*did you mean 'noise_eps'",
-        ),
+        ({"adaptive_clip": {"use": "TargetFraction", "target": [0.5, 0.75]}}, r"expected \[tuning\] to be given"),
+        ({"perturb": {"use": "DiSK", "weight": 0.7}}, "^methods.Q: .*DiSK"),
+        (scaled_by("public_rmsprop", noise_ep=[1.0, 10.0]), r"precondition.noise_ep'.*did you mean 'noise_eps'"),
     ],
 )
 def test_methods_that_would_be_others_than_they_say_are_refused(method: dict[str, Any], message: str):
@@ -295,10 +288,10 @@ def test_methods_that_would_be_others_than_they_say_are_refused(method: dict[str
 
 
 def test_private_examples_are_not_public_ones_from_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    again = {"elsewhere": {"name": "digits", "standardize": True}}
-    with pytest.raises(pg.PrivacyError, match=r"data.elsewhere to differ from data.name, got 'digits'"):
+    again = {"elsewhere": {"use": "digits", "standardize": True}}
+    with pytest.raises(pg.PrivacyError, match=r"data.elsewhere to differ from data.use, got 'digits'"):
         check_spec(digits_spec({}, data=again), "test")
-    under_another_name = check_spec(digits_spec({}, data={"elsewhere": {"name": "mnist"}}), "test")
+    under_another_name = check_spec(digits_spec({}, data={"elsewhere": {"use": "mnist"}}), "test")
     monkeypatch.setitem(data.LOADERS, "mnist", data.digits)
     with pytest.raises(pg.PrivacyError, match=r"elsewhere to share at most .* inputs with the training examples"):
         make_data(under_another_name)

@@ -154,12 +154,12 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
     """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
     spec, data = own(spec, method, data)
     candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
-    method = method.with_own(candidate)
+    method = method.at(candidate)
     sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
     if epsilon is not None:
         sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
     model = make_model(spec, data)
-    public = public_gradient(method, model, data)
+    public, parts = public_gradient(method, model, data), method.parts(spec.privacy.privacy_unit)
 
     def step(*, before_noise: bool = False) -> Callable[[Any], Tensor]:
         plan = PrivacyPlan(
@@ -177,7 +177,8 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             model,
             losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
             plan,
-            perturb=method.perturbation(candidate, spec.privacy.privacy_unit),
+            perturb=parts["perturb"],
+            clip=parts["clip"],
             precondition=preconditioner(method.precondition, public, model, data),
             engine=spec.run.engine,
             microbatch_size=spec.run.microbatch_size,

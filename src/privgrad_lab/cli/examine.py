@@ -1,5 +1,6 @@
 """The output of `privgrad doctor FILE.toml`: the findings in the data that an experiment names."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from privgrad.cli.console import STDOUT, print_json
 from privgrad.data import findings
 from privgrad.data.findings import RawFinding, RawSize
 from privgrad.errors import expected
+from privgrad_lab import old_spelling
 from privgrad_lab.build import find_loader
 from privgrad_lab.load_spec import check_spec, read_tables
 
@@ -21,9 +23,13 @@ _IMAGES = ("classes", "size", "channels", "unit", "max_rows")
 _SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
 
 
-def examine(path: Path, *, as_json: bool) -> int:
-    """Print the findings in the data of a TOML file; return the exit code."""
+def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
+    """Print the findings in the data of a TOML file, or the file in the new spelling; return the exit code."""
     tables = read_tables(path)
+    if rewrite:
+        sys.stdout.write(old_spelling.rewritten(path.read_text()))
+        return 0
+    old_spelling.refuse(tables, path)
     given: object = tables.get("data")
     if not isinstance(given, dict):
         remedy = "add it, as docs/own-data.md describes"
@@ -31,7 +37,7 @@ def examine(path: Path, *, as_json: bool) -> int:
     data = cast("dict[str, Any]", given)
     if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
         remedy = "name a file or a folder; a function is checked by its author"
-        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("name")), remedy)
+        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")), remedy)
     if {"model", "privacy"} <= tables.keys():  # it says what to train, and not only on what
         check_spec(tables, path)
     is_table = loader is loaders.table

@@ -47,18 +47,18 @@ def begin(
         got = f"{len(spec.grid(method))} candidates"
         raise expected("reproduce", method.name, condition, got, "correct the item's file")
     candidate = spec.grid(method)[0]
-    method = method.with_own(candidate)
+    method = method.at(candidate)
     torch.manual_seed(seed)
     model = make_model(spec, data)
     private_grad = PrivateGradient(
         model,
         losses_for(data),
         spec.plan(seed, method, candidate.max_grad_norm),
-        perturb=method.perturbation(candidate),
+        perturb=method.perturbation(),
         engine=spec.run.engine,
         memory_mb=spec.run.memory_mb,
     )
-    return model, private_grad, method.make(model.named_parameters(), candidate)
+    return model, private_grad, method.make(model.named_parameters())
 
 
 class Stop(NamedTuple):
@@ -172,7 +172,7 @@ def _measured(
     """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
     candidate, losses = spec.grid(method)[0], losses_for(data)
     places: dict[str, Contribution | None] = {"plain": None}
-    own = method.perturbation(candidate)
+    own = method.at(candidate).perturbation()
     if item.own and own is not None and stop.released is not None:
         places["own"] = own
     order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))

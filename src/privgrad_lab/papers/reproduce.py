@@ -137,7 +137,7 @@ def prepared(
             raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         # The stand-in may have options that the paper's own data lack.
-        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["name"]]).parameters}
+        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
         raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
         raw.pop("stands_in_for", None)
     if smoke:
@@ -149,7 +149,7 @@ def prepared(
             if "noise_steps" in raw.get("tuning", {}) and not raw["tuning"].get("extend"):
                 raw["tuning"]["noise_steps"] = raw["tuning"]["noise_steps"][:1]
             # The small data set may be the one that the full item uses as public data.
-            if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
+            if raw["data"].get("elsewhere", {}).get("use") == raw["data"]["use"]:
                 del raw["data"]["elsewhere"]
                 for method in raw["methods"]:
                     method.get("public", {}).pop("other", None)
@@ -160,23 +160,36 @@ def prepared(
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
     """Return the method with the first entry of each grid; a grid of rates that may grow keeps all entries."""
-    cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
-    small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
-    if "tune" in method:
-        small["tune"] = {name: values[:1] for name, values in method["tune"].items()}
+    small = dict(method)
+    for place, values in MethodTable.model_validate(method).grids.items():
+        part, _, name = place.partition(".")
+        if (
+            isinstance(method[part], dict)
+            and isinstance(method[part].get(name), list)
+            and not (tuning.get("extend") and place == "optimizer.lr")
+        ):
+            small[part] = small[part] | {name: values[:1]}
+    if isinstance(method.get("max_grad_norm"), list):
+        small["max_grad_norm"] = method["max_grad_norm"][:1]
     if "warm_start" in method:
         small["warm_start"] = method["warm_start"] | {"epochs": 1}
-    return small | {key: _smallest(method[key], {}) for key in ("perturb", "local") if key in method}
+    return small
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
+    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away.
+
+    A model of another name has other options: it replaces the whole table.
+    """
     merged = dict(raw)
     for key, value in changes.items():
-        if value is False and isinstance(merged.get(key), dict):
-            del merged[key]
+        before = merged.get(key, {})
+        if value is False and isinstance(before, dict):
+            merged.pop(key, None)
+        elif not isinstance(value, dict) or (key == "model" and "use" in value):
+            merged[key] = value
         else:
-            merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
+            merged[key] = _merged(before, value)
     return merged
 
 

@@ -11,13 +11,14 @@ import torch
 
 from privgrad.accounting.accountant import epsilon
 from privgrad.ledger.ledger import Ledger
+from privgrad.perturb import DiSK
 from privgrad.plan import PrivacyPlan
 from privgrad.statement.facts import doubts
 from privgrad.training.schedule import Schedule
 from privgrad.types import COVERED
 from privgrad_lab.records import Record
 from privgrad_lab.runner import Run
-from privgrad_lab.spec import AdaptiveClipTable, FilterTable, MethodTable, Spec
+from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
 from privgrad_lab.tuner import candidate_of
 
 
@@ -29,11 +30,10 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     finals = {str(record["method"]): record for record in records if record["phase"] == "final"}
-    rules = {method: record.get("adaptive_clip") for method, record in finals.items()}
-    moved = {m: f", moved by {AdaptiveClipTable(**rule).make()!r}" for m, rule in rules.items() if rule}
-    norms = {method: f"{record['max_grad_norm']:g}{moved.get(method, '')}" for method, record in finals.items()}
-    filters = {m: FilterTable(**record["filter"]) for m, record in finals.items() if record.get("filter")}
-    averages = {m: repr(filters[m].point or filters[m].make()) if m in filters else "none" for m in finals}
+    moved = {m: _described("adaptive_clip", record) for m, record in finals.items()}
+    norms = {m: f"{record['max_grad_norm']:g}" for m, record in finals.items()}
+    norms |= {m: f"{norms[m]}, moved by {rule}" for m, rule in moved.items() if rule != "none"}
+    averages = {m: _described("filter", record) for m, record in finals.items()}
     groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
     ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
     facts = [ledger.plan_facts for ledger in ledgers.values()]
@@ -78,18 +78,27 @@ def _model(spec: Spec, record: Record, out: Path) -> str:
     return f'torch.load("{out / "runs" / name / "checkpoint.pt"}")["{key}"] is its state dict; the file is private'
 
 
+def _described(part: str, record: Record) -> str:
+    """Return what a record says of a method's filter or rule for C, as text."""
+    if not (table := record.get(part)):
+        return "none"
+    kind = DiSK if table["rule"] == "DiSK" else REGISTRIES[part][table["rule"]]
+    return repr(kind(**table["options"]))
+
+
 def _place(method: MethodTable) -> str:
     """Describe the point at which a method evaluates gradients, or the contribution of a user."""
     if method.local is not None:
-        epochs = "an epoch" if method.local.epochs == 1 else f"{method.local.epochs} epochs"
-        return f"w minus its weights after {epochs} of SGD on its own examples, in batches of {method.local.batch_size}"
-    if method.filter is not None and method.filter.rule == "DiSK":
+        local = method.local.options
+        epochs = "an epoch" if local.get("epochs", 1) == 1 else f"{local['epochs']} epochs"
+        return f"w minus its weights after {epochs} of SGD on its own examples, in batches of {local['batch_size']}"
+    if method.filter is not None and method.filter.use == "DiSK":
         return "ahead of the weights (DiSK)"
     if method.perturb is None:
         return "at the weights"
-    if method.perturb.rule == "RawSAM":
+    if method.perturb.use == "RawSAM":
         return "along the private batch's own mean gradient, NOT private (RawSAM)"
-    return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
+    return f"at moved weights ({' '.join(filter(None, (method.perturb.use, method.perturb.options.get('mode'))))})"
 
 
 def _schedule(spec: Spec, method: MethodTable) -> str:
