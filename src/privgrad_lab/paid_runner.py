@@ -31,10 +31,19 @@ from privgrad_lab.build import sizes_text
 from privgrad_lab.featuring import own, save_head
 from privgrad_lab.metrics import constants, interval, intervals_of, metrics_of, unit_scores, unit_values
 from privgrad_lab.prices import Price, candidates_of, price, public_count, tunes_norm
-from privgrad_lab.records import Record, append, claim, describe, make_secret, rate_text, read_records, require_same
+from privgrad_lab.records import (
+    Record,
+    append,
+    candidate_of,
+    claim,
+    describe,
+    make_secret,
+    rate_text,
+    read_records,
+    require_same,
+)
 from privgrad_lab.runner import Run, checked_data, facts_of, find_record, prepare, rows_are_units
 from privgrad_lab.spec import Candidate, MethodTable, Spec
-from privgrad_lab.tuner import candidate_of
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 _SELECTION = "selection.txt"  # in raw/: the secret choice of candidates, and the files of their releases

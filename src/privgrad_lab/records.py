@@ -18,7 +18,7 @@ from privgrad.errors import PrivacyError, expected
 from privgrad.ledger.file import is_in_use
 from privgrad_lab import old_spelling
 from privgrad_lab.calls import imported
-from privgrad_lab.spec import Spec
+from privgrad_lab.spec import Candidate, Spec, plain
 
 Record = dict[str, Any]
 
@@ -239,7 +239,6 @@ def own_text(own: Iterable[Sequence[Any]]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value of an option as text."""
     if isinstance(value, list | tuple):
         return " ".join(map(_short, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -318,28 +317,36 @@ def _is_best(records: Sequence[Record], key: str) -> bool:
     """Return whether the final runs of every method have the values at which tuning measured the best result."""
     for runs in by_method(records).values():
         costs = {
-            values: statistics.fmean(measured) if is_cost(key) else -statistics.fmean(measured)
-            for values, measured in _tried(runs, key).items()
+            candidate: statistics.fmean(measured) if is_cost(key) else -statistics.fmean(measured)
+            for candidate, measured in _finite(results(runs, key)).items()
         }
-        chosen = {_values(run) for run in in_phase(runs, "final")}
-        if costs and any(costs.get(values, math.inf) > min(costs.values()) for values in chosen):
+        chosen = {candidate_of(run) for run in in_phase(runs, "final")}
+        if costs and any(costs.get(candidate, math.inf) > min(costs.values()) for candidate in chosen):
             return False
     return True
 
 
-def _values(run: Record) -> tuple[Any, ...]:
-    """Return a run's tuned values: those of TUNED, and its own as text."""
+def candidate_of(record: Record) -> Candidate:
+    """Return the tuned values of one run."""
+    own = tuple((str(name), plain(value)) for name, value in record.get("own") or ())
     # A noise step together with a learning rate was measured, not tuned.
-    step = run.get("noise_step") if is_by_noise(run) else None
-    return (step, *(run.get(key) for key in TUNED[1:]), own_text(run.get("own") or ()))
+    step = record.get("noise_step") if is_by_noise(record) else None
+    given: dict[str, Any] = {key: record.get(key) for key in ("max_grad_norm", "lr", *SOMETIMES_TUNED)}
+    return Candidate(**given, noise_step=step, own=own)
 
 
-def _tried(runs: Sequence[Record], key: str) -> dict[tuple[Any, ...], list[float]]:
-    """Return one measurement of one method's tuning runs, by tuned values; without those at which a run diverged."""
-    trials: dict[tuple[Any, ...], list[float]] = {}
+def results(runs: Iterable[Record], key: str) -> dict[Candidate, list[float]]:
+    """Return one measurement of one method's tuning runs, by candidate and seed; nan for a run without it."""
+    found: dict[Candidate, list[float]] = {}
     for run in in_phase(runs, "tuning"):
-        trials.setdefault(_values(run), []).append(run[key] if is_finite(run.get(key)) else math.nan)
-    return {values: measured for values, measured in trials.items() if all(map(math.isfinite, measured))}
+        value = run.get(key)
+        found.setdefault(candidate_of(run), []).append(math.nan if value is None else value)
+    return found
+
+
+def _finite(results: Mapping[Candidate, list[float]]) -> dict[Candidate, list[float]]:
+    """Return the results without those of candidates at which a run diverged."""
+    return {candidate: values for candidate, values in results.items() if all(map(math.isfinite, values))}
 
 
 def score_of(records: Iterable[Record]) -> str:
@@ -374,9 +381,8 @@ def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[fl
     best = min if is_cost(key) else max
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
-        for values, measured in _tried(runs, key).items():
-            value = values[TUNED.index(name)]
-            if value is not None:
+        for candidate, measured in _finite(results(runs, key)).items():
+            if (value := getattr(candidate, name)) is not None:
                 found[value] = best(found.get(value, measured), measured, key=statistics.fmean)
         result[method] = sorted(found.items())
     return result

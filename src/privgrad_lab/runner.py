@@ -42,9 +42,9 @@ from privgrad_lab.build import (
 )
 from privgrad_lab.featuring import own, save_head
 from privgrad_lab.metrics import constants, interval, losses_for, measure, metrics_of, outcomes, unit_scores
-from privgrad_lab.records import Record
+from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.spec import Candidate, MethodTable, Spec
-from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
+from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, measurement_of, wider
 
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard

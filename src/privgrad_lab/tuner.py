@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from privgrad_lab.records import Record, is_cost
-from privgrad_lab.spec import Candidate, plain
+from privgrad_lab.records import Record, is_cost, results
+from privgrad_lab.spec import Candidate
 
 _MOST_RATES = 16  # rates of one method, at which a growing grid stops
 
@@ -123,20 +123,12 @@ def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | 
     return at_rate(best, float(f"{_rate(best) * factor:.2g}"))
 
 
-def candidate_of(record: Record) -> Candidate:
-    """Return the tuned values of one run."""
-    own = tuple((str(name), plain(value)) for name, value in record.get("own") or ())
-    step = record.get("noise_step") if record["lr"] is None else None
-    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"), step, own)
-
-
 def at_rate(candidate: Candidate, rate: float) -> Candidate:
     """Return the candidate at another rate, of the same kind."""
     return candidate._replace(lr=rate) if candidate.noise_step is None else candidate._replace(noise_step=rate)
 
 
 def _rate(candidate: Candidate) -> float:
-    """Return the noise step, or else the learning rate."""
     rate = candidate.lr if candidate.noise_step is None else candidate.noise_step
     assert rate is not None
     return rate
@@ -152,7 +144,6 @@ def _beyond(rates: Sequence[float], side: str) -> float:
 
 
 def _means(costs: dict[Candidate, list[float]]) -> dict[Candidate, float]:
-    """Return the mean cost over seeds of each candidate."""
     return {candidate: statistics.fmean(values) for candidate, values in costs.items()}
 
 
@@ -169,10 +160,8 @@ def _best(means: dict[Candidate, float]) -> Candidate:
 
 def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, list[float]]:
     """Return the costs that tuning minimizes, by candidate and seed: the loss or error, or minus the score."""
-    found: dict[Candidate, list[float]] = {}
     key = measurement_of(by)
-    for record in records:
-        if record["method"] == method and record["phase"] == "tuning":
-            cost = record[key] if is_cost(key) else -record[key]
-            found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
-    return found
+    sign = 1.0 if is_cost(key) else -1.0
+    found = results((record for record in records if record["method"] == method), key)
+    # A run that diverged costs most.
+    return {c: [sign * value if math.isfinite(value) else math.inf for value in found[c]] for c in found}

@@ -23,11 +23,11 @@ from privgrad_lab import runner
 from privgrad_lab.build import encoder_folder, make_data
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers.reproduce import _beside_paper, _load, items, prepared, reproduce
-from privgrad_lab.records import claim, in_phase, own_text, read_records
+from privgrad_lab.records import candidate_of, claim, in_phase, own_text, read_records
 from privgrad_lab.report import figures
 from privgrad_lab.runner import Run
 from privgrad_lab.spec import Candidate, MethodTable, Spec
-from privgrad_lab.tuner import best_candidate, beyond_edge, candidate_of
+from privgrad_lab.tuner import best_candidate, beyond_edge
 
 RUNNER = CliRunner()
 pytestmark = pytest.mark.usefixtures("by_rdp")

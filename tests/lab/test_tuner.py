@@ -17,11 +17,12 @@ from privgrad.ledger.ledger import Ledger
 from privgrad_lab import runner, tuner
 from privgrad_lab.build import make_data
 from privgrad_lab.load_spec import check_spec
+from privgrad_lab.records import candidate_of
 from privgrad_lab.report.metadata import metadata_of
 from privgrad_lab.report.texts import total_text
 from privgrad_lab.runner import Run, compare
 from privgrad_lab.spec import Candidate, Spec
-from privgrad_lab.tuner import best_candidate, candidate_of, judge, wider
+from privgrad_lab.tuner import best_candidate, judge, wider
 
 Records = list[dict[str, Any]]
 SPREAD = 0.1  # of two seeds at cost - SPREAD / sqrt(2) and cost + SPREAD / sqrt(2)

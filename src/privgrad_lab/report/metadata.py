@@ -16,10 +16,9 @@ from privgrad.plan import PrivacyPlan
 from privgrad.statement.facts import doubts
 from privgrad.training.schedule import Schedule
 from privgrad.types import COVERED
-from privgrad_lab.records import Record
+from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.runner import Run
 from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
-from privgrad_lab.tuner import candidate_of
 
 
 def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
