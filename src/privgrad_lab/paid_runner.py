@@ -6,12 +6,12 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -26,37 +26,37 @@ from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.progress import bars
 from privgrad.releases import release_mean
-from privgrad.training.fitting import fit
+from privgrad.training.run import FitResult
+from privgrad_lab import records as recorded
 from privgrad_lab.build import sizes_text
 from privgrad_lab.featuring import own, save_head
 from privgrad_lab.metrics import constants, interval, intervals_of, metrics_of, unit_scores, unit_values
-from privgrad_lab.prices import Price, candidates_of, price, public_count, tunes_norm
-from privgrad_lab.records import (
-    Record,
-    append,
-    candidate_of,
-    claim,
-    describe,
-    make_secret,
-    rate_text,
-    read_records,
-    require_same,
-)
-from privgrad_lab.runner import Run, checked_data, facts_of, find_record, prepare, rows_are_units
-from privgrad_lab.spec import Candidate, MethodTable, Spec
+from privgrad_lab.prices import Price, Way, candidates_of, price, public_count, tunes_norm
+from privgrad_lab.records import Record, candidate_of, in_phase, read_records
+from privgrad_lab.runner import Prepared, Run, carry_out, checked_data, facts_of
+from privgrad_lab.spec import Spec
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 _SELECTION = "selection.txt"  # in raw/: the secret choice of candidates, and the files of their releases
 _MOST_NOISE = 100.0  # times the noise of the spec: a comparison with more would learn nothing
 
 
+class Trained(NamedTuple):
+    """A final training of a private comparison, before anything of it is published."""
+
+    run: Run
+    record: Record
+    model: nn.Module
+
+
 class PaidFolder:
-    """The folder of one private comparison, whose releases are committed.
+    """The folder of one private comparison, and the payer of its trainings, whose releases are committed to a budget.
 
     Attributes:
         out: the folder.
         budget: holds all releases of the comparison.
         name: of the commitment: title, folder and a random number, kept in the folder.
+        trained: the final trainings so far, one of which is published.
     Privacy:
         When the constructor returns, all releases are committed. A comparison that resumes has committed the same
         releases already; then nothing is written. One that begins again in a new folder pays again, and a copied
@@ -65,17 +65,15 @@ class PaidFolder:
 
     def __init__(self, spec: Spec, cost: Price, out: Path) -> None:
         table = spec.privacy
-        self.out = out
-        if (shared := shared_budget(spec)) is None:
-            self.budget = Budget(
-                out / "budget.jsonl",
-                total_epsilon=table.total_epsilon,
-                delta=table.delta,
-                num_examples=table.num_examples,
-                privacy_unit=table.privacy_unit,
-            )
-        else:
-            self.budget = shared
+        self._spec, self._cost, self.out = spec, cost, out
+        self.trained: list[Trained] = []
+        self.budget = shared_budget(spec) or Budget(
+            out / "budget.jsonl",
+            total_epsilon=table.total_epsilon,
+            delta=table.delta,
+            num_examples=table.num_examples,
+            privacy_unit=table.privacy_unit,
+        )
         if not (path := out / NAME).exists():
             complete = path.with_suffix(".new")
             complete.write_text(f"{' '.join(spec.title.split())} (folder {out.name}, {secrets.token_hex(8)})\n")
@@ -85,6 +83,79 @@ class PaidFolder:
             self.budget.commit(self.name, cost.releases, place=f"{out.absolute()}")
         except BudgetExceededError as error:
             raise _too_much(spec, cost, self.budget) from error
+
+    def spec_of(self, run: Run) -> Spec:
+        noise = self._cost.noise_multiplier if run.phase == "final" else self._cost.trial_noise
+        assert noise is not None
+        return at_noise(self._spec, noise)
+
+    def keep(self, run: Run, record: Record) -> None:
+        if run.phase == "tuning":  # of the final runs, `publish` keeps one
+            recorded.append(self.out, [record])
+
+    def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
+        """Train once without any evaluation, in a ledger of the commitment, and score the model if it is a candidate.
+
+        Privacy:
+            The record of a secret run is NOT private.
+        """
+        if not math.isfinite(made.private_grad.epsilon(steps=1, assume_poisson=True)):
+            remedy = "leave the method out, or give it side information that is public"
+            raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
+        path, plan = run.folder(self.out) / "ledger.jsonl", made.plan
+        made.private_grad.record_in(self.ledger(path, plan.release_of(plan.steps)))
+        try:
+            self.mark(path)
+            result = fitted()
+        finally:
+            made.private_grad.ledger.close()
+        record = facts_of(run, made, data, result)
+        for name in ("seconds", "examples_per_second"):  # times depend on the data, and no epsilon covers them
+            del record[name]
+        record |= {"folder": run.name, "curve": [], "data": sizes_text(spec.data, data, plan)}
+        model = result.averaged or made.model
+        if run.phase == "tuning" or run.secret is not None:
+            record |= self._scored(spec, run, model, data)
+        if run.phase == "final":
+            self.trained.append(Trained(run, record, model))
+        return record
+
+    def _scored(self, spec: Spec, run: Run, model: nn.Module, data: DataSet) -> Record:
+        """Return the score that chooses among candidates, with noise unless it is of public examples."""
+        assert spec.tuning is not None
+        people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
+        assert people is not None
+        by, noise = spec.tuning.by, self._cost.score_noise
+        values = unit_scores(model, people, data, by)
+        name = {"accuracy": data.score, "squared_error": "1 - squared_error"}.get(by, by)
+        about: Record = {"tuning_score_by": name, "tuning_score_on": spec.tuning.score_on}
+        if noise is None:
+            return about | {"tuning_score": values.mean().item(), "score_noise_std": 0.0}
+        # The score of people gets noise and is charged to a ledger of its own, next to that of the training.
+        count, path = public_count(spec), run.folder(self.out) / "score" / "ledger.jsonl"
+        with closing(self.ledger(path, Release(noise, 1.0))) as ledger, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "NOT PRIVATE")  # each row is a unit, and their public count may be lower
+            warnings.filterwarnings("ignore", ".* was released before")  # by this training, before an interruption
+            score = release_mean(
+                values.unsqueeze(1),
+                bound=1.0,
+                noise_multiplier=noise,
+                num_examples=count,
+                delta=spec.privacy.delta,
+                privacy_unit=spec.privacy.privacy_unit,
+                ledger=ledger,
+            ).item()
+        self.mark(path)
+        return about | {"tuning_score": score, "score_noise_std": noise / count}
+
+    def publish(self, data: DataSet) -> None:
+        """Publish the final training, or of the secret ones the first of those with the best score."""
+        best = max(self.trained, key=lambda one: one.record.get("tuning_score", 0.0))
+        if best.run.secret is not None:
+            # Files with a time of their own: that of the chosen training would show when it ran.
+            shown = replace(best.run, secret=None).folder(self.out)
+            shutil.copytree(best.run.folder(self.out), shown, dirs_exist_ok=True, copy_function=shutil.copy)
+        _publish(self.spec_of(best.run), best, self._cost, data, self)
 
     @property
     def selection(self) -> Path:
@@ -108,7 +179,7 @@ class PaidFolder:
     def require_kept(self, path: Path) -> None:
         """Raise PrivacyError if a marked file is lost or empty: its releases would be made again, uncharged."""
         is_there = path.exists() and path.stat().st_size > 0
-        if not is_there and f"{path.relative_to(self.out)}" in self._marks(path):
+        if not is_there and f"{path.relative_to(self.out)}" in self._marks(path)[1]:
             remedy = "restore it, or compare in a new folder, which is charged again"
             got = "an empty file" if path.exists() else "a missing file"
             raise expected("compare", f"{path}", "to be kept", got, remedy)
@@ -120,12 +191,12 @@ class PaidFolder:
             The names of files in raw/ show how many trainings a selection has, so they are noted in raw/ too.
         """
         name = f"{path.relative_to(self.out)}"
-        if name in self._marks(path):
-            return
-        with self._marked_in(path).open("a") as file:
-            file.write(f"{name}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        marks, known = self._marks(path)
+        if name not in known:
+            with marks.open("a") as file:
+                file.write(f"{name}\n")
+                file.flush()
+                os.fsync(file.fileno())
 
     def hide_times(self) -> None:
         """Give all files and folders outside of raw/ the time of midnight before the commitment.
@@ -141,14 +212,11 @@ class PaidFolder:
             for place in (folder, *(os.path.join(folder, name) for name in files)):
                 os.utime(place, (then, then))
 
-    def _marked_in(self, path: Path) -> Path:
-        """Return the file that notes whether `path` was begun."""
+    def _marks(self, path: Path) -> tuple[Path, list[str]]:
+        """Return the file that would note that `path` was begun, and the names that it holds."""
         is_secret = path != self.selection and path.is_relative_to(self.out / "raw")
-        return self.selection if is_secret else self.out / NAME
-
-    def _marks(self, path: Path) -> list[str]:
-        """Return the names that are noted where that of `path` would be."""
-        return self._marked_in(path).read_text().splitlines()[1:]
+        file = self.selection if is_secret else self.out / NAME
+        return file, file.read_text().splitlines()[1:]
 
 
 def shared_budget(spec: Spec) -> Budget | None:
@@ -184,7 +252,6 @@ def largest_total(cost: Price, budget: Budget) -> float:
 
 
 def _noisier(release: Release | Selection | Split, factor: float) -> Any:
-    """Return a release with all noise multipliers times a factor."""
     if isinstance(release, Release):
         return replace(release, noise_multiplier=release.noise_multiplier * factor)
     if isinstance(release, Selection):
@@ -238,7 +305,7 @@ def compare(
         the comparison depends on that number too.
     """
     if restart is None:
-        require_same(out, describe(spec))  # before the data are loaded
+        recorded.require_same(out, recorded.describe(spec))  # before the data are loaded
     data, cost = check(spec), price(spec)
     if restart is not None:
         shared = shared_budget(spec)  # it must have room for one more comparison before a folder moves
@@ -246,7 +313,7 @@ def compare(
             raise _too_much(spec, cost, shared)
         restart()
     was_there, is_new = out.exists(), not (out / "spec.json").exists()
-    claim(out, describe(spec))
+    recorded.claim(out, recorded.describe(spec))
     try:
         if announce is not None:
             announce()
@@ -258,18 +325,10 @@ def compare(
             with suppress(OSError):  # it is not empty
                 out.rmdir()
         raise
-    final = at_noise(spec, cost.noise_multiplier)
-    with bars(shown=progress) as bar:
-        if cost.way == "select":
-            _select(final, cost, data, place, bar)
-        else:
-            method, candidate = candidates_of(spec)[0]
-            if cost.way == "trials":
-                method, candidate = _best_of_trials(spec, cost, data, place, bar)
-            run = Run(method, candidate, None, "final")
-            if find_record(read_records(out), run) is None:
-                record, model = _train(final, run, data, place, out / "runs" / run.name, bar)
-                _publish(final, method, record | {"epsilon": cost.epsilon}, model, data, place)
+    if not in_phase(read_records(out), "final"):
+        with bars(shown=progress) as bar:
+            carry_out(_CHOOSERS[cost.way](spec, place, bar), place, data, bar)
+            place.publish(data)
     return read_records(out)
 
 
@@ -277,14 +336,8 @@ def check(spec: Spec) -> DataSet:
     """Load the data, and raise the errors that `compare` raises before it commits anything. Nothing is written."""
     if spec.privacy.delta > 1 / spec.privacy.num_examples:  # the budget would refuse it after the data are loaded
         condition = f"to be at most 1 / num_examples = {1 / spec.privacy.num_examples:.3g}"
-        raise expected("compare", "privacy.delta", condition, spec.privacy.delta, "give a smaller delta")
+        raise expected("compare", "privacy.delta", condition, spec.privacy.delta)
     data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
-    _require_scores(spec, data)
-    return data
-
-
-def _require_scores(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless the data hold people for the scores of candidates, and other ones for the test."""
     # A test result has no noise, so no training people may be among the test people.
     if data.measured_on == "training":
         remedy = "give data a test part of its own, or compare with target_epsilon for research"
@@ -310,51 +363,43 @@ def _require_scores(spec: Spec, data: DataSet) -> None:
         if data.split == "unit":
             remedy += '; or set score_on = "held-out"'
         raise expected("compare", "the validation part", "to be empty with total_epsilon", "examples in it", remedy)
+    return data
 
 
-def _best_of_trials(
-    spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Progress
-) -> tuple[MethodTable, Candidate]:
-    """Train every candidate once with the noise of trials, and return the one with the best noisy score."""
-    assert cost.trial_noise is not None
-    trial, out = at_noise(spec, cost.trial_noise), place.out
+def _only(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
+    yield Run(*candidates_of(spec)[0], None, "final")
+
+
+def _trials(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
+    """Yield a training of each candidate with the noise of trials, and that of the one with the best noisy score."""
     candidates = candidates_of(spec)
     task = bar.add_task("trials", total=len(candidates), note="")
     for method, candidate in candidates:
-        run = Run(method, candidate, None, "tuning")
         norm = f"  C{candidate.max_grad_norm:g}" if tunes_norm(spec) else ""
-        bar.update(task, note=f"{method.name}{norm}  {rate_text(candidate)}")
-        if find_record(read_records(out), run) is None:
-            append(out, [_train_scored(trial, run, cost, data, place, out / "runs" / run.name, bar)[0]])
+        bar.update(task, note=f"{method.name}{norm}  {recorded.rate_text(candidate)}")
+        yield Run(method, candidate, None, "tuning")
         bar.advance(task)
-    trials = [record for record in read_records(out) if record["phase"] == "tuning"]
-    best = max(trials, key=lambda record: record["tuning_score"])
-    return next(pair for pair in candidates if (pair[0].name, pair[1]) == (best["method"], candidate_of(best)))
+    best = max(in_phase(read_records(place.out), "tuning"), key=lambda record: record["tuning_score"])
+    chosen = next(pair for pair in candidates if (pair[0].name, pair[1]) == (best["method"], candidate_of(best)))
+    yield Run(*chosen, None, "final")
 
 
-def _select(spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Progress) -> None:
-    """Train a secret, random number of random candidates; release the best one and its score."""
-    out = place.out
-    if any(record["phase"] == "final" for record in read_records(out)):
-        return
-    assert spec.tuning is not None
-    raw, candidates = out / "raw", candidates_of(spec)
+def _select(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
+    """Yield a secret, random number of trainings of random candidates."""
+    candidates = candidates_of(spec)
     place.require_kept(place.selection)
     chosen = _secret_choice(place.selection, spec, len(candidates))
     place.mark(place.selection)
     bar.add_task("selection", total=None, completed=0, note="of a secret number of trainings")
-    tried: list[tuple[float, int, Record, nn.Module]] = []
     for number, index in enumerate(chosen):
-        method, candidate = candidates[index]
-        run = Run(method, candidate, None, "final")
-        record, model = _train_scored(spec, run, cost, data, place, raw / "runs" / str(number), bar)
-        tried.append((record["tuning_score"], -number, record, model))
-    _, number, record, model = max(tried, key=lambda one: one[:2])
-    folder = out / "runs" / record["folder"]
-    # Files with a time of their own: that of the chosen training would show when it ran.
-    shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=shutil.copy)
-    method = next(one for one in spec.methods if one.name == record["method"])
-    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, place)
+        yield Run(*candidates[index], None, "final", secret=number)
+
+
+_CHOOSERS: dict[Way, Callable[[Spec, PaidFolder, Progress], Iterator[Run]]] = {
+    "none": _only,
+    "trials": _trials,
+    "select": _select,
+}
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -365,7 +410,7 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     assert spec.tuning is not None
     number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
     chosen = [secrets.randbelow(count) for _ in range(number)]
-    make_secret(path.parent)  # the number of trainings is secret, and so are the scores of those not chosen
+    recorded.make_secret(path.parent)  # the number of trainings is secret, and so are the scores of those not chosen
     complete = path.with_suffix(f".{os.getpid()}")
     complete.write_text(f"{json.dumps(chosen)}\n")
     with suppress(FileExistsError):  # another process was first
@@ -374,87 +419,16 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     return json.loads(path.read_text().splitlines()[0])
 
 
-def _train_scored(
-    spec: Spec, run: Run, cost: Price, data: DataSet, place: PaidFolder, folder: Path, bar: Progress
-) -> tuple[Record, nn.Module]:
-    """Train once, and return the record with the score that chooses, and the model."""
-    assert spec.tuning is not None
-    record, model = _train(spec, run, data, place, folder, bar)
-    _, data = own(spec, run.method, data)
-    people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
-    assert people is not None
-    by = spec.tuning.by
-    values = unit_scores(model, people, data, by)
-    name = {"accuracy": data.score, "squared_error": "1 - squared_error"}.get(by, by)
-    record |= {"tuning_score_by": name, "tuning_score_on": spec.tuning.score_on}
-    if cost.score_noise is None:
-        return record | {"tuning_score": values.mean().item(), "score_noise_std": 0.0}, model
-    # The score of people gets noise and is charged to a ledger of its own, next to that of the training.
-    count, path = public_count(spec), folder / "score" / "ledger.jsonl"
-    with closing(place.ledger(path, Release(cost.score_noise, 1.0))) as ledger, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "NOT PRIVATE")  # each row is a unit, and their public count may be lower
-        warnings.filterwarnings("ignore", ".* was released before")  # by this training, before an interruption
-        score = release_mean(
-            values.unsqueeze(1),
-            bound=1.0,
-            noise_multiplier=cost.score_noise,
-            num_examples=count,
-            delta=spec.privacy.delta,
-            privacy_unit=spec.privacy.privacy_unit,
-            ledger=ledger,
-        ).item()
-    place.mark(path)
-    return record | {"tuning_score": score, "score_noise_std": cost.score_noise / count}, model
-
-
-def _train(
-    spec: Spec, run: Run, data: DataSet, place: PaidFolder, folder: Path, bar: Progress
-) -> tuple[Record, nn.Module]:
-    """Train once without any evaluation, and return the record and the model that is to be measured."""
-    spec, data = own(spec, run.method, data)
-    made = prepare(spec, run, data)
-    if not math.isfinite(made.private_grad.epsilon(steps=1, assume_poisson=True)):
-        remedy = "leave the method out, or give it side information that is public"
-        raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
-    path, plan = folder / "ledger.jsonl", made.plan
-    release = plan.release_of(plan.steps)
-    made.private_grad.record_in(place.ledger(path, release))
-    try:
-        place.mark(path)
-        with rows_are_units(plan.privacy_unit):
-            result = fit(
-                made.private_grad,
-                made.optimizer,
-                data.train,
-                scheduler=spec.schedule_of(run.method),
-                ema_decay=spec.run.ema_decay,
-                output_dir=folder,
-                progress=bar,
-            )
-    finally:
-        made.private_grad.ledger.close()
-    facts = facts_of(run, made, data, result)
-    # Times depend on the data, and no epsilon covers them.
-    record = {name: value for name, value in facts.items() if name not in ("seconds", "examples_per_second")} | {
-        "folder": run.name,
-        "curve": [],
-        "data": sizes_text(spec.data, data, plan),
-    }
-    return record, result.averaged or made.model
-
-
-def _publish(
-    spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, place: PaidFolder
-) -> None:
+def _publish(spec: Spec, best: Trained, cost: Price, data: DataSet, place: PaidFolder) -> None:
     """Measure the final model on the test set, write its weights, and then its record."""
-    out = place.out
-    spec, data = own(spec, method, data)
+    record, out = best.record | {"epsilon": cost.epsilon}, place.out
+    spec, data = own(spec, best.run.method, data)
     facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
     facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
     facts |= {"budget": place.budget.path.name, "total_epsilon": place.budget.total_epsilon}
-    made = {"head": save_head(model, data, out / "head", facts)}
-    torch.save(model.state_dict(), out / "model.pt")
-    append(out, [record | _tested(spec, model, data) | made])
+    made = {"head": save_head(best.model, data, out / "head", facts)}
+    torch.save(best.model.state_dict(), out / "model.pt")
+    recorded.append(out, [record | _tested(spec, best.model, data) | made])
 
 
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:

@@ -6,11 +6,11 @@ No epsilon covers a choice by training loss.
 import json
 import math
 import warnings
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import quote
 
 import torch
@@ -24,11 +24,11 @@ from privgrad.errors import expected
 from privgrad.heads.head import declared, privacy_of
 from privgrad.optim.debiased import Debiased
 from privgrad.plan import PrivacyPlan
+from privgrad.plugins import optional
 from privgrad.private_gradient import PrivateGradient, RawStep
 from privgrad.progress import bars, note
 from privgrad.training.fitting import fit
 from privgrad.training.run import FitResult
-from privgrad.types import PrivacyUnit
 from privgrad_lab import records as recorded
 from privgrad_lab.build import (
     make_data,
@@ -46,9 +46,6 @@ from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.spec import Candidate, MethodTable, Spec
 from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, measurement_of, wider
 
-if TYPE_CHECKING:
-    from privgrad.integrations.tensorboard import TensorBoard
-
 Phase = Literal["tuning", "final"]
 
 
@@ -60,10 +57,15 @@ class Run:
     candidate: Candidate
     seed: int | None
     phase: Phase
+    secret: int | None = None  # the number of a training of which nothing is published unless it is the best
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the run's ledger and checkpoint."""
+        return out / "runs" / self.name if self.secret is None else out / "raw" / "runs" / f"{self.secret}"
 
     @property
     def name(self) -> str:
-        """The name of the folder for the run's ledger and checkpoint."""
+        """The name of the run's folder, if that is not secret."""
         norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
         radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
@@ -124,15 +126,6 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     return Prepared(model, plan, private_grad, optimizer, method, source, released)
 
 
-@contextmanager
-def rows_are_units(unit: PrivacyUnit) -> Generator[None]:
-    """Keep `fit` from asking whether a row holds all data of one person: `build.make_data` has checked it."""
-    with warnings.catch_warnings():
-        if unit == "user":
-            warnings.filterwarnings("ignore", "NOT PRIVATE: the plan declares")
-        yield
-
-
 def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
     """Return the part of a run's record that every kind of comparison has: settings, privacy and speed.
 
@@ -174,6 +167,155 @@ def _noise_step(run: Run, optimizer: optim.PrivateOptimizer) -> float | None:
     return float(f"{step:.4g}") if step > 0 else None
 
 
+class Payer(Protocol):
+    """A payer for the trainings in a folder: it opens their ledgers, and decides what is measured and kept of them."""
+
+    out: Path
+
+    def spec_of(self, run: Run) -> Spec:
+        """Return the spec with the noise of a run."""
+        ...
+
+    def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
+        """Call `fitted`, which is `fit` of a run and takes further options of it, and return the run's record."""
+        ...
+
+    def keep(self, run: Run, record: Record) -> None:
+        """Write the record of a run, unless it must stay hidden."""
+
+
+def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool | Progress) -> None:
+    """Do each run that has no record yet. A chooser yields the runs, and sees the records of the earlier ones."""
+    for run in runs:
+        if find_record(recorded.read_records(payer.out), run) is None:
+            payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
+
+
+def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
+    """Do one run with `fit`, in its own folder, and return its record."""
+    spec, data = own(spec, run.method, data)
+    made = prepare(spec, run, data)
+    fitted = partial(
+        fit,
+        made.private_grad,
+        made.optimizer,
+        data.train,
+        scheduler=spec.schedule_of(run.method),
+        ema_decay=spec.run.ema_decay,
+        output_dir=run.folder(payer.out),
+        progress=progress,
+    )
+    with warnings.catch_warnings():
+        if made.plan.privacy_unit == "user":  # `build.make_data` has checked that a row holds all data of one person
+            warnings.filterwarnings("ignore", "NOT PRIVATE: the plan declares")
+        return payer.train(spec, run, data, made, fitted)
+
+
+class Free:
+    """A payer with a ledger for each training, which measures on validation or test examples along the training.
+
+    It keeps the facts `also` with each record.
+    """
+
+    def __init__(self, spec: Spec, out: Path, **also: str | None) -> None:
+        self._spec, self.out, self._also = spec, out, also
+
+    def spec_of(self, run: Run) -> Spec:
+        return self._spec
+
+    def keep(self, run: Run, record: Record) -> None:
+        recorded.append(self.out, [record | self._also])
+
+    def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
+        plan, folder = made.plan, run.folder(self.out)
+        by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
+        validated = run.phase == "tuning" and not by_train_loss
+        # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
+        recorder = RawRecorder(made.optimizer) if spec.run.diagnose and not validated else None
+        if recorder is not None:
+            made.private_grad.register_raw_observer(recorder.observe)
+        clipped = _ClipFraction(plan.steps)
+        if plan.seed is not None and not run.method.non_private:
+            made.private_grad.register_raw_observer(clipped.observe)
+        board = None
+        if spec.run.tensorboard:
+            remedy = "pip install 'privgrad[tensorboard]', or set run.tensorboard = false"
+            library = optional("experiments", "tensorboard", "privgrad.integrations.tensorboard", remedy)
+            names = {} if data.score is None else {"accuracy": data.score}
+            board = library.TensorBoard(folder / "tensorboard", names=names)
+
+        def evaluate(model: nn.Module) -> dict[str, Any]:
+            measured = measure(model, data.validation if validated else data.test, data)
+            measured |= {} if recorder is None else recorder.row()
+            return measured if plan.seed is not None else self._without_raw(run, made, measured)
+
+        result = fitted(evaluate=evaluate, num_evaluations=spec.run.num_evaluations, on_evaluate=board)
+        if board is not None:
+            board.close()
+        if run.phase == "final" and clipped.fraction is not None and clipped.fraction < recorded.FEW_CLIPPED:
+            warnings.warn(
+                f"NOT PRIVATE: {run.method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of "
+                f"its steps. The noise is made for norms that do not occur: lower max_grad_norm",
+                stacklevel=2,
+            )
+        model, last = result.averaged or made.model, result.curve[-1]
+        part = "validation" if validated else "test"
+        record: Record = facts_of(run, made, data, result) | {
+            "measured_on": data.measured_on,
+            **dict.fromkeys(("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")),
+            f"{part}_accuracy": last.get("accuracy"),
+            f"{part}_loss": last["loss"],
+            **({} if validated else constants(data.test, data)),
+            **({} if clipped.fraction is None else {"raw_clip_fraction": clipped.fraction}),
+            # Histograms are kept of the last evaluation only.
+            "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
+            "data": sizes_text(spec.data, data, plan),
+        }
+        if plan.seed is None and data.score is not None and not validated:
+            record["test_interval"] = interval(unit_scores(model, data.test, data))
+        if validated:
+            assert spec.tuning is not None
+            by, key = spec.tuning.by, measurement_of(spec.tuning.by)
+            if key not in record:
+                record[key] = metrics_of(model, data.validation, data, [by], {})[by]
+        elif spec.run.metrics:
+            known = {} if data.score is None else {data.score: record["test_accuracy"]}
+            record["metrics"] = metrics_of(model, data.test, data, spec.run.metrics, known)
+        if run.phase == "final":
+            record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
+        if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
+            record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
+        return record
+
+    def _without_raw(self, run: Run, made: Prepared, measured: dict[str, Any]) -> dict[str, Any]:
+        """Return what a private run may show; write what was computed before the noise to a secret file."""
+        raw = {name: value for name, value in measured.items() if name.startswith("raw_")}
+        if raw:
+            path = self.out / "raw" / f"{run.name}.jsonl"
+            recorded.make_secret(path.parent)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": made.private_grad.ledger.releases} | raw) + "\n")
+        return {name: value for name, value in measured.items() if not name.startswith("raw_")}
+
+
+class _ClipFraction:
+    """The share of examples whose gradient was clipped in the last tenth of the steps. NOT private."""
+
+    def __init__(self, steps: int) -> None:
+        self._from, self._clipped, self._examples = steps - math.ceil(steps / 10), 0, 0
+
+    @property
+    def fraction(self) -> float | None:
+        """The share; None before such a step, and without examples."""
+        return self._clipped / self._examples if self._examples else None
+
+    def observe(self, raw: RawStep) -> None:
+        """Count one step."""
+        if raw.step >= self._from:
+            self._clipped += int((raw.clipping.raw_factors < 1).sum())
+            self._examples += len(raw.clipping.raw_factors)
+
+
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Progress = True) -> list[Record]:
     """Train the only method of a spec, and return its record, which is also in out/runs.jsonl.
 
@@ -191,19 +333,18 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
         remedy = "run `privgrad compare`, which spends it on tuning and training; or give target_epsilon in its place"
         raise expected("train", "privacy.total_epsilon", "to be absent", total, remedy)
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
-        remedy = "keep one in the file, or run `privgrad compare`"
         got = [method.name for method in spec.methods]
-        raise expected("train", "methods", "to be exactly one, with one lr and one max_grad_norm", got, remedy)
+        condition = "to be exactly one, with one lr and one max_grad_norm"
+        raise expected("train", "methods", condition, got, "keep one in the file, or run `privgrad compare`")
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     recorded.require_same(out, recorded.describe(spec))
     if others := {record["seed"] for record in recorded.read_records(out)} - {seed}:
         remedy = "choose another --out: each seed is an experiment of its own"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
     data = open_folder(spec, out)
-    if find_record(recorded.read_records(out), run) is None:
-        recorded.append(out, [_train_one(spec, run, data, out, progress=progress)])
-    else:
+    if find_record(recorded.read_records(out), run) is not None:
         note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
+    carry_out([run], Free(spec, out), data, progress)
     return recorded.read_records(out)
 
 
@@ -225,193 +366,79 @@ def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[
         got = "'accuracy' of data without a score"
         raise expected("compare", "tuning.by", "to be measured", got, 'set by = "loss"')
     with bars(shown=progress) as bar:
-        _Comparison(spec, data, out, bar).run()
+        payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
+        carry_out(_Research(spec, payer, bar).runs(), payer, data, bar)
     return recorded.read_records(out)
 
 
-class _Comparison:
-    """The trainings of a comparison in one folder. A training that has a record there is not repeated."""
+class _Research:
+    """The chooser of a comparison for research: it tunes each method, and then trains it with every seed."""
 
-    def __init__(self, spec: Spec, data: DataSet, out: Path, bar: Progress) -> None:
-        self._spec, self._data, self._out, self._bar = spec, data, out, bar
+    def __init__(self, spec: Spec, payer: Free, bar: Progress) -> None:
+        self._spec, self._payer, self._bar = spec, payer, bar
         self._seeds = [] if spec.tuning is None else spec.tuning.seeds
         self._by = "accuracy" if spec.tuning is None else spec.tuning.by
         self._tried: set[tuple[str, Candidate]] = set()
         tuned = [method for method in spec.methods if spec.is_tuned(method)]
         planned = sum(len(spec.grid(method)) for method in tuned) * len(self._seeds)
         self._task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
-        if done := len(recorded.read_records(out)):
-            note(bar, f"already complete: {done:,} trainings in {out}")
+        if done := len(recorded.read_records(payer.out)):
+            note(bar, f"already complete: {done:,} trainings in {payer.out}")
 
-    def run(self) -> None:
-        """Tune the methods that share a grid, then each other one, and train each with its best candidate."""
+    def runs(self) -> Iterator[Run]:
+        """Yield the runs that tune the methods that share a grid, then those of each other one, and the final runs."""
         spec, extend = self._spec, self._spec.tuning is not None and self._spec.tuning.extend
         fair = [method for method in spec.methods if spec.is_tuned(method) and spec.shares_grid(method)]
         for method in fair:
-            self._tune(method, spec.grid(method))
-        names = [method.name for method in fair]
-        while fair and extend and (rates := wider(self._seen(), names, self._by)) is not None:
+            yield from self._runs(method, spec.grid(method), "tuning")
+        while fair and extend and (rates := wider(self._seen(), [m.name for m in fair], self._by)) is not None:
             for method in fair:
                 more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
-                self._tune(method, more, is_planned=False)
+                yield from self._more(method, list(more))
         for method in spec.methods:
-            if method in fair:
+            best = spec.grid(method)[0]
+            if spec.is_tuned(method) and method not in fair:
+                yield from self._runs(method, spec.grid(method), "tuning")
+                grows = extend and not method.has_fixed_rate
+                while grows and (beyond := beyond_edge(self._seen(), method.name, self._by)) is not None:
+                    yield from self._more(method, [beyond])
+            if spec.is_tuned(method):
                 best = best_candidate(self._seen(), method.name, self._by)
-            else:
-                best = self._tune_alone(method) if spec.is_tuned(method) else spec.grid(method)[0]
-            self._train(method, best, spec.run.seeds, "final")
+            yield from self._runs(method, [best], "final")
 
-    def _tune_alone(self, method: MethodTable) -> Candidate:
-        """Tune a method over its own grid, which may grow beyond its edges; return the best candidate."""
-        tuning = self._spec.tuning
-        self._tune(method, self._spec.grid(method))
-        while tuning is not None and tuning.extend and not method.has_fixed_rate:
-            if (candidate := beyond_edge(self._seen(), method.name, self._by)) is None:
-                break
-            self._tune(method, [candidate], is_planned=False)
-        return best_candidate(self._seen(), method.name, self._by)
-
-    def _tune(self, method: MethodTable, candidates: Iterable[Candidate], *, is_planned: bool = True) -> None:
+    def _runs(self, method: MethodTable, candidates: Iterable[Candidate], phase: Phase) -> Iterator[Run]:
+        """Yield the runs of each candidate with each seed of a phase."""
         for candidate in candidates:
-            if not is_planned:  # the bar counts the first grids only
-                total = self._bar.tasks[self._task].total or 0
-                self._bar.update(self._task, total=total + len(self._seeds))
-            self._train(method, candidate, self._seeds, "tuning")
+            self._tried.add((method.name, candidate))
+            for seed in self._spec.run.seeds if phase == "final" else self._seeds:
+                text = f"{phase}  {method.name}  {recorded.rate_text(candidate)}  seed {seed}"
+                self._bar.update(self._task, note=text)
+                run = Run(method, candidate, seed, phase)
+                self._reuse(run)
+                yield run
+                self._bar.advance(self._task)
 
-    def _train(self, method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
-        spec, out, bar = self._spec, self._out, self._bar
-        self._tried.add((method.name, candidate))
-        for run in (Run(method, candidate, seed, phase) for seed in seeds):
-            bar.update(self._task, note=f"{phase}  {method.name}  {recorded.rate_text(candidate)}  seed {run.seed}")
-            if find_record(recorded.read_records(out), run) is None:
-                record = _tuned_already(spec, run, out) or _train_one(spec, run, self._data, out, progress=bar)
-                recorded.append(out, [record | {"tuned_by": None if spec.tuning is None else measurement_of(self._by)}])
-            bar.advance(self._task)
+    def _more(self, method: MethodTable, candidates: Sequence[Candidate]) -> Iterator[Run]:
+        """Yield tuning runs beyond the first grids, which the bar counts from the start."""
+        total = self._bar.tasks[self._task].total or 0
+        self._bar.update(self._task, total=total + len(candidates) * len(self._seeds))
+        yield from self._runs(method, candidates, "tuning")
+
+    def _reuse(self, run: Run) -> None:
+        """Keep the record of an equal tuning run as that of a final run."""
+        # If tuning uses the training loss, a tuning run and a final run are the same training with the same
+        # measurements.
+        if run.phase == "tuning" or self._by != "train_loss" or self._spec.tuning_scale > 1:
+            return
+        records = recorded.read_records(self._payer.out)
+        tuned = find_record(records, replace(run, phase="tuning"))
+        if tuned is not None and find_record(records, run) is None:
+            self._payer.keep(run, tuned | {"phase": "final"})
 
     def _seen(self) -> list[Record]:
         """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""
-        records = recorded.read_records(self._out)
+        records = recorded.read_records(self._payer.out)
         return [record for record in records if (record["method"], candidate_of(record)) in self._tried]
-
-
-def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
-    """Do one run with `fit`, in its own folder, and return its record."""
-    folder = out / "runs" / run.name
-    spec, data = own(spec, run.method, data)
-    made = prepare(spec, run, data)
-    plan, private_grad = made.plan, made.private_grad
-    by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
-    validated = run.phase == "tuning" and not by_train_loss
-    # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
-    recorder = RawRecorder(made.optimizer) if spec.run.diagnose and not validated else None
-    board = _tensorboard(folder, data) if spec.run.tensorboard else None
-    clipped = _ClipFraction(plan.steps)
-
-    def evaluate(model: nn.Module) -> dict[str, Any]:
-        measured = measure(model, data.validation if validated else data.test, data)
-        raw = {name: value for name, value in measured.items() if name.startswith("raw_")}
-        raw |= {} if recorder is None else recorder.row()
-        if raw and plan.seed is None:  # a private run keeps what was computed before the noise apart
-            path = out / "raw" / f"{run.name}.jsonl"
-            recorded.make_secret(path.parent)
-            with path.open("a") as file:
-                file.write(json.dumps({"step": private_grad.ledger.releases} | raw) + "\n")
-            return {name: value for name, value in measured.items() if name not in raw}
-        return measured | raw
-
-    if recorder is not None:
-        private_grad.register_raw_observer(recorder.observe)
-    if plan.seed is not None and not run.method.non_private:
-        private_grad.register_raw_observer(clipped.observe)
-    with rows_are_units(plan.privacy_unit):
-        result = fit(
-            private_grad,
-            made.optimizer,
-            data.train,
-            scheduler=spec.schedule_of(run.method),
-            evaluate=evaluate,
-            num_evaluations=spec.run.num_evaluations,
-            on_evaluate=board,
-            ema_decay=spec.run.ema_decay,
-            output_dir=folder,
-            progress=progress,
-        )
-    if board is not None:
-        board.close()
-    if run.phase == "final" and clipped.fraction is not None and clipped.fraction < recorded.FEW_CLIPPED:
-        warnings.warn(
-            f"NOT PRIVATE: {run.method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of its "
-            f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
-            stacklevel=2,
-        )
-    model, last = result.averaged or made.model, result.curve[-1]
-    record = facts_of(run, made, data, result) | {
-        "measured_on": data.measured_on,
-        "test_accuracy": None if validated else last.get("accuracy"),
-        "test_loss": None if validated else last["loss"],
-        **({} if validated else constants(data.test, data)),
-        "validation_accuracy": last.get("accuracy") if validated else None,
-        "validation_loss": last["loss"] if validated else None,
-        **({} if clipped.fraction is None else {"raw_clip_fraction": clipped.fraction}),
-        # Histograms are kept of the last evaluation only.
-        "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
-        "data": sizes_text(spec.data, data, plan),
-    }
-    if plan.seed is None and data.score is not None and not validated:
-        record["test_interval"] = interval(unit_scores(model, data.test, data))
-    record |= _metrics(spec, model, data, record, validated=validated)
-    if run.phase == "final":
-        record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
-    if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
-        record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
-    return record
-
-
-class _ClipFraction:
-    """The share of examples whose gradient was clipped in the last tenth of the steps. NOT private."""
-
-    def __init__(self, steps: int) -> None:
-        self._from, self._clipped, self._examples = steps - math.ceil(steps / 10), 0, 0
-
-    @property
-    def fraction(self) -> float | None:
-        """The share; None before such a step, and without examples."""
-        return self._clipped / self._examples if self._examples else None
-
-    def observe(self, raw: RawStep) -> None:
-        """Count one step."""
-        if raw.step >= self._from:
-            self._clipped += int((raw.clipping.raw_factors < 1).sum())
-            self._examples += len(raw.clipping.raw_factors)
-
-
-def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
-    """Return a TensorBoard writer; it is imported only here, because it is an optional extra."""
-    try:
-        from privgrad.integrations.tensorboard import TensorBoard
-    except ImportError as error:
-        remedy = "pip install 'privgrad[tensorboard]', or set run.tensorboard = false"
-        raise expected("experiments", "tensorboard", "to be installed", error, remedy) from error
-    return TensorBoard(folder / "tensorboard", names={} if data.score is None else {"accuracy": data.score})
-
-
-def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
-    """Return the record of an equal tuning run as a final record, or None."""
-    # If tuning uses the training loss, a tuning run and a final run are the same training with the same measurements.
-    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss" or spec.tuning_scale > 1:
-        return None
-    record = find_record(recorded.read_records(out), replace(run, phase="tuning"))
-    return None if record is None else record | {"phase": "final"}
-
-
-def _metrics(spec: Spec, model: nn.Module, data: DataSet, record: Record, *, validated: bool) -> Record:
-    """Return the metrics of run.metrics on the test part, or the criterion of [tuning] on the validation part."""
-    if not validated:
-        known = {} if data.score is None else {data.score: record["test_accuracy"]}
-        return {"metrics": metrics_of(model, data.test, data, spec.run.metrics, known)} if spec.run.metrics else {}
-    assert spec.tuning is not None
-    by, key = spec.tuning.by, measurement_of(spec.tuning.by)
-    return {} if key in record else {key: metrics_of(model, data.validation, data, [by], {})[by]}
 
 
 def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
