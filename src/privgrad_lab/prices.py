@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.mechanisms import Release, Selection, Split
@@ -120,22 +120,17 @@ class _Asked:
 
 @cache
 def _price(way: Way, asked: _Asked) -> Price:
-    """Compute `price` from its numbers."""
-    sigma, trial, score, releases = {"none": _plain, "trials": _trials, "select": _select}[way](asked)
-    return Price(way, asked.count, sigma, trial, score, releases, accounting.epsilon(releases, delta=asked.delta))
+    return {"none": _plain, "trials": _trials, "select": _select}[way](asked)
 
 
-# Each way returns the noise multipliers of the last training, of a trial and of a score, and all releases.
-_Bill = tuple[float, float | None, float | None, tuple[Released, ...]]
-
-
-def _plain(asked: _Asked) -> _Bill:
+def _plain(asked: _Asked) -> Price:
     """Spend the whole total on one training."""
     sigma = asked.sigma(asked.rate, asked.steps)
-    return sigma, None, None, (asked.trainings(sigma),)
+    releases = (asked.trainings(sigma),)
+    return Price("none", asked.count, sigma, None, None, releases, accounting.epsilon(releases, delta=asked.delta))
 
 
-def _trials(asked: _Asked) -> _Bill:
+def _trials(asked: _Asked) -> Price:
     """Train each candidate once with much noise, and score it; the last training gets what is left."""
     count = asked.count
     # Squared inverse noise adds up over releases: this noise makes all trials together cost their share of the total.
@@ -146,14 +141,14 @@ def _trials(asked: _Asked) -> _Bill:
         score = _rounded_up(asked.sigma(1.0, 1) * math.sqrt(count / _SHARE_OF_SCORES))
         before += _scores(score, count)
     sigma = asked.sigma(asked.rate, asked.steps, before)
-    releases = (*before, asked.trainings(sigma))
+    releases: tuple[Released, ...] = (*before, asked.trainings(sigma))
     if asked.score_on == "held-out":  # scores are all that these people pay for
         score = asked.sigma(1.0, count)
-        return sigma, trial, score, (Split((releases, _scores(score, count))),)
-    return sigma, trial, score, releases
+        releases = (Split((releases, _scores(score, count))),)
+    return Price("trials", count, sigma, trial, score, releases, accounting.epsilon(releases, delta=asked.delta))
 
 
-def _select(asked: _Asked) -> _Bill:
+def _select(asked: _Asked) -> Price:
     """Train and score a random number of random candidates; the best one is released."""
     # The noise of a score is a fixed multiple of that of a training, so that one number is left to calibrate.
     ratio = asked.sigma(1.0, 1) / asked.sigma(asked.rate, asked.steps) / math.sqrt(_SHARE_OF_SCORES)
@@ -168,10 +163,12 @@ def _select(asked: _Asked) -> _Bill:
         return (Selection(_scores(noise, 1), asked.mean, asked.shape),)
 
     sigma = calibrate(trained)
+    score, releases = sigma * ratio if is_joint else None, trained(sigma)
     if asked.score_on == "held-out":
         score = calibrate(scored)
-        return sigma, None, score, (Split((trained(sigma), scored(score))),)
-    return sigma, None, sigma * ratio if is_joint else None, trained(sigma)
+        releases = (Split((releases, scored(score))),)
+    cost = accounting.epsilon(releases, delta=asked.delta)
+    return Price("select", asked.count, sigma, None, score, releases, cost)
 
 
 def _scores(noise: float | None, count: int) -> tuple[Release, ...]:
@@ -222,34 +219,35 @@ def require_payable(spec: Spec) -> None:
 
 def _require_private_tables(spec: Spec) -> None:
     """Raise PrivacyError unless the tables apart from the methods suit a private comparison."""
-    privacy, tuning = spec.privacy, spec.tuning
-    for name in ("target_epsilon", "noise_multiplier"):
-        if (value := getattr(privacy, name)) is not None:
-            remedy = "leave one of the two out: total_epsilon covers tuning and training together"
-            raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", value, remedy)
+    privacy, run, tuning = spec.privacy, spec.run, spec.tuning
     if privacy.sampling != "poisson" or privacy.simulate > 1:
         got = f"sampling = {privacy.sampling!r}" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
         remedy = "leave this key out" + (", and max_batch_size" if privacy.max_batch_size else "")
         raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, remedy)
-    places = [("run", spec.run), *([] if tuning is None else [("tuning", tuning)])]
-    if seeded := [name for name, table in places if "seeds" in table.model_fields_set]:
-        remedy = "leave it out: a seed makes the noise predictable. For research, give target_epsilon and seeds"
-        raise expected("load_spec", f"{seeded[0]}.seeds", "to be absent with total_epsilon", "seeds", remedy)
-    if spec.run.diagnose:
-        remedy = "leave it out: diagnostics are computed before the noise"
-        raise expected("load_spec", "run.diagnose", "to be false with total_epsilon", True, remedy)
-    if tuning is None:
-        return
-    if tuning.way is None:
+    total = "total_epsilon covers tuning and training together"
+    seeds = "a seed makes the noise predictable. For research, give target_epsilon and seeds"
+    # The value of each key that must be absent, or None, and the reason.
+    unwanted: dict[str, tuple[Any, str]] = {
+        "privacy.target_epsilon": (privacy.target_epsilon, total),
+        "privacy.noise_multiplier": (privacy.noise_multiplier, total),
+        "run.seeds": (run.seeds if "seeds" in run.model_fields_set else None, seeds),
+        "run.diagnose": (run.diagnose or None, "diagnostics are computed before the noise"),
+    }
+    if tuning is not None:
+        simulated = "no epsilon covers a training in smaller batches with less noise"
+        unwanted |= {
+            "tuning.seeds": (tuning.seeds if "seeds" in tuning.model_fields_set else None, seeds),
+            "tuning.extend": (tuning.extend or None, "the number of trainings must be known before the first one"),
+            "tuning.simulate": (tuning.simulate if tuning.simulate > 1 else None, simulated),
+        }
+    for place, (value, reason) in unwanted.items():
+        if value is not None:
+            condition = f"to be {'false' if value is True else 'absent'} with total_epsilon"
+            raise expected("load_spec", place, condition, value, f"leave it out: {reason}")
+    if tuning is not None and tuning.way is None:
         remedy = 'add way = "trials", or way = "select"; docs/private-tuning.md compares them'
         raise expected("load_spec", "tuning.way", "to be given with total_epsilon", None, remedy)
-    if tuning.extend:
-        remedy = "leave it out: the number of trainings must be known before the first one"
-        raise expected("load_spec", "tuning.extend", "to be false with total_epsilon", True, remedy)
-    if tuning.simulate > 1:
-        remedy = "leave it out: no epsilon covers a training in smaller batches with less noise"
-        raise expected("load_spec", "tuning.simulate", "to be absent with total_epsilon", tuning.simulate, remedy)
-    if not is_paid(tuning.by):
+    if tuning is not None and not is_paid(tuning.by):
         remedy = "choose one of these means of a value in [0, 1] per person: a noisy one can be paid for"
         if tuning.by in ("auc", "f1"):
             remedy += f', and list "{tuning.by}" in run.metrics'
@@ -264,9 +262,10 @@ def _require_private_method(method: MethodTable) -> None:
         "perturb": method.perturb is not None and method.perturb.use == "RawSAM",
         "precondition": method.precondition is not None and method.precondition.use.startswith("raw_"),
     }
-    for name in (name for name, is_unbounded in unbounded.items() if is_unbounded):
-        place, remedy = f"methods.{method.name}.{name}", "leave the method out: its epsilon is infinite"
-        raise expected("load_spec", place, "to have a finite epsilon with total_epsilon", name, remedy)
+    for name, is_unbounded in unbounded.items():
+        if is_unbounded:
+            condition = "to have a finite epsilon with total_epsilon"
+            raise expected("load_spec", f"methods.{method.name}.{name}", condition, name, "leave the method out")
     if method.bands is not None:
         place, remedy = f"methods.{method.name}.bands", "leave it out, or give target_epsilon of each training"
         raise expected("load_spec", place, "to be absent with total_epsilon", method.bands, remedy)
