@@ -4,10 +4,10 @@ import hashlib
 import random
 import re
 import subprocess
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from privgrad.data.dataset import DataSet, by_user, split
 from privgrad.data.schema import Natural, PathLike, Positive
 from privgrad.errors import expected, require_choice, require_integer
 from privgrad.features import text_rows
-from privgrad_lab.data.fetching import located, unpacked
+from privgrad_lab.data.fetching import located, readable, require_counts, unpacked
 from privgrad_lab.data.text import ContinuationEncoder, PairEncoder
 
 _APT_HELPER = "/usr/lib/apt/apt-helper"
@@ -54,8 +54,7 @@ class Package:
 
 
 _Index = tuple[str, list[Package], list[Package]]
-# The last lists that were read, by folder, sizes and times of change: a process may load several data sets from them.
-_KEPT: dict[tuple[Path, tuple[tuple[int, int], ...]], _Index] = {}
+_Lists = tuple[tuple[Path, int, int], ...]  # files with their sizes and times of change
 
 
 def debian_texts(
@@ -84,7 +83,7 @@ def debian_texts(
         The list of tags comes from the training examples: NOT private. The list of sections is Debian's own.
     """
     require_choice("debian_texts", "task", task, ("sections", "tags"))
-    require_integer("debian_texts", "limit", 1 if limit is None else limit, 1)
+    require_counts("debian_texts", limit=limit)
     suites, *parts = read_index("debian_texts", path)
     if task == "tags":
         train, test = ([package for package in part if package.tags] for part in parts)
@@ -146,8 +145,7 @@ def debian_sections(
     Privacy:
         The vocabulary is computed from the private texts: NOT private.
     """
-    for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
-        require_integer("debian_sections", name, value, 1)
+    require_counts("debian_sections", words=words, length=length, limit=limit)
     suites, train, test = read_index("debian_sections", path)
     sections = {section: index for index, section in enumerate(sorted({package.section for package in train + test}))}
     train = train[:limit]
@@ -198,8 +196,7 @@ def debian_tags(
     Privacy:
         Vocabulary and counts come from the untagged packages only.
     """
-    for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
-        require_integer("debian_tags", name, value, 1)
+    require_counts("debian_tags", words=words, length=length, limit=limit)
     require_integer("debian_tags", "other_public", other_public, 0)
     suites, *parts = read_index("debian_tags", path)
     train, test = ([package for package in part if package.tags] for part in parts)
@@ -253,9 +250,7 @@ def debian_maintainers(
         Vocabulary and counts come from the untagged packages only, also those of the training users. A user's privacy
         covers their tagged packages. The list of tags comes from all users: NOT private.
     """
-    numbers = {"words": words, "length": length, "limit": 1 if limit is None else limit, "minimum": minimum, "cap": cap}
-    for name, value in numbers.items():
-        require_integer("debian_maintainers", name, value, 1)
+    require_counts("debian_maintainers", words=words, length=length, limit=limit, minimum=minimum, cap=cap)
     require_integer("debian_maintainers", "validation", validation, 0)
     suites, *parts = read_index("debian_maintainers", path)
     ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
@@ -316,7 +311,7 @@ def debian_synopses(
     suites, *parts = read_index("debian_synopses", path)
     if len(parts[0]) < limit or len(parts[1]) < limit // 4:
         most = min(len(parts[0]), 4 * len(parts[1]))
-        raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "lower limit")
+        raise expected("debian_synopses", "limit", f"to be at most {most}", limit)
 
     def fields(package: Package) -> str:
         tags = f" | Tags: {', '.join(sorted(package.tags))}" if package.tags else ""
@@ -378,7 +373,7 @@ def sentence_pairs(
     found = [_pairs(part, count, seen, rng) for part, count in zip(parts, counts, strict=True)]
     if any(len(part) < count for part, count in zip(found, counts, strict=True)):
         most = min(len(found[0]), 4 * len(found[1])) // 12 * 12
-        raise expected("sentence_pairs", "pairs", f"to be at most {most}", pairs, "lower pairs")
+        raise expected("sentence_pairs", "pairs", f"to be at most {most}", pairs)
     name = f"Debian package index ({suites}), sentence pairs"
     train, test = map(encode.labeled, found)
     return split(name, train, test, validation, num_classes=3, vocabulary=encode.vocabulary)
@@ -410,7 +405,6 @@ def _tagged(
 
 
 def _words(package: Package) -> list[str]:
-    """Return the words of synopsis and description, in lower case."""
     return _WORD.findall(f"{package.synopsis} {package.description}".lower())
 
 
@@ -449,14 +443,7 @@ def read_index(function: str, path: PathLike | None) -> _Index:
     Packages of one source are in the same part and next to each other. The result is kept: do not change it.
     """
     folder = located(function, path, "debian")
-    lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
-    stats = [file.stat() for file in lists]
-    version = folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
-    if version not in _KEPT:
-        parsed = _parsed(function, folder)
-        _KEPT.clear()
-        _KEPT[version] = parsed
-    return _KEPT[version]
+    return _parsed(folder, _lists(folder, "Packages"), _lists(folder, "Translation-en"))
 
 
 def tag_numbers(packages: Sequence[Package]) -> dict[str, int]:
@@ -472,16 +459,16 @@ def tag_labels(packages: Sequence[Package], tags: Mapping[str, int]) -> Tensor:
     return labels
 
 
-def _parsed(function: str, folder: Path) -> _Index:
+@lru_cache(maxsize=1)  # a process may load several data sets from the same lists
+def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
     """Read the lists of a folder as `read_index` returns them."""
-    lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
     descriptions: dict[str, tuple[str, str]] = {}
-    for file in lists["Translation-en"]:
-        for md5, synopsis, description in _DESCRIPTION.findall(_read_list(function, file)):
+    for file, *_ in translations:
+        for md5, synopsis, description in _DESCRIPTION.findall(_read_list(file)):
             descriptions[md5] = synopsis, description
     packages: dict[str, Package] = {}
-    for file in lists["Packages"]:
-        for paragraph in _read_list(function, file).split("\n\n"):
+    for file, *_ in lists:
+        for paragraph in _read_list(file).split("\n\n"):
             fields = dict(_FIELD.findall(paragraph))
             text = descriptions.get(fields.get("Description-md5", ""))
             if text and {"Package", "Section"} <= fields.keys():
@@ -494,13 +481,13 @@ def _parsed(function: str, folder: Path) -> _Index:
                 packages.setdefault(name, Package(name, source, maintainer, fields["Section"], *text, kept))
     if not packages:
         name = f"the number of packages with descriptions in {folder}"
-        raise expected(function, name, "to be at least 1", 0, _REMEDY)
+        raise expected("data", name, "to be at least 1", 0, _REMEDY)
     keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
     train, test = (
         [package for digest, _, package in keyed if (digest[0] < 51) == is_test]  # 51 of 256 are a fifth
         for is_test in (False, True)
     )
-    suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file in lists["Packages"]})
+    suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file, *_ in lists})
     return ", ".join(suites), train, test
 
 
@@ -509,21 +496,19 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _lists(folder: Path, kind: str) -> list[Path]:
+def _lists(folder: Path, kind: str) -> _Lists:
     """Return the lists of a kind in any compression, without apt's indices of differences."""
-    files = folder.glob(f"*_dists_*_main_*{kind}*")
-    return sorted(file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name))
+    files = sorted(folder.glob(f"*_dists_*_main_*{kind}*"))
+    kept = [file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name)]
+    return tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in kept)
 
 
-def _read_list(function: str, path: Path) -> str:
-    """Return the text of a list in any compression; raise PrivacyError if it cannot be read."""
-    try:
+def _read_list(path: Path) -> str:
+    remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
+    with readable("data", path, "to be a readable list of apt", remedy):
         if path.name.endswith(("Packages", "Translation-en")):
             return path.read_text(encoding="utf-8")
         if path.suffix == ".gz":  # apt-helper does not notice a truncated .gz file
             return unpacked(path).decode()
         command = [_APT_HELPER, "cat-file", str(path)]
         return subprocess.run(command, capture_output=True, check=True).stdout.decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, subprocess.CalledProcessError) as error:
-        remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
-        raise expected(function, f"{path}", "to be a readable list of apt", error, remedy) from error

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import http.client
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -17,19 +18,20 @@ import tomllib
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from privgrad.accounting.calibration import cache
 from privgrad.data.schema import PathLike
-from privgrad.errors import expected
+from privgrad.errors import PrivacyError, expected, require_integer
 
+T = TypeVar("T")
 _LARGEST = 1 << 30  # unpacked bytes, about ten times the largest list of Debian
 
 
@@ -92,7 +94,6 @@ class Source:
 
 
 def _published() -> dict[str, Source]:
-    """Return the sources of sources.toml by name."""
     tables = tomllib.loads(resources.files("privgrad_lab.data").joinpath("sources.toml").read_text("utf-8"))
     made: dict[str, Source] = {}
     for name, table in tables.items():
@@ -151,6 +152,35 @@ def located(function: str, path: PathLike | None, name: str) -> Path:
     if missing := source.missing(folder):
         raise expected(function, "the data folder", f"to contain {' and '.join(missing)}", folder, remedy)
     return folder
+
+
+@contextmanager
+def readable(function: str, file: object, condition: str, remedy: str = "fetch it again") -> Generator[None]:
+    """Say which file is damaged, whatever reading it raises inside the block."""
+    try:
+        yield
+    except PrivacyError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise expected(function, f"{file}", condition, f"{type(error).__name__}: {error}", remedy) from error
+
+
+def require_counts(function: str, **counts: int | None) -> None:
+    """Raise PrivacyError unless each number of a loader's options is at least 1, or None."""
+    for name, value in counts.items():
+        require_integer(function, name, 1 if value is None else value, 1)
+
+
+def json_lines(function: str, path: Path, read: Callable[[Any], Iterable[T]]) -> Iterator[T]:
+    """Yield what `read` takes from each line of JSON in a file, which may be gzipped; name a line that is damaged."""
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
+                yield from read(json.loads(line))
+    except Exception as error:  # a damaged file can raise anything
+        got = f"{type(error).__name__} in line {number}"
+        raise expected(function, f"{path}", "to hold one JSON object per line", got, "fetch it again") from error
 
 
 def fetch(source: Source, *, function: str = "privgrad data fetch", report: Report = lambda *_: None) -> Path:

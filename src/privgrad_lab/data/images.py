@@ -6,7 +6,6 @@ import pickle
 import pickletools
 import struct
 import tarfile
-import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import DataSet, split, whole
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import PrivacyError, expected, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad.errors import expected, require_integer
+from privgrad_lab.data.fetching import located, readable
 
 _LARGEST_IDX = 1 << 30  # values in a file
 
@@ -88,8 +87,7 @@ def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0,
     """
     require_integer("barcode", "scale", scale, 1)
     if validation != 0:
-        condition = "to be 0, because the training set is the test set"
-        raise expected("barcode", "validation", condition, validation, "leave it out")
+        raise expected("barcode", "validation", "to be 0, because the training set is the test set", validation)
     if path is None:
         folder, origin = _fashion_folder(None)
         name = f"barcode Fashion-MNIST ({origin})"
@@ -162,38 +160,27 @@ def _standardized(name: str, folder: Path, moments: tuple[float, float], validat
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     """Return raw images, uint8 (n, 28, 28), and labels, int64 (n,), of "train" or "t10k"."""
     images, labels = (_read_idx(folder / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
-    if images.shape[1:] != (28, 28) or labels.dim() != 1:
+    if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1]:
         got, condition = f"{tuple(images.shape)} and {tuple(labels.shape)}", "to have shapes (n, 28, 28) and (n,)"
         raise expected("data", f"{part} images and labels in {folder}", condition, got, "fetch them again")
-    if len(images) != len(labels):
-        got = f"{len(images)} and {len(labels)}"
-        name = f"the numbers of {part} images and labels in {folder}"
-        raise expected("data", name, "to be equal", got, "fetch them again")
     return images, labels.long()
 
 
 def _read_idx(path: Path) -> Tensor:
     """Return the tensor in a gzipped idx file of unsigned bytes (the MNIST format)."""
-
-    def damaged(why: object) -> PrivacyError:
-        return expected("data", f"{path}", "to be a gzipped idx file of bytes", why, "fetch it again")
-
-    try:
-        with gzip.open(path) as file:
-            head = file.read(4)
-            if head[:3] != b"\x00\x00\x08":
-                raise damaged(f"the first bytes {head!r}")
-            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
-            size = math.prod(shape)
-            if size > _LARGEST_IDX:
-                raise damaged(f"{shape}, more than {_LARGEST_IDX} values")
-            raw = file.read(size + 1)  # a hostile file may unpack to far more
-    except (OSError, EOFError, IndexError, struct.error, zlib.error) as error:
-        raise damaged(error) from error
-    if len(raw) != size:
-        count = len(raw) if len(raw) < size else f"more than {size}"
-        raise damaged(f"{count} values for the shape {shape} of its header")
-    return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
+    with readable("data", path, "to be a gzipped idx file of bytes"), gzip.open(path) as file:
+        head = file.read(4)
+        if head[:3] != b"\x00\x00\x08":
+            raise ValueError(f"the first bytes {head!r}")
+        shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
+        size = math.prod(shape)
+        if size > _LARGEST_IDX:
+            raise ValueError(f"{shape}, more than {_LARGEST_IDX} values")
+        raw = file.read(size + 1)  # a hostile file may unpack to far more
+        if len(raw) != size:
+            count = len(raw) if len(raw) < size else f"more than {size}"
+            raise ValueError(f"{count} values for the shape {shape} of its header")
+        return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 
 
 def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
@@ -205,7 +192,6 @@ def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
 
 
 def _cifar_source(path: PathLike | None) -> Path:
-    """Return the folder cifar-10-batches-py or the archive."""
     root = located("cifar10", None, "cifar-10") if path is None else Path(path)
     for place in (root, root / "cifar-10-batches-py", root / _CIFAR_ARCHIVE):
         if place.is_file() or (place / "test_batch").is_file():
@@ -219,17 +205,17 @@ def _cifar_files(source: Path) -> dict[str, bytes]:
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
     files: dict[str, bytes] = {}
-    try:
-        # As a stream: an archive that points back into itself is refused.
-        with gzip.open(source) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
-            for member in archive:
-                name, file = Path(member.name).name, archive.extractfile(member)
-                if file is not None and name in _CIFAR_BATCHES:
-                    files[name] = file.read(_LARGEST_BATCH)
-        return files
-    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
-        condition = "to be the archive of CIFAR-10's python version"
-        raise expected("cifar10", f"{source}", condition, error, "fetch it again") from error
+    # As a stream: an archive that points back into itself is refused.
+    with (
+        readable("cifar10", source, "to be the archive of CIFAR-10's python version"),
+        gzip.open(source) as unpacked,
+        tarfile.open(fileobj=unpacked, mode="r|") as archive,
+    ):
+        for member in archive:
+            name, file = Path(member.name).name, archive.extractfile(member)
+            if file is not None and name in _CIFAR_BATCHES:
+                files[name] = file.read(_LARGEST_BATCH)
+    return files
 
 
 class _Inert:
@@ -254,7 +240,8 @@ class _InertUnpickler(pickle.Unpickler):
 
 def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
     """Return images, uint8 (n, 3, 32, 32), and labels, int64 (n,), of a pickled dict of an array and a list."""
-    try:
+    remedy = "fetch the python version again"
+    with readable("cifar10", f"{name} in {source}", "to be a pickled batch of images", remedy):
         if raw is None:
             raise FileNotFoundError("the file is missing")
         for code, argument, _ in pickletools.genops(raw):  # genops refuses lengths beyond the end of the data
@@ -271,8 +258,4 @@ def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Te
             raise TypeError(f"labels of shape {tuple(labels.shape)} for {len(images)} images")
         if labels.min() < 0 or labels.max() >= _CIFAR_CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}, not from 0 to {_CIFAR_CLASSES - 1}")
-    except Exception as error:  # a damaged pickle can raise anything
-        got = f"{type(error).__name__}: {error}"
-        remedy = "fetch the python version again"
-        raise expected("cifar10", f"{name} in {source}", "to be a pickled batch of images", got, remedy) from error
-    return images, labels
+        return images, labels

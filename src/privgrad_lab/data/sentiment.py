@@ -4,16 +4,14 @@ import csv
 import gzip
 import hashlib
 import io
-import json
 import re
 import tarfile
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad.errors import expected, require_choice, require_integer
+from privgrad_lab.data.fetching import json_lines, located, readable
 
 Features = Literal["counts", "tf-idf", "words"]
 _FEATURES = ("counts", "tf-idf", "words")
@@ -83,28 +81,31 @@ def imdb(
     loaded = made.split("IMDB", train[:limit], test, validation)
     if amazon is None:
         return loaded
-    other = list(_amazon(Path(amazon), most=max(1, len(train) // 100)))
+    most = max(1, len(train) // 100)
+    other = list(islice(json_lines("imdb", Path(amazon), _amazon_review), most))
+    if len(other) < most:
+        condition = f"to hold {most} reviews that do not have three stars"
+        raise expected("imdb", amazon, condition, len(other), "give a larger file")
     return replace(loaded, other_public=TensorDataset(*made.encoded(other)))
 
 
 def _imdb_parts(archive: Path) -> dict[str, list[tuple[str, int]]]:
     """Return the reviews of an archive with their labels, by part: train, test and unsup."""
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
-    try:
-        # As a stream: an archive that points back into itself is refused.
-        with gzip.open(archive) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as tar:
-            for member in tar:
-                found = _IMDB_NAME.fullmatch(member.name)
-                file = tar.extractfile(member) if found else None
-                if found and file:
-                    kind = "unsup" if found[2] == "unsup" else found[1]
-                    parts[kind].append((file.read(_LARGEST).decode().replace("<br />", " "), int(found[2] == "pos")))
-    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
-        raise expected("imdb", f"{archive}", "to be IMDB's archive", error, "fetch it again") from error
-    if not all(parts.values()):
-        condition = "to hold training, test and unlabeled reviews"
-        got = f"{len(parts['train'])}, {len(parts['test'])} and {len(parts['unsup'])}"
-        raise expected("imdb", f"{archive}", condition, got, "fetch it again")
+    # As a stream: an archive that points back into itself is refused.
+    with (
+        readable("imdb", archive, "to be IMDB's archive"),
+        gzip.open(archive) as unpacked,
+        tarfile.open(fileobj=unpacked, mode="r|") as tar,
+    ):
+        for member in tar:
+            found = _IMDB_NAME.fullmatch(member.name)
+            file = tar.extractfile(member) if found else None
+            if found and file:
+                kind = "unsup" if found[2] == "unsup" else found[1]
+                parts[kind].append((file.read(_LARGEST).decode().replace("<br />", " "), int(found[2] == "pos")))
+        if not all(parts.values()):
+            raise ValueError(f"no reviews of {' and '.join(kind for kind in parts if not parts[kind])}")
     return parts
 
 
@@ -129,12 +130,10 @@ def tweets(
         PrivacyError: as in `imdb`.
     """
     file = located("tweets", path, "tweets") / _TWEETS
-    try:
+    with readable("tweets", file, "to be a file of tweets"):
         rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
         # Characters outside of latin-1 split some rows in two; rows without a label are left out.
         labels = dict(sorted((row[2], row[0]) for row in rows if len(row) == 3 and row[2]))
-    except (OSError, csv.Error) as error:
-        raise expected("tweets", f"{file}", "to be a file of tweets", error, "fetch it again") from error
     neutral = [text for text, label in labels.items() if label == "neutral"]
     labeled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
     labeled.sort(key=lambda tweet: _digest(tweet[0]))
@@ -153,8 +152,7 @@ class _Features:
     def __init__(self, function: str, apart: Iterable[str], features: Features, words: int, length: int) -> None:
         require_integer(function, "words", words, _SPECIAL + 1)
         require_integer(function, "length", length, 1)
-        if features not in _FEATURES:
-            raise expected(function, "features", f"to be one of {', '.join(_FEATURES)}", repr(features), "choose one")
+        require_choice(function, "features", features, _FEATURES)
         self._function, self._features, self._length = function, features, length
         texts = [_words(text) for text in apart]
         frequent = Counter(chain.from_iterable(texts)).most_common(words - _SPECIAL)
@@ -211,7 +209,6 @@ class _Features:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a text, in lower case."""
     return _WORD.findall(text.lower())
 
 
@@ -220,19 +217,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _amazon(path: Path, most: int) -> Iterator[tuple[str, int]]:
-    """Yield `most` reviews with one, two, four or five stars; four and five are positive."""
-    number, found = 0, 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
-                review = json.loads(line)
-                if found < most and (stars := float(review["overall"])) != 3:
-                    found += 1
-                    yield str(review["reviewText"]), int(stars > 3)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
-        got = f"{type(error).__name__} in line {number}"
-        raise expected("imdb", f"{path}", "to hold one JSON review per line", got, "fetch it again") from error
-    if found < most:
-        condition = f"to hold {most} reviews that do not have three stars"
-        raise expected("imdb", f"{path}", condition, found, "give a larger file")
+def _amazon_review(review: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return a review and whether it is positive, with four or five stars; nothing with three."""
+    stars = float(review["overall"])
+    return [] if stars == 3 else [(str(review["reviewText"]), int(stars > 3))]

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from privgrad.data.dataset import DataSet, by_user
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad_lab.data.fetching import located, readable, require_counts
 
 _REMEDY = "run `privgrad data fetch stackoverflow --again`, and `pip install 'privgrad[experiments]'`"
 _Rows = list[tuple[str, np.ndarray, np.ndarray]]  # user, words, tags
@@ -51,12 +51,10 @@ def stackoverflow(
     Privacy:
         The frequent words, their `public_counts` and the frequent tags were counted over all users: NOT private.
     """
-    numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
-    for name, value in numbers.items():
-        require_integer("stackoverflow", name, value, 1)
+    require_counts("stackoverflow", words=words, tags=tags, length=length, limit=limit, minimum=minimum, cap=cap)
     require_integer("stackoverflow", "validation", validation, 0)
     folder = located("stackoverflow", path, "stackoverflow")
-    try:
+    with readable("stackoverflow", f"the files in {folder}", "to be readable", _REMEDY):
         with (folder / "stackoverflow.word_count").open(encoding="utf-8") as file:
             lines = [line.split() for line, _ in zip(file, range(words), strict=False)]
         counted = {word: int(count) for word, count in lines}
@@ -71,8 +69,6 @@ def stackoverflow(
             list(chain.from_iterable(islice(users, count)))
             for users, count in zip(read, (limit + validation, limit), strict=True)
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise expected("stackoverflow", f"the files in {folder}", "to be readable", error, _REMEDY) from error
     found = len({user for user, _, _ in train})
     if found < limit + validation or not test:
         name = f"the numbers of training and test users with at least {minimum} tagged posts"

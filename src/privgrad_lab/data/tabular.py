@@ -10,7 +10,7 @@ from torch import Tensor
 from privgrad.data.dataset import DataSet, split, whole
 from privgrad.data.schema import Natural, PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad_lab.data.fetching import located, readable, require_counts
 
 # The values that the codebook of the census allows in a column. Values taken from the data would not be public.
 _CATEGORIES = {
@@ -47,8 +47,7 @@ def adult(path: PathLike | None = None, *, limit: Positive | None = None, valida
     Privacy:
         Categories and largest values come from the codebook, not from the rows.
     """
-    if limit is not None:
-        require_integer("adult", "limit", limit, 1)
+    require_counts("adult", limit=limit)
     inputs, labels = _read(located("adult", path, "adult") / _FILE)
     is_test = torch.arange(len(labels)) % 4 == 3
     train, test = ((inputs[part], labels[part]) for part in (~is_test, is_test))
@@ -73,10 +72,10 @@ def heavy_tail(*, groups: Positive = 8, log_size: Natural = 10, seed: int = 0, v
         Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it. Deviation: the printed sizes
         contradict each other; docs/papers/heavy-tail.md says which are used here.
     """
-    if groups < 1 or log_size < groups - 1 or validation != 0:
-        got, remedy = (groups, log_size, validation), "give groups=8, log_size=10, validation=0, for instance"
-        condition = "to be at least 1, at least groups - 1, and exactly 0"
-        raise expected("heavy_tail", "groups, log_size and validation", condition, got, remedy)
+    require_integer("heavy_tail", "groups", groups, 1)
+    require_integer("heavy_tail", "log_size", log_size, groups - 1)
+    if validation != 0:
+        raise expected("heavy_tail", "validation", "to be 0, because the training set is the test set", validation)
     sizes = torch.tensor([2 ** (log_size - group) for group in range(groups) for _ in range(2**group)])
     labels = torch.arange(len(sizes)).repeat_interleave(sizes)
     width = len(labels) + 2**log_size
@@ -89,7 +88,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     codes = {name: {value: index for index, value in enumerate(line.split())} for name, line in _CATEGORIES.items()}
     rows: list[list[float]] = []
     labels: list[int] = []
-    try:
+    with readable("adult", path, "to be the table of the census"):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file, skipinitialspace=True, strict=True):
                 coded: list[float] = []
@@ -106,7 +105,4 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
         inputs = torch.tensor(rows).view(len(rows), sum(map(len, codes.values())) + len(_LARGEST))
         if len(rows) < 2 or not bool(((inputs >= 0) & (inputs <= 1)).all()):
             raise ValueError(f"{len(rows)} rows, or an input outside of [0, 1]")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise expected("adult", f"{path}", "to be the table of the census", got, "fetch it again") from error
-    return inputs, torch.tensor(labels)
+        return inputs, torch.tensor(labels)

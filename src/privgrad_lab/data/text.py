@@ -1,6 +1,5 @@
 """Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,8 @@ from torch import Tensor
 from privgrad.data.dataset import NO_LABEL, DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad.plugins import optional
+from privgrad_lab.data.fetching import json_lines, located, readable
 
 _UNKNOWN = "<unk>"
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
@@ -94,7 +94,8 @@ def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive 
     """
     folder = located("snli", path, "snli")
     encode = PairEncoder("snli", tokenizer, length)
-    train, test = (encode.labeled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
+    files = (folder / f"snli_1.0_{part}.jsonl" for part in ("train", "dev"))
+    train, test = (encode.labeled(list(json_lines("snli", file, _snli_pair))) for file in files)
     return split("SNLI", train, test, validation, num_classes=len(_SNLI_LABELS), vocabulary=encode.vocabulary)
 
 
@@ -103,11 +104,7 @@ class _Encoder:
 
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
         require_integer(function, "length", length, 5)
-        try:
-            import transformers
-        except ImportError as error:
-            raise expected(function, "transformers", "to be installed", error, "pip install 'privgrad[hf]'") from error
-        library: Any = transformers
+        library = optional(function, "transformers", "transformers", "pip install 'privgrad[hf]'")
         folder = Path(tokenizer).absolute()
         try:
             self._tokenizer: Any = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -127,7 +124,7 @@ class PairEncoder(_Encoder):
         """Return inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
         if not pairs:
             name = "the number of labeled pairs in a part of the data"
-            raise expected(self._function, name, "to be at least 1", 0, "check its files")
+            raise expected(self._function, name, "to be at least 1", 0)
         inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
         labels = torch.tensor([label for *_, label in pairs])
         for start in range(0, len(pairs), 4096):  # so that the tokenizer's lists stay small
@@ -162,28 +159,21 @@ class ContinuationEncoder(_Encoder):
         Inputs are ids, labels the next ids: NO_LABEL before the end of the cue, and after the end token. Texts that are
         too long lose tokens of `given` first, then of the continuation; the cue is never cut.
         """
-        if not texts:
-            name = "the number of texts in a part of the data"
-            raise expected(self._function, name, "to be at least 1", 0, "check its files")
         inputs = torch.full((len(texts), self._length), self._end)
         labels = torch.full_like(inputs, NO_LABEL)
-        columns: list[list[list[int]]] = [self._ids([text[k] for text in texts]) for k in range(3)]
-        for row, (given, cue, following) in enumerate(zip(*columns, strict=True)):
+        columns = (self._tokenizer([text[k] for text in texts], add_special_tokens=False) for k in range(3))
+        tokens = zip(*(column["input_ids"] for column in columns), strict=True)
+        for row, (given, cue, following) in enumerate(tokens):
             answer = [*following[: self._length - len(cue)], self._end]
             ids = given[: max(0, self._length + 1 - len(cue) - len(answer))] + cue + answer
             inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
             labels[row, len(ids) - 1 - len(answer) : len(ids) - 1] = torch.tensor(answer)
         return inputs, labels
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-
 
 def _read(function: str, path: Path) -> str:
-    try:
+    with readable(function, path, "to be a text file"):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise expected(function, f"{path}", "to be a text file", error, "fetch it again") from error
 
 
 def _tagged_words(path: Path) -> list[str]:
@@ -233,20 +223,11 @@ def _next_words(
     )
 
 
-def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
-    """Return (premise, hypothesis, label) of each pair in a file that has a gold label."""
-    pairs: list[tuple[str, str, int]] = []
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
-                pair = json.loads(line)
-                if pair["gold_label"] != "-":
-                    sentences = pair["sentence1"], pair["sentence2"]
-                    if not all(isinstance(sentence, str) for sentence in sentences):
-                        raise TypeError("a sentence is not a string")
-                    pairs.append((*sentences, _SNLI_LABELS.index(pair["gold_label"])))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        got = f"{type(error).__name__} in line {number}"
-        raise expected("snli", f"{path}", "to hold one JSON pair per line", got, "fetch it again") from error
-    return pairs
+def _snli_pair(pair: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """Return (premise, hypothesis, label) of a line of SNLI; nothing without a gold label."""
+    if pair["gold_label"] == "-":
+        return []
+    sentences = pair["sentence1"], pair["sentence2"]
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        raise TypeError("a sentence is not a string")
+    return [(*sentences, _SNLI_LABELS.index(pair["gold_label"]))]
