@@ -168,8 +168,8 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
     require_integer("one_run_p_value", "canaries", canaries, 1)
     if not 0 <= correct <= guesses <= canaries:
-        condition, got = "to satisfy 0 <= correct <= guesses <= canaries", f"{correct}, {guesses} and {canaries}"
-        raise expected("one_run_p_value", "correct, guesses and canaries", condition, got, "check the three counts")
+        got = f"{correct}, {guesses} and {canaries}"
+        raise expected("one_run_p_value", "correct, guesses and canaries", "to be in this order, from 0 on", got)
     truth = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(correct - 1, guesses, truth))
     if not correct:
@@ -214,4 +214,4 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
 def require_confidence(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1)."""
     if not 0 < value < 1:
-        raise expected(function, "confidence", "to be in (0, 1)", value, "give 0.95, for instance")
+        raise expected(function, "confidence", "to be in (0, 1)", value)

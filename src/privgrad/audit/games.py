@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,7 +191,7 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
     if not 0 < guessed <= 1:
-        raise expected("one_run", "guessed", "to be in (0, 1]", guessed, "give 0.2 for a fifth of the canaries")
+        raise expected("one_run", "guessed", "to be in (0, 1]", guessed)
     began, canaries = time.perf_counter(), len(game.directions)
     included = np.random.default_rng().random((1, canaries)) < 0.5
     order = np.argsort(_scores(game, included, None)[0], kind="stable")
@@ -226,8 +226,8 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
 class _Scores:
     """The scores of the trials without and with their canary, each in ascending order."""
 
-    out: np.ndarray
-    in_: np.ndarray
+    out: Any
+    in_: Any
 
     @classmethod
     def of(cls, scores: np.ndarray, included: np.ndarray) -> "_Scores":
@@ -238,8 +238,8 @@ class _Scores:
 
     def wrong(self, threshold: Any) -> tuple[Any, Any]:
         """Return how many trials without the canary score above the threshold, and how many with it do not."""
-        above = len(self.out) - np.searchsorted(self.out, threshold, side="right")  # pyright: ignore[reportUnknownVariableType]
-        return cast(Any, above), cast(Any, np.searchsorted(self.in_, threshold, side="right"))
+        below: Any = [np.searchsorted(scores, threshold, side="right") for scores in (self.out, self.in_)]
+        return len(self.out) - below[0], below[1]
 
     def rates(self, wrong_out: Any, wrong_in: Any, confidence: float) -> tuple[Any, Any]:
         """Return upper bounds on both error rates."""

@@ -27,22 +27,17 @@ def raw_pairwise_cosines(
         (B, B), 0 where a gradient is zero; "within" and "across": the mean over pairs of different examples, of one
         class and of two classes (nan if there is no such pair).
     Raises:
-        PrivacyError: the labels do not fit the examples, or a parameter is unknown.
+        PrivacyError: the labels do not fit the examples.
+        KeyError: a parameter is unknown.
     Reference:
         Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance in private learning), figure 1.
     """
     with advanced(model, keep=False):
         factors = Factored(model, loss_fn)(examples)
-    if unknown := sorted(set(parameters or ()) - set(factors)):
-        condition = f"to be among {sorted(factors)}"
-        raise expected("raw_pairwise_cosines", "parameters", condition, unknown, "correct the names")
     order = torch.argsort(labels, stable=True)
-    gram = torch.zeros(len(labels), len(labels), dtype=torch.float64)
-    for name in parameters or factors:
-        if factors[name].examples != len(labels):
-            condition, remedy = f"to be {factors[name].examples}", "give one label per example"
-            raise expected("raw_pairwise_cosines", "the number of labels", condition, len(labels), remedy)
-        gram += factors[name].gram().double()
+    gram = sum((factors[name].gram().double() for name in parameters or factors), torch.zeros(()))
+    if len(labels) != len(gram):  # fewer ones would choose among the examples
+        raise expected("raw_pairwise_cosines", "the number of labels", f"to be {len(gram)}", len(labels))
     gram = gram[order][:, order]
     norms = gram.diagonal().sqrt()
     cosines = torch.where(gram == 0, 0.0, gram / (norms[:, None] * norms).clamp(min=torch.finfo(gram.dtype).tiny))

@@ -1,6 +1,7 @@
 """Statistics over a training that show whether noise or clipping hurts it more, before the noise and after it."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,9 +25,9 @@ class RawGradientStats:
         self.steps = 0
         self._examples = self._clipped = 0
         self._norms = self._kept = 0.0
-        self._signal: dict[str, float] = {}  # squared lengths, summed over steps
-        self._noise: dict[str, float] = {}
-        self._released: dict[str, float] = {}
+        self._signal = defaultdict[str, float](float)  # squared lengths, summed over steps
+        self._noise = defaultdict[str, float](float)
+        self._released = defaultdict[str, float](float)
         if private_grad is not None:
             private_grad.register_raw_observer(self.observe)
 
@@ -39,12 +40,9 @@ class RawGradientStats:
         self._norms += float(norms_B.sum())
         self._kept += float(raw.clipping.raw_lengths.sum())
         for name, clean in raw.raw_mean.items():
-            for sums, value in (
-                (self._signal, clean.double().square().sum()),
-                (self._noise, raw.released.noise_variance_of(name)),
-                (self._released, raw.released[name].double().square().sum()),
-            ):
-                sums[name] = sums.get(name, 0.0) + float(value)
+            self._signal[name] += float(clean.double().square().sum())
+            self._noise[name] += raw.released.noise_variance_of(name)
+            self._released[name] += float(raw.released[name].double().square().sum())
 
     def layers(self, *, whole: bool = False) -> list[dict[str, Any]]:
         """Return the statistics of each parameter, or with `whole` of each module.
@@ -52,8 +50,8 @@ class RawGradientStats:
         Each row has "name"; "raw_signal_to_noise", the length of the clipped mean divided by the length of its noise
         (NOT private); "noise_share", the share of the released second moment that is noise (post-processing).
         """
-        squares = (self._signal, self._noise, self._released)
-        signal, noise, released = (by_module(square) if whole else square for square in squares)
+        squares: list[Mapping[str, float]] = [self._signal, self._noise, self._released]
+        signal, noise, released = map(by_module, squares) if whole else squares
         return [
             {
                 "name": name,
@@ -106,8 +104,8 @@ class ReleasedStats:
         self.steps = self._with_distribution = 0
         self._clip_fraction = self._clip_variance = 0.0
         self._bounds = (math.inf, 0.0)  # the smallest and the largest C
-        self._noise: dict[str, float] = {}  # squared lengths, summed over steps
-        self._released: dict[str, float] = {}
+        self._noise = defaultdict[str, float](float)  # squared lengths, summed over steps
+        self._released = defaultdict[str, float](float)
         if private_grad is not None:
             private_grad.register_raw_observer(lambda raw: self.observe(raw.released))
 
@@ -132,8 +130,8 @@ class ReleasedStats:
             self._clip_variance += norms.clip_fraction_std**2
             self._bounds = min(self._bounds[0], norms.max_grad_norm), max(self._bounds[1], norms.max_grad_norm)
         for name, value in gradient.items():
-            self._noise[name] = self._noise.get(name, 0.0) + gradient.noise_variance_of(name)
-            self._released[name] = self._released.get(name, 0.0) + float(value.double().square().sum())
+            self._noise[name] += gradient.noise_variance_of(name)
+            self._released[name] += float(value.double().square().sum())
 
     def summary(self) -> dict[str, float]:
         """Return the statistics over all steps.
@@ -238,10 +236,9 @@ def advice(ratio: float, clipped: float, doubt: float = 0.0, *, moved: bool = Fa
 
 def by_module(values: Mapping[str, float]) -> dict[str, float]:
     """Return the sum over the parameters of each module; its name is the part before a parameter's last dot."""
-    sums: dict[str, float] = {}
+    sums = defaultdict[str, float](float)
     for name, value in values.items():
-        module = name.rpartition(".")[0] or name
-        sums[module] = sums.get(module, 0.0) + value
+        sums[name.rpartition(".")[0] or name] += value
     return sums
 
 

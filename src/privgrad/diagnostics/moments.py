@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_in
+from privgrad.errors import require_in
 from privgrad.optim.debiased import DEFAULT_FLOOR, debias, noise_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
@@ -21,7 +21,7 @@ class RawMoments:
         private_grad: observed from now on; None if you register `observe` on it later.
         betas: decays (beta1, beta2).
     Raises:
-        PrivacyError: betas that are not two decays in [0, 1), or a table before the first step.
+        PrivacyError: betas that are not two decays in [0, 1).
     Attributes:
         steps: number of observed steps, by parameter name.
         raw_exp_avg, raw_exp_avg_sq: clean m and v by parameter name. NOT private.
@@ -98,7 +98,6 @@ class RawMoments:
             "raw_clean" (NOT private), "noisy" and "debiased" (at its floor or above): one number per coordinate, shape
             (P,); not finite where there is no noise.
         """
-        self._corrected(self.exp_avg_sq, 0.0)
         found: dict[str, list[Tensor]] = {"raw_clean": [], "noisy": [], "debiased": []}
         for name, v in self.exp_avg_sq.items():
             correction = 1 - self.betas[1] ** self.steps[name]
@@ -116,8 +115,6 @@ class RawMoments:
 
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
         """Return all coordinates as one vector, each divided by 1 - beta**t of its own parameter."""
-        if not values:
-            raise expected("RawMoments", "the number of observed steps", "to be at least 1", 0, "release one first")
         return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
 
 
