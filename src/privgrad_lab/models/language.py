@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
+from privgrad.plugins import optional
 
 
 class WordLSTM(nn.Module):
@@ -47,7 +48,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, *, num_tokens: int, length: int, width: int = 64, layers: int = 2, heads: int = 2) -> None:
         super().__init__()
-        transformers = _transformers()
+        transformers = _library("transformers")
         config = transformers.GPT2Config(
             vocab_size=num_tokens,
             n_positions=length,
@@ -85,15 +86,11 @@ class LoraLanguageModel(nn.Module):
 
     def __init__(self, path: str, *, rank: int = 4, alpha: int = 32) -> None:
         super().__init__()
-        transformers = _transformers()
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise expected("models", "peft", "to be installed", error, "pip install 'privgrad[hf]'") from error
+        transformers, peft = _library("transformers"), _library("peft")
         try:
             base = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-            config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
-            self.adapted: Any = get_peft_model(base, config)
+            config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
+            self.adapted: Any = peft.get_peft_model(base, config)
         except (OSError, ValueError) as error:
             remedy = "give the folder of a causal language model that PEFT supports"
             raise expected("LoraLanguageModel", "path", "to hold a model", error, remedy) from error
@@ -172,19 +169,13 @@ class PairClassifier(nn.Module):
 
 def _encoder(where: str, path: str) -> Any:
     """Return the frozen BERT-like encoder of a folder; raise PrivacyError if there is none."""
-    transformers = _transformers()
     try:
-        encoder = transformers.AutoModel.from_pretrained(path, local_files_only=True)
+        encoder = _library("transformers").AutoModel.from_pretrained(path, local_files_only=True)
         _ = encoder.encoder.layer[-1], encoder.pooler  # others have no such parts
     except (OSError, ValueError, AttributeError) as error:
         raise expected(where, "path", "to hold an encoder", error, "give the folder of a BERT-like encoder") from error
     return encoder.requires_grad_(False)
 
 
-def _transformers() -> Any:
-    """Return the library transformers; raise PrivacyError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise expected("models", "transformers", "to be installed", error, "pip install 'privgrad[hf]'") from error
-    return transformers
+def _library(name: str) -> Any:
+    return optional("models", name, name, "pip install 'privgrad[hf]'")
