@@ -76,7 +76,7 @@ def stops(
     """Train one method, call `tick` after each step, and yield a Stop at each number of steps in `at`, maybe 0."""
     if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
         condition = f"to be within the {spec.privacy.steps} steps"
-        raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
+        raise expected("reproduce", "probe.at", condition, list(at))
     model, private_grad, optimizer = begin(spec, method, seed, data)
     if 0 in at:
         yield Stop(0, model, private_grad, None)
@@ -140,7 +140,7 @@ def clipping_bias(
     item = BiasProbe.model_validate(probe)
     if max(item.batch_sizes) > spec.privacy.num_examples:
         condition = f"to be at most {spec.privacy.num_examples}"
-        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "lower it in the item's file")
+        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes)
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
@@ -200,9 +200,6 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
         The paper on BAM, figure 3. Deviation: not compiled.
     """
     item = RuntimeProbe.model_validate(probe)
-    if item.trials * item.repetitions > spec.privacy.steps:
-        condition = f"to hold {item.trials} trials of {item.repetitions}"
-        raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {record["depth"] for record in read_records(out)}
     # The bar is refreshed between steps only: a refresh thread would add to the measured time.
@@ -238,7 +235,6 @@ def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Call
 
 
 def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
-    """Yield the seconds of each step of a training."""
     _, private_grad, optimizer = begin(spec, method, spec.run.seeds[0], data)
     for batch in private_grad.plan.batches(data.train):
         start = perf_counter()
@@ -250,7 +246,6 @@ def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], 
 
 @contextmanager
 def _flushed() -> Generator[None]:
-    """Flush denormal numbers to zero inside the block."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -358,7 +353,8 @@ def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple
         f"t = {max(item.steps)} are {'' if found['within_1_percent'] else 'NOT '}within 1 % of the paper's. Largest "
         f"difference of these: {largest_text}. Extremes grow with the number of coordinates: here {item.coordinates:,}."
     )
-    _write(out, records)
+    (out / "runs.jsonl").unlink(missing_ok=True)
+    append(out, records)
     return found, table
 
 
@@ -376,18 +372,15 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     """
     from privgrad_lab.report.figures import histograms_figure, png
 
-    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
-    if not records:
-        data = open_folder(spec, out, describe_probe(spec, probe))
-        with Progress(disable=not progress, transient=True) as bar:
-            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
-            along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
-            private_grad = next(along).private_grad
-            moments, stats = RawMoments(private_grad), RawGradientStats(private_grad)
-            for stop in along:
-                found = {"raw_moments": moments.table(), "raw_watch": stats.summary()}
-                records.append({"t": stop.step, **found, "raw_histograms": _histograms(moments)})
-        _write(out, records)
+    def measured(_: DataSet, along: Iterator[Stop]) -> Iterator[Record]:
+        private_grad = next(along).private_grad
+        moments, stats = RawMoments(private_grad), RawGradientStats(private_grad)
+        for stop in along:
+            found = {"raw_moments": moments.table(), "raw_watch": stats.summary()}
+            yield {"t": stop.step, **found, "raw_histograms": _histograms(moments)}
+
+    at = [0, *_Along.model_validate(probe).at]
+    records = _once_along(spec, probe, out, at, measured, progress=progress)
     (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
     table = rich.Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
     for record in records:
@@ -405,32 +398,45 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     """
     from privgrad_lab.report.figures import cosines_figure, png
 
-    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
-    if not records:
-        data, matrices = open_folder(spec, out, describe_probe(spec, probe)), dict[int, Tensor]()
+    matrices: dict[int, Tensor] = {}
+
+    def measured(data: DataSet, along: Iterator[Stop]) -> Iterator[Record]:
         chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
         inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
-        with Progress(disable=not progress, transient=True) as bar:
-            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
-            for stop in stops(spec, method, spec.run.seeds[0], at, data, tick):
-                found = raw_pairwise_cosines(stop.model, losses_for(data), (inputs, labels), labels)
-                matrices[stop.step] = found["cosines"]
-                records.append({"t": stop.step, "raw_within": found["within"], "raw_across": found["across"]})
+        for stop in along:
+            found = raw_pairwise_cosines(stop.model, losses_for(data), (inputs, labels), labels)
+            matrices[stop.step] = found["cosines"]
+            yield {"t": stop.step, "raw_within": found["within"], "raw_across": found["across"]}
+
+    records = _once_along(spec, probe, out, _Along.model_validate(probe).at, measured, progress=progress)
+    if matrices:  # the records of a finished item hold no matrix
         (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
-        _write(out, records)
-    table = rich.Table(
-        "step", "within a class", "across classes", title=spec.title, caption="Mean cosines. NOT PRIVATE"
-    )
+    caption = "Mean cosines. NOT PRIVATE"
+    table = rich.Table("step", "within a class", "across classes", title=spec.title, caption=caption)
     for record in records:
         table.add_row(str(record["t"]), f"{record['raw_within']:.4f}", f"{record['raw_across']:.5f}")
     return {f"t={record['t']}": record for record in records}, table
 
 
-def _only_method(spec: Spec) -> MethodTable:
-    """Return the only method of a spec; raise PrivacyError if there are several."""
-    if len(spec.methods) != 1:
-        raise expected("reproduce", "the number of methods", "to be 1", len(spec.methods), "correct the item's file")
-    return spec.methods[0]
+def _once_along(
+    spec: Spec,
+    probe: Mapping[str, Any],
+    out: Path,
+    at: Sequence[int],
+    measured: Callable[[DataSet, Iterator[Stop]], Iterator[Record]],
+    *,
+    progress: bool,
+) -> list[Record]:
+    """Return the records of a finished item, or those that are measured along a training of its only method."""
+    if records := read_records(out):
+        claim(out, describe_probe(spec, probe))
+        return records
+    data, (method,) = open_folder(spec, out, describe_probe(spec, probe)), spec.methods
+    with Progress(disable=not progress, transient=True) as bar:
+        tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
+        records = list(measured(data, stops(spec, method, spec.run.seeds[0], at, data, tick)))
+    append(out, records)
+    return records
 
 
 def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
@@ -454,17 +460,4 @@ def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
 
 
 def _flat(values: Mapping[str, Tensor]) -> Tensor:
-    """Return all values as one vector."""
     return torch.cat([value.flatten() for value in values.values()])
-
-
-def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
-    """Return the records of a finished item; an empty list for an unfinished one."""
-    if records := read_records(out):
-        claim(out, describe_probe(spec, probe))
-    return records
-
-
-def _write(out: Path, records: Sequence[Record]) -> None:
-    """Write the records to runs.jsonl, in place of earlier ones."""
-    (out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

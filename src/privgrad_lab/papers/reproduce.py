@@ -91,7 +91,6 @@ _PROBES: dict[str, _Item] = {
 
 
 def _files() -> Iterator[tuple[Traversable, Traversable]]:
-    """Yield each item's file with the folder of its paper."""
     for paper in resources.files("privgrad_lab.papers").joinpath("items").iterdir():
         for item in paper.iterdir() if paper.is_dir() else ():
             if item.name.endswith(".toml"):
@@ -346,7 +345,6 @@ def _numbers(
 
 
 def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
-    """Return our number and the paper's as text."""
     form = "{:.3g}" if number == "loss" else "{:.1%}"
     ours, spread = row[number]["mean"], row[number]["std"]
     text = "–" if ours is None else form.format(ours)

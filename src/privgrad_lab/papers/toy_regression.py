@@ -83,22 +83,16 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Train what is not in the records yet, and return the result of `toy_regression`."""
     x, y, scales = problem(item)
-    records = read_records(out)
-
-    def keep(made: list[Record]) -> None:
-        append(out, made)
-        records.extend(made)
 
     def train(method: str, phase: str, step: float, trial: int) -> None:
         """Train one private run that is not in the records."""
         key = {"method": method, "phase": phase, "seed": trial, "noise_step": step}
         bar.update(task, description=f"{method}, noise step {step:g}", refresh=True)
-        if not any(key.items() <= record.items() for record in records):
+        if not any(key.items() <= record.items() for record in read_records(out)):
             curve = _private(item, method, step, trial, x, y, scales)
             rest = {"max_grad_norm": item.private.max_grad_norm, "lr": None}
-            keep([{**key, **rest, "raw_train_loss": curve[-1][1], "curve": curve}])
+            append(out, [{**key, **rest, "raw_train_loss": curve[-1][1], "curve": curve}])
         bar.advance(task)
 
     tuning = len(item.private.noise_steps) * len(item.private.tuning_seeds)
@@ -107,22 +101,21 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
         for method in _PRIVATE:
             for step, seed in product(item.private.noise_steps, item.private.tuning_seeds):
                 train(method, "tuning", step, seed)
-            chosen = judge(records, method, "train_loss").best.noise_step
+            chosen = judge(read_records(out), method, "train_loss").best.noise_step
             assert chosen is not None
             for trial in range(item.trials):
                 train(method, "final", chosen, trial)
         for method in item.nonprivate.lr:
             bar.update(task, description=method, refresh=True)
-            if not any(record["method"] == method for record in records):
+            if not any(record["method"] == method for record in read_records(out)):
                 curves = _nonprivate(item, method, x, y, scales)
                 rest = {"method": method, "phase": "final", "lr": item.nonprivate.lr[method]}
-                keep([{**rest, "seed": t, "raw_train_loss": c[-1][1], "curve": c} for t, c in enumerate(curves)])
+                append(out, [rest | {"seed": t, "raw_train_loss": c[-1][1], "curve": c} for t, c in enumerate(curves)])
             bar.advance(task)
-    return _result(item, out, records)
+    return _result(item, out, read_records(out))
 
 
 def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any], Table]:
-    """Write the plots, and return the result of `toy_regression`."""
     from privgrad_lab.report.figures import curves_figure, png
 
     methods = [*_PRIVATE, *item.nonprivate.lr]
@@ -186,7 +179,6 @@ def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _private(item: Toy, method: str, step: float, trial: int, x: Tensor, y: Tensor, scales: Tensor) -> Curve:
-    """Train a private method with one noise step in one trial, and return its curve."""
     known = Scales({"weight": scales[None]}, provenance="common knowledge", source="how frequent each feature is")
     made = precondition.fixed(known) if method == "AdaDPS" else None
     model, plan = start(item, trial), plan_of(item, trial)
