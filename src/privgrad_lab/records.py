@@ -10,7 +10,6 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, cast
 
@@ -394,10 +393,7 @@ def tuned_names(records: Sequence[Record]) -> list[str]:
 
 
 def curve(
-    runs: Sequence[Record],
-    measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
-    *,
-    along: str = "epsilon",
+    runs: Sequence[Record], measured: Callable[[Record], float | None], *, along: str = "epsilon"
 ) -> list[tuple[float, float, float, float]]:
     """Return points (epsilon or step, mean, low, high) at the steps that all runs recorded with finite numbers.
 

@@ -56,9 +56,9 @@ def method_label(method: str) -> str:
     return textwrap.fill(short, 24).replace("$", r"\$").replace("_", " _", 1 if short[0] == "_" else 0)
 
 
-def add_legend(figure: Figure, ax: Axes) -> None:
-    """Add a legend below the plots, and make the figure taller for it, so that the axes keep their size."""
-    handles, labels = ax.get_legend_handles_labels()
+def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """Add the longest legend of the plots below them, and make the figure taller, so that the axes keep their size."""
+    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda pair: len(pair[0]))
     if len(handles) > 1:
         lines = [line for label in labels for line in label.splitlines()]
         columns = max(1, int(figure.get_figwidth() / (0.7 + 0.09 * max(map(len, lines)))))
@@ -101,7 +101,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
             drawn = [float(y) for line in during.lines for y in np.asarray(line.get_ydata())]
             if drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
                 during.set_yscale("log")
-    add_legend(figure, axes[0])
+    add_legend(figure, axes[:1])
     return figure
 
 
@@ -115,7 +115,7 @@ def _draw_curve(
     row: int,
     runs: Sequence[Record],
     look: Mapping[str, Any],
-    measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
+    measured: Callable[[Record], float | None],
     *,
     along: str = "epsilon",
 ) -> None:
@@ -152,7 +152,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
     _warn(figure, "On training examples: NOT PRIVATE")
-    add_legend(figure, axes[0][0])
+    add_legend(figure, axes[0][:1])
     return figure
 
 
@@ -194,7 +194,7 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
                 drawn.append(strip)
     for ax in set(figure.axes) - set(drawn):
         ax.remove()
-    add_legend(figure, drawn[0])
+    add_legend(figure, drawn[:1])
     return figure
 
 
@@ -286,7 +286,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     for ax in compared:
         ax.set_ylim(min(low), max(high))
     _warn(figure)
-    _add_longest_legend(figure, figure.axes)
+    add_legend(figure, figure.axes)
     return figure
 
 
@@ -298,7 +298,6 @@ _DIAGNOSED = {
 
 
 def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, dict[str, Any]]) -> None:
-    """Draw one number of one method into its panel."""
     ax.set_xlabel("round" if recorded.trains_locally(runs[0]) else "step")
     if number == "raw_clip_fraction":
         whole = {"color": "#555555", "marker": "o", "label": "all layers"}
@@ -322,7 +321,6 @@ def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mappin
 
 
 def _last_layers(runs: Sequence[Record]) -> Mapping[str, Mapping[str, float | None]]:
-    """Return the first run's last diagnostics, by layer."""
     return next(row["raw_layers"] for row in reversed(runs[0]["curve"]) if "raw_layers" in row)
 
 
@@ -353,16 +351,12 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
     for ax in axes[len(shown) :]:
         ax.remove()
     _warn(figure)
-    _add_longest_legend(figure, axes[: len(shown)])
+    add_legend(figure, axes[: len(shown)])
     return figure
 
 
 def _warn(figure: Figure, text: str = "NOT PRIVATE") -> None:
     figure.suptitle(text, fontsize=9, ha="right", x=0.99)
-
-
-def _add_longest_legend(figure: Figure, axes: Iterable[Axes]) -> None:
-    add_legend(figure, max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[0])))
 
 
 def png(draw: Callable[[], Figure]) -> bytes:
@@ -423,5 +417,5 @@ def curves_figure(
     ax.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
     if xscale == "linear":
         ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
-    add_legend(figure, ax)
+    add_legend(figure, [ax])
     return figure

@@ -4,6 +4,7 @@ import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,12 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     if total is not None:
         given = {key: value for key, value in total.items() if value is not None or key == "value"}
         total = texts.total_text({"runs": privacy["runs"]} | given, tuned=bool(names))
-    of_users = any(recorded.trains_locally(record) for record in records)
     page = template("page.html.j2").render(
         metadata=metadata,
         plan=plan,
         on=recorded.measured_on(records),
         score=score,
-        headline=_headline(
-            rows,
-            scored=any(record.get("score", "accuracy") is not None for record in records),
-            on=recorded.measured_on(records),
-            score=score,
-            one=records[0] if len(records) == 1 and records[0].get("seed") is None else None,
-        )
-        + f" {texts.constants_text(records)}".rstrip(),
+        headline=f"{_headline(records, rows)} {texts.constants_text(records)}".rstrip(),
         rows=texts.method_texts(records),
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],
@@ -88,9 +81,8 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
         tuned_by=_TUNED_BY.get(by, of_metric).format(score=score),
         tuned=[texts.TUNED_TITLES[name] for name in names],
-        of_users=of_users,
-        released=_released(records, of_users=of_users),
-        diagnoses=_diagnoses(records, of_users=of_users),
+        of_users=any(map(recorded.trains_locally, records)),
+        **_verdicts(records),
         lost=[run for run in finals if (run.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): _optimizer(record) for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
@@ -115,28 +107,24 @@ def _optimizer(record: Record) -> str | None:
     return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
 
 
-def _released(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
-    """Return the verdict of the first final training by method, from released values, where these were recorded."""
+def _verdicts(records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """Return the verdicts on final trainings by method: from released values, and from diagnostics."""
     finals = recorded.by_method(recorded.in_phase(records, "final"))
-    held = {method: runs[0]["released"] for method, runs in finals.items() if runs[0].get("released")}
-    return {method: _worded(released_verdict(found), of_users=of_users) for method, found in held.items()}
-
-
-def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
-    """Return the verdict of diagnostics by method."""
-    return {
-        method: _worded(verdict(recorded.diagnosis(runs), _second_moment(runs[0].get("optimizer"))), of_users=of_users)
-        for method, runs in recorded.diagnosed(records).items()
+    released = {method: runs[0]["released"] for method, runs in finals.items() if runs[0].get("released")}
+    found = {
+        "released": {method: released_verdict(held) for method, held in released.items()},
+        "diagnoses": {
+            method: verdict(recorded.diagnosis(runs), _second_moment(runs[0].get("optimizer")))
+            for method, runs in recorded.diagnosed(records).items()
+        },
     }
-
-
-def _worded(verdict: str, *, of_users: bool) -> str:
-    """Return a verdict as the page says it; that of user-level training speaks of updates and rounds."""
-    words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
-    text = verdict.replace("%", " %")
-    for example, user in words.items() if of_users else ():
-        text = text.replace(example, user)
-    return text
+    words = {"%": " %"}
+    if any(map(recorded.trains_locally, records)):  # of user-level training
+        words |= {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
+    for verdicts in found.values():
+        for method, old in product(verdicts, words):
+            verdicts[method] = verdicts[method].replace(old, words[old])
+    return found
 
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
@@ -188,25 +176,26 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool, on: str, score: str, one: Record | None) -> str:
+def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
+    on, score = recorded.measured_on(records), recorded.score_of(records)
     finite = [row for row in rows if recorded.is_finite(row["test_accuracy_mean"])]
     ranked = sorted(finite, key=lambda row: -row["test_accuracy_mean"])
     if not ranked:
-        losses = sorted((r for r in rows if recorded.is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
+        scored = any(record.get("score", "accuracy") is not None for record in records)
+        losses = [row for row in rows if recorded.is_finite(row["test_loss_mean"])]
         if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
-            best = losses[0]
+            best = min(losses, key=lambda row: row["test_loss_mean"])
             return f"{best['method']} has the lowest mean {on} loss, {texts.row_texts(best)['loss']}; see the spread."
         return f"No method has a {on} {score} for all of its final runs, so none is best."
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
-    figures = f"{texts.row_texts(best)['accuracy']} over {seeds}"
-    if not rest and one is not None:  # the record of a single training without a research seed
-        ends = one.get("test_interval")
+    reached = texts.row_texts(best)["accuracy"]
+    figures = f"{reached} over {seeds}"
+    if len(records) == 1 and records[0].get("seed") is None:  # a single training without a research seed
+        ends = records[0].get("test_interval")
         within = "" if ends is None else f" (95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
-        return (
-            f"{best['method']} reaches a {on} {score} of {texts.row_texts(best)['accuracy']}{within} in one training."
-        )
+        return f"{best['method']} reaches a {on} {score} of {reached}{within} in one training."
     if not rest:
         return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
     lead = f"{best['method']} has the best mean {on} {score}, {figures}"

@@ -157,7 +157,6 @@ def trainings_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
-    """Return a mean with its standard deviation, if there is one, as text."""
     if mean is None or not math.isfinite(mean):
         return _DASH if mean is None else "not finite"
     text = f"{scale * mean:{form}}{unit}"
