@@ -156,29 +156,23 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     """Return the row of `summarize` for the runs of one method."""
     finals = in_phase(runs, "final")
-    schemes = {run.get("sampling") for run in runs}
-    norm, lr, step = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr", "noise_step"))
-    tuning, others = in_phase(runs, "tuning"), dict[str, Any]()
-    for key in SOMETIMES_TUNED:
-        others[key] = _only(run.get(key) for run in finals)
-        others[f"{key}_at_edge"] = _at_edge(others[key], {run[key] for run in tuning if run.get(key) is not None})
-    norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
-    rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
+    tuning, schemes = in_phase(runs, "tuning"), {run.get("sampling") for run in runs}
+    chosen = {key: _only(run.get(key) for run in finals) for key in TUNED}
+    tried = {key: {run[key] for run in tuning if run.get(key) is not None} for key in TUNED}
+    # A rate is at the edge of those that were tried with the same C.
+    tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
     accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     measured: list[Record] = [run.get("metrics") or {} for run in finals]
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
     return {
         "method": method,
-        "max_grad_norm": norm,
-        "lr": lr,
-        "noise_step": step,
+        **chosen,
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
         "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
-        **others,
         "bands": _only(run.get("bands") for run in finals),
-        "lr_at_edge": _at_edge(lr, rates),
-        "norm_at_edge": _at_edge(norm, norms),
+        **{f"{key}_at_edge": _at_edge(chosen[key], tried[key]) for key in ("lr", *SOMETIMES_TUNED)},
+        "norm_at_edge": _at_edge(chosen["max_grad_norm"], tried["max_grad_norm"]),
         "trainings": _trainings(runs),
         "tuning_trainings": len(tuning),
         "seeds": len(finals),

@@ -276,19 +276,13 @@ def _method_numbers(
     tried, norms = (
         sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm")
     )
-    shown = ("max_grad_norm", "lr", "noise_step", *recorded.SOMETIMES_TUNED)
+    row = recorded.summary_row(method.name, runs)
     return {
-        **{key: finals[0].get(key) if finals else None for key in shown},
-        "own": recorded.own_text(finals[0].get("own") or ()) if finals else "",
+        **{key: row[key] for key in (*recorded.TUNED, "own", "raw_clip_fraction", "fraction_floored", "seeds")},
         "noise_steps_tried" if by_noise else "lrs_tried": tried,
         **({"grid": judge(records, method.name, spec.tuning.by).text} if by_noise and tuning and spec.tuning else {}),
-        "raw_clip_fraction": recorded.mean(
-            [f["raw_clip_fraction"] for f in finals if f.get("raw_clip_fraction") is not None]
-        ),
         "norms_tried": norms,
-        "seeds": len(finals),
         "seeds_planned": len(spec.run.seeds),
-        "fraction_floored": recorded.mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
         "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
     }
 

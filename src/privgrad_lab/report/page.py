@@ -27,7 +27,6 @@ _TUNED_BY = {
     "validation_accuracy": "Validation {score}",
     "validation_loss": "Validation loss",
 }
-_PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
 
 
 def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
@@ -141,28 +140,27 @@ def _second_moment(optimizer: str | None) -> SecondMoment:
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
     """Draw plots and write the wide ones; return, by plot, "wide" and "narrow" as base64, and its "size" there."""
-    draws = {"accuracy": figures.accuracy_figure}
-    if recorded.tuned_names(records):
-        draws["tuning"] = figures.tuning_figure
-    if recorded.groups_of(records):
-        draws["groups"] = figures.groups_figure
-    if watched := recorded.diagnosed(records):
-        draws["diagnosis"] = figures.diagnosis_figure
-        if any(map(recorded.histograms, watched.values())):
-            draws["moments"] = figures.moments_figure
-    # A plot of an earlier report in this folder would show other runs.
-    for name in _PLOTS:
-        (folder / f"{name}.png").unlink(missing_ok=True)
+    watched = recorded.diagnosed(records)
+    draws = {
+        "accuracy": (True, figures.accuracy_figure),
+        "tuning": (recorded.tuned_names(records), figures.tuning_figure),
+        "groups": (recorded.groups_of(records), figures.groups_figure),
+        "diagnosis": (watched, figures.diagnosis_figure),
+        "moments": (any(map(recorded.histograms, watched.values())), figures.moments_figure),
+    }
     images: dict[str, dict[str, str]] = {}
-    for name, draw in draws.items():
-        wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
-        (folder / f"{name}.png").write_bytes(wide)
-        images[name] = {
-            "wide": base64.b64encode(wide).decode(),
-            "narrow": base64.b64encode(narrow).decode(),
-            # A plot with one column gets the width of one column of the other plots.
-            "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
-        }
+    for name, (is_shown, draw) in draws.items():
+        # A plot of an earlier report in this folder would show other runs.
+        (folder / f"{name}.png").unlink(missing_ok=True)
+        if is_shown:
+            wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
+            (folder / f"{name}.png").write_bytes(wide)
+            images[name] = {
+                "wide": base64.b64encode(wide).decode(),
+                "narrow": base64.b64encode(narrow).decode(),
+                # A plot with one column gets the width of one column of the other plots.
+                "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
+            }
     return images
 
 
