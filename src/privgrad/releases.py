@@ -20,7 +20,7 @@ from privgrad.accounting.mechanisms import Release
 from privgrad.checks.data import is_typed, warn_of_private_bound
 from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
 from privgrad.ledger.budget import Budget
-from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.ledger import Hold, Ledger
 from privgrad.noise.gaussian import add_noise, grid_of, noise_generator
 from privgrad.rng import RandomSource
 from privgrad.types import ClippedSum, PrivacyUnit
@@ -395,7 +395,7 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
     try:
         if own is not None:
             if budget is not None and name is not None:
-                own.limit_to(release, name, budget.path.name)
+                own.limit_to(Hold(name, release, budget.path.name))
             own.bind({**facts, "delta": delta, "research_seed": seed is not None})
         found = None if own is None else own.values.get(_DRAW)
         if budget is not None and name is not None:

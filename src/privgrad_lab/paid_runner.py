@@ -23,7 +23,7 @@ from privgrad.accounting.selection import draw_repetitions
 from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.ledger.budget import Budget
-from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.ledger import Hold, Ledger
 from privgrad.progress import bars
 from privgrad.releases import release_mean
 from privgrad.training.run import FitResult
@@ -170,7 +170,7 @@ class PaidFolder:
         self.require_kept(path)
         ledger = Ledger(path)
         try:
-            ledger.limit_to(release, self.name, self.budget.path.name)
+            ledger.limit_to(Hold(self.name, release, self.budget.path.name))
         except BaseException:
             ledger.close()
             raise

@@ -28,7 +28,7 @@ from privgrad.errors import (
     require_rate,
 )
 from privgrad.ledger.file import VERSION, LedgerFile
-from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.ledger import Hold, Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.types import PrivacyUnit
 
@@ -294,7 +294,7 @@ class Budget:
             facts = {**plan.public_facts, "research_seed": plan.seed is not None}
             facts = {fact: facts[fact] for fact in facts.keys() - {"delta", "max_grad_norm", "noise_multiplier"}}
             begun = partial(self._note_begun, wanted.name)
-            ledger.limit_to(release, wanted.name, self.path.name, begun, facts)
+            ledger.limit_to(Hold(wanted.name, release, self.path.name, facts, begun))
             self._commit(wanted)
         except BaseException:
             ledger.close()

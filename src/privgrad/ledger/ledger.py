@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +35,7 @@ from privgrad.types import SamplingScheme
 _PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
 _DERIVED = {"noise_generator"}
 # A ledger knows this of its releases, wherever it keeps them.
-_RECORD = ["plan_facts", "budget", "_committed", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
+_RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
 _TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"
 _KEEP = f"keep the plan, or {_TWO_LEDGERS}"
 _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
@@ -44,6 +44,25 @@ _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all other
     "noise (the noise follows from target_epsilon, delta, steps, sample_rate and correlation: was one changed?)",
     "max_grad_norm": f"{_KEEP}; {SUGGESTED}",
 }
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What a budget holds for a ledger. The ledger's first line records it for all later holders.
+
+    Attributes:
+        name: of the commitment in the budget.
+        release: the kind of all releases of the ledger; its count is the most that the ledger accepts.
+        budget: the name of the budget's file.
+        plan_facts: what the plan must state in `bind`, besides the numbers of the release.
+        on_begin: is called once, before the first line is written.
+    """
+
+    name: str
+    release: Release
+    budget: str
+    plan_facts: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    on_begin: Callable[[], None] | None = field(default=None, compare=False)
 
 
 class Ledger:
@@ -74,10 +93,7 @@ class Ledger:
         self._draws: dict[str, str | None] = {}
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
-        self._committed: tuple[str, Release] | None = None
-        self.budget = ""  # the name of the budget's file; "" without a budget
-        self._planned: dict[str, Any] = {}  # facts of the committed plan
-        self._on_begin: Callable[[], None] | None = None
+        self._hold: Hold | None = None
         self._turn = threading.RLock()
         self._process = this_process()
         # The file passes its lines to `_accept`, so it is opened last.
@@ -155,21 +171,15 @@ class Ledger:
     @property
     def commitment(self) -> str | None:
         """The name under which a budget holds all releases of this ledger; None without a budget."""
-        return None if self._committed is None else self._committed[0]
+        return None if self._hold is None else self._hold.name
 
-    def limit_to(
-        self,
-        release: Release,
-        commitment: str,
-        budget: str,
-        on_begin: Callable[[], None] | None = None,
-        plan_facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Accept only this kind of release, and at most `release.count` of them, from now on.
+    @property
+    def budget(self) -> str:
+        """The name of the budget's file; "" without a budget."""
+        return "" if self._hold is None else self._hold.budget
 
-        The first line of the file holds the limit for all later holders. `commitment` is the name in the budget, and
-        `budget` the name of its file. `on_begin` is called once, before the first line is written. `plan_facts` is what
-        the plan must state in `bind`; None: the release alone.
+    def limit_to(self, hold: Hold) -> None:
+        """Accept only the releases that a budget holds, from now on.
 
         Raises:
             PrivacyError: the ledger was begun without this commitment, or has another one.
@@ -177,13 +187,14 @@ class Ledger:
             A limit cannot be raised. A plan with more steps ends at it.
         """
         with self._one_at_a_time():
-            if not self.plan_facts:
-                self._committed = self._committed or (commitment, release)
-                self.budget, self._on_begin, self._planned = budget, on_begin, dict(plan_facts or {})
-            if self._committed != (commitment, release):
-                held = self._committed or "a ledger without a commitment"
+            if not self.plan_facts and self._hold is None:
+                self._hold = hold
+            held = self._hold
+            if held is None or (held.name, held.release) != (hold.name, hold.release):
+                condition = f"to hold {hold.name}, {hold.release}"
+                got = "a ledger without a commitment" if held is None else f"{held.name}, {held.release}"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
-                raise expected("Budget.open_ledger", "ledger", f"to hold {commitment}, {release}", held, remedy)
+                raise expected("Budget.open_ledger", "ledger", condition, got, remedy)
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
@@ -192,15 +203,15 @@ class Ledger:
             PrivacyError: the ledger was written under a different plan, or a value is not one that JSON can hold.
         """
         with self._one_at_a_time():
-            if self._committed is not None:
-                _require_committed(*self._committed, self._planned, plan_facts)
+            hold = self._hold
+            if hold is not None:
+                _require_committed(hold, plan_facts)
             if not self.plan_facts:
                 facts = dict(plan_facts)
-                if self._committed is not None:
-                    name, held = self._committed
-                    facts["commitment"] = {"name": name, "releases": held.count, "budget": self.budget}
-                if self._on_begin is not None:
-                    self._on_begin()
+                if hold is not None:
+                    facts["commitment"] = {"name": hold.name, "releases": hold.release.count, "budget": hold.budget}
+                    if hold.on_begin is not None:
+                        hold.on_begin()
                 self._append({"ledger_version": VERSION, "plan": facts})
                 self._begin(facts)
                 return
@@ -244,9 +255,9 @@ class Ledger:
             raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
         most = most_participations(limit, self._bands)
         limited = f"the plan's {limit} steps" + (f", {most} of each person" if self._bands > 1 else "")
-        if self._committed is not None and (committed := self._committed[1].count) < most:
-            most = committed
-            limited = f"the {most} releases that the budget holds for {self._committed[0]}"
+        if self._hold is not None and self._hold.release.count < most:
+            most = self._hold.release.count
+            limited = f"the {most} releases that the budget holds for {self._hold.name}"
         if participations > most:
             remedy = "stop here, or make a plan with more steps, at a higher epsilon; to resume an interrupted run, "
             remedy += "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)"
@@ -341,10 +352,14 @@ class Ledger:
         return release
 
     def _begin(self, plan_facts: dict[str, Any]) -> None:
-        """Take the facts of a plan, before any release is counted."""
+        """Take the facts of a plan, before any release is counted, and the hold that its first line records."""
         self.plan_facts = plan_facts
         self._bands = bands_of(plan_facts)
         self._participations = Participations(self._bands)
+        if (held := plan_facts.get("commitment")) is not None:
+            require_integer("Ledger", "commitment", held["releases"], 1)
+            most = replace(release_of(plan_facts), count=held["releases"])
+            self._hold = Hold(str(held["name"]), most, str(held["budget"]))
 
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
         self._kind = release
@@ -358,12 +373,7 @@ class Ledger:
     def _accept(self, number: int, line: Mapping[str, Any]) -> None:
         """Read the plan's numbers from the first line of the file, and a release from each later line."""
         if number == 1:
-            plan = _require_plan(line["plan"])
-            self._begin(plan)
-            if (committed := plan.get("commitment")) is not None:
-                require_integer("Ledger", "commitment", committed["releases"], 1)
-                kind = replace(release_of(plan), count=committed["releases"])
-                self._committed, self.budget = (str(committed["name"]), kind), str(committed["budget"])
+            self._begin(_require_plan(line["plan"]))
         elif not isinstance(line["draw"], str):
             raise TypeError(f"a draw is a text, got {line['draw']!r}")
         else:
@@ -425,12 +435,15 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     return dict(plan)
 
 
-def _require_committed(name: str, kind: Release, planned: Mapping[str, Any], plan_facts: Mapping[str, Any]) -> None:
-    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger, as `name`."""
+def _require_committed(hold: Hold, plan_facts: Mapping[str, Any]) -> None:
+    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger.
+
+    The first line holds all facts of the committed plan, so that a hold which was read from it needs no others.
+    """
+    kind = hold.release
     numbers = {"noise_multiplier": kind.noise_multiplier, "sample_rate": kind.sample_rate, "sampling": kind.scheme}
-    # `planned` is empty once the ledger has its first line, which holds all facts of the committed plan.
-    for fact, value in {**numbers, **planned}.items():
+    for fact, value in {**numbers, **hold.plan_facts}.items():
         if plan_facts.get(fact) != value:
-            condition = f"to be {value!r}, as committed for {name}"
+            condition = f"to be {value!r}, as committed for {hold.name}"
             remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
             raise expected("Ledger.bind", f"{fact} of the plan", condition, repr(plan_facts.get(fact)), remedy)

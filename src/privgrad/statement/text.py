@@ -148,7 +148,7 @@ def template(name: str) -> "jinja2.Template":
     )
     filters: dict[str, Callable[..., Any]] = {
         "beside": released_beside,
-                "exp": math.exp,
+        "exp": math.exp,
         "has_random_runs": has_random_runs,
         "is_finite": math.isfinite,
         "number": "{:,}".format,
