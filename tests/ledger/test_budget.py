@@ -373,8 +373,8 @@ def test_processes_that_begin_a_budget_at_once_share_it(tmp_path: Path):
     assert len(make(tmp_path).commitments) == 4
 
 
-def dies_at(path: Path, call: int) -> None:
-    """Commit, and die without notice at one of the calls of the operating system."""
+def die_at(call: int) -> None:
+    """Let this process die without notice at one of its calls of the operating system; a write is half done then."""
     count = 0
 
     def counted(real: Any) -> Any:
@@ -389,8 +389,12 @@ def dies_at(path: Path, call: int) -> None:
 
         return called
 
-    for name in ("write", "fsync", "ftruncate"):
+    for name in ("open", "write", "fsync", "ftruncate"):
         setattr(ledger_file.os, name, counted(getattr(os, name)))
+
+
+def dies_at(path: Path, call: int) -> None:
+    die_at(call)
     Budget(path, **NUMBERS).commit("a", [ONE])
     os._exit(1)
 
@@ -414,6 +418,48 @@ def test_a_death_at_any_call_leaves_a_valid_file(tmp_path: Path):
     else:
         pytest.fail("the commitment never came to its end")
     assert outcomes == {0, 1}
+
+
+def train_within(folder: Path, call: int, seen: Any) -> None:
+    """Charge the steps that are left, and note each in `seen` once its gradient may be released."""
+    if call:
+        die_at(call)
+    plan = make_plan(steps=14)
+    ledger = Budget(folder / "budget.jsonl", **NUMBERS | {"total_epsilon": 500.0}).open_ledger(
+        folder / "ledger.jsonl", plan
+    )
+    ledger.bind(plan.public_facts | {"research_seed": False})
+    while ledger.releases < plan.steps:
+        ledger.charge(plan.release, draw=f"{os.getpid()}:{ledger.releases}", limit=plan.steps)
+        with seen.get_lock():
+            seen.value += 1
+    os._exit(1)
+
+
+def test_a_training_that_dies_at_any_call_continues_and_costs_the_same(tmp_path: Path, fast: None):
+    """Nothing is released uncharged, nothing is charged twice, and nothing is lost."""
+    for call in range(1, 200):
+        folder, seen = tmp_path / f"{call}", MANY.Value("i", 0)
+        worker = MANY.Process(target=train_within, args=(folder, call, seen))
+        worker.start()
+        worker.join(60)
+        path = folder / "ledger.jsonl"
+        charged = path.read_bytes().count(b'"draw"') if path.exists() else 0
+        assert seen.value <= charged
+        before = seen.value
+        again = MANY.Process(target=train_within, args=(folder, 0, seen))
+        again.start()
+        again.join(60)
+        assert again.exitcode == 1, call
+        ledger, budget = pg.Ledger(path, read_only=True), Budget(folder / "budget.jsonl")
+        assert ledger.releases == 14
+        assert seen.value - before == sum(draw.startswith(f"{again.pid}:") for draw in ledger.draws)
+        assert [one.count for one in budget.commitments] == [14]
+        if worker.exitcode == 1:
+            break
+    else:
+        pytest.fail("the training never came to its end")
+    assert call > 50
 
 
 def test_a_kill_at_a_random_moment_leaves_a_valid_file(tmp_path: Path):

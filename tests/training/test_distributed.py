@@ -204,7 +204,7 @@ REFUSED = {
     "other_bound": "to be the same in all processes (C 0.5)",
     "groups": "train in one process",
     "not_private": "train in one process",
-    "fixed": "draw Poisson batches",
+    "fixed": "to be 'poisson' for ClassRates, and in several processes",
     "update_in_one": _UPDATE,
     "update_in_all_but_one": _UPDATE,
     "update_of_one_shard": _UPDATE,

@@ -335,7 +335,7 @@ class Budget:
             return state.values[name]
 
     def _note_begun(self, name: str) -> None:
-        """Note durably that the ledger of a commitment gets its first line. An empty file is then a lost ledger."""
+        """Note durably that the ledger of a commitment has its first line. An empty file is then a lost ledger."""
         with self._opened() as (file, state):
             if name not in state.begun:
                 file.append({"draw": name, "begun": True})

@@ -178,7 +178,7 @@ class LedgerFile:
                     raise self._damaged(number, raw, "to match its checksum and to follow the line before it")
                 try:
                     accept(number, line)
-                except (ValueError, KeyError, TypeError, OverflowError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     raise self._damaged(number, raw, f"to be a line of a {self._kind}") from error
                 self._end_at(self._size + len(raw), head)
         if not self._size and read_only:

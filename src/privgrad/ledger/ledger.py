@@ -55,12 +55,12 @@ class Hold:
         release: the kind of all releases of the ledger; its count is the most that the ledger accepts.
         budget: the name of the budget's file.
         plan_facts: what the plan must state in `bind`, besides the numbers of the release.
-        on_begin: is called once, before the first line is written.
+        on_begin: is called by `bind` once the first line is on disk, before any release. Called again, it does nothing.
     """
 
     name: str
     release: Release
-    budget: str
+    budget: str = field(compare=False)
     plan_facts: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
     on_begin: Callable[[], None] | None = field(default=None, compare=False)
 
@@ -187,14 +187,13 @@ class Ledger:
             A limit cannot be raised. A plan with more steps ends at it.
         """
         with self._one_at_a_time():
-            if not self.plan_facts and self._hold is None:
-                self._hold = hold
             held = self._hold
-            if held is None or (held.name, held.release) != (hold.name, hold.release):
+            if held != hold and (held is not None or self.plan_facts):
                 condition = f"to hold {hold.name}, {hold.release}"
                 got = "a ledger without a commitment" if held is None else f"{held.name}, {held.release}"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
                 raise expected("Budget.open_ledger", "ledger", condition, got, remedy)
+            self._hold = hold
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
@@ -206,16 +205,17 @@ class Ledger:
             hold = self._hold
             if hold is not None:
                 _require_committed(hold, plan_facts)
-            if not self.plan_facts:
+            if self.plan_facts:
+                _require_same_plan(self.plan_facts, plan_facts)
+            else:
                 facts = dict(plan_facts)
                 if hold is not None:
                     facts["commitment"] = {"name": hold.name, "releases": hold.release.count, "budget": hold.budget}
-                    if hold.on_begin is not None:
-                        hold.on_begin()
                 self._append({"ledger_version": VERSION, "plan": facts})
                 self._begin(facts)
-                return
-        _require_same_plan(self.plan_facts, plan_facts)
+            if hold is not None and hold.on_begin is not None:
+                hold.on_begin()
+                self._hold = replace(hold, on_begin=None)
 
     def follow_first(self, processes: Processes) -> None:
         """Take over the record of the first process, from which all processes then count alike. Each must call it.
