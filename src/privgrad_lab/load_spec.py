@@ -175,8 +175,9 @@ def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:
     """Make the parts of each candidate once, on tiny inputs: their constructors check the values."""
     for tuned in map(method.at, spec.grid(method)):
         tuned.make([("p", nn.Parameter(torch.zeros(1)))])
+        parts = tuned.parts(spec.privacy.privacy_unit)  # its errors begin with the table's place
         try:
-            Parts(**tuned.parts(spec.privacy.privacy_unit))
+            Parts(**parts)
         except PrivacyError as error:
             raise type(error)(f"methods.{method.name}: {error}") from error
         if tuned.precondition is not None:

@@ -363,7 +363,7 @@ SCHEMA = Schema({"ward": WARD}, "back", ("no", "yes"), "row", None, None)
         (X, Y, {"source": None}, "exactly one of extractor and source to be given, got extractor=None and source=None"),
         (X, Y, {"extractor": Scaled(0.0, 1.0)}, "got extractor=Scaled and source='random numbers'"),
         (X, Y, {"schedule": "fast"}, "to be 'constant', 'linear' or 'cosine'"),
-        (X, Y, {"delta": 2.0}, "delta in"),
+        (X, Y, {"delta": 2.0}, "delta to be in"),
     ],
 )
 def test_refused_before_anything_is_spent(tmp_path: Path, features: Any, labels: Tensor, changes: Any, message: str):

@@ -425,9 +425,7 @@ def train_within(folder: Path, call: int, seen: Any) -> None:
     if call:
         die_at(call)
     plan = make_plan(steps=14)
-    ledger = Budget(folder / "budget.jsonl", **NUMBERS | {"total_epsilon": 500.0}).open_ledger(
-        folder / "ledger.jsonl", plan
-    )
+    ledger = make(folder, total_epsilon=500.0).open_ledger(folder / "ledger.jsonl", plan)
     ledger.bind(plan.public_facts | {"research_seed": False})
     while ledger.releases < plan.steps:
         ledger.charge(plan.release, draw=f"{os.getpid()}:{ledger.releases}", limit=plan.steps)

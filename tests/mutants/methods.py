@@ -285,7 +285,7 @@ PERTURBING = [
         sat_up_the_private_batch,
         "test_perturb.test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint",
         {"engine": "factored"},
-        guard="perturb to use the raw mean gradient only if is_public is False",
+        guard="perturb to use the raw mean only if its class has is_public = False",
     ),
     Mutant(
         "SAT along the last gradient before its noise",
@@ -307,7 +307,7 @@ PERTURBING = [
         "RawSAM charged as if it were private",
         sam_called_public,
         "test_perturb.test_sam_is_not_private",
-        guard="perturb to use the raw mean gradient only if is_public is False",
+        guard="perturb to use the raw mean only if its class has is_public = False",
     ),
 ]
 
@@ -317,7 +317,7 @@ PRECONDITIONING = [
         scales_of_the_private_batch,
         "test_precondition.test_agrees_with_a_loop_over_examples",
         {"rule": "rmsprop", "schedule": "step", "every": 1, "unit": "eps"},
-        guard="precondition to use the raw mean gradient only if is_public is False",
+        guard="precondition to use the raw mean only if its class has is_public = False",
     ),
     Mutant(
         "the private batch given to whoever asks",

@@ -318,7 +318,7 @@ LEDGER = [
         "a charge of another sigma than was used",
         charged_with_another_sigma,
         "test_ledger.test_ledger_file_tells_each_release_and_its_epsilon",
-        guard="of the ledger's plan",
+        guard="as in the ledger's plan",
     ),
     Mutant(
         "another sigma recorded than was used",

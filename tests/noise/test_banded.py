@@ -71,7 +71,6 @@ def test_longer_coefficients_are_divided_by_their_norm():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"correlation": 4}, r"Banded\(bands=8\)"),
         ({"correlation": Banded(16)}, r"bands to be at most 8 .*Banded\(bands=8\) or fewer"),
         ({"steps": 3}, "bands to be at most 3"),
         ({"sampling": "fixed"}, "to be 'poisson' for noise with memory"),

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import inputs_side as plain
 import pytest
@@ -43,7 +43,7 @@ def maps_of(model: nn.Module, examples: Any, **options: Any) -> tuple[Mapping[st
     assert isinstance(made, Inputs)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = made.transform(0, epoch_steps=1, noise_std=0.0, parameters=parameters, raw_mean=dict)
-    return cast("Mapping[str, InputMap]", found.input_maps), made.layers
+    return found.input_maps, made.layers
 
 
 def written_out(rows: Mapping[str, Tensor], maps: Mapping[str, InputMap]) -> dict[str, Tensor]:

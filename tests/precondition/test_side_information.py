@@ -262,7 +262,7 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         ({"optimizer": "SGD"}, r"methods.Q.optimizer to have a rate, .*; give it an lr or a noise_step, or"),
         ({"optimizer": "Yogi"}, r"methods.Q.optimizer to have a rate, .*; give it an lr, or add"),
         ({"adaptive_clip": {"use": "TargetFraction", "targt": 0.5}}, "did you mean 'target'"),
-        ({"adaptive_clip": {"use": "TargetFraction", "target": 1.5}}, "to be below 1"),
+        ({"adaptive_clip": {"use": "TargetFraction", "target": 1.5}}, r"target to be in \(0, 1\)"),
         ({"adaptive_clip": "TargetFraction", "non_private": True}, "adaptive_clip to be absent for non_private"),
         ({"clip": "Automatic", "non_private": True}, "clip to be absent for non_private, got Automatic"),
         ({"clip": "Automatic", "adaptive_clip": "TargetFraction"}, "^methods.Q: PrivateGradient: expected clip"),
@@ -318,12 +318,12 @@ def test_the_report_tells_groups_by_method(tmp_path: Any):
     told = metadata_of(spec, records, tmp_path, command="")
     assert told["plan"]["group_size"] == "1 (P), 4 (Q)"
     page = write_report(records, told, tmp_path).read_text()
-    assert "with k = 1 (P), 4 (Q)" in page
-    assert "the sensitivity is 2C" in page
+    assert "Gradients of 1 (P), 4 (Q) " in page
+    assert "relative to twice the clipping norm" in page
     spec = check_spec(digits_spec({}), "test")
     told = metadata_of(spec, records, tmp_path, command="")
     assert told["plan"]["group_size"] == "1"
-    assert "sensitivity" not in write_report(records, told, tmp_path).read_text()
+    assert "twice the clipping norm" not in write_report(records, told, tmp_path).read_text()
 
 
 @pytest.mark.parametrize("function", [frequencies, by_rank, tfidf])

@@ -265,5 +265,5 @@ def test_public_updates_refuse_numbers_out_of_range(kind: Any, options: dict[str
 
 def test_a_public_gradient_of_another_model_is_refused():
     optimizer = pg.optim.RMSpropPub([("p", nn.Parameter(torch.zeros(2)))], public=lambda step: {}, lr=0.1)
-    with pytest.raises(pg.PrivacyError, match="same model"):
+    with pytest.raises(pg.PrivacyError, match="public gradient of 'p' to have shape"):
         optimizer.step(grad=NoisyGradient({"p": torch.ones(2)}, 0.1))

@@ -175,8 +175,8 @@ def test_a_calibrated_plan_meets_its_target():
         ({"max_batch_size": 7}, "from expected_batch_size to num_examples"),
         ({"max_batch_size": 33}, "from expected_batch_size to num_examples"),
         ({"max_batch_size": 8.0}, "from expected_batch_size to num_examples"),
-        ({"sampling": "poisson"}, 'sampling="truncated"'),
-        ({"group_size": 2}, "Poisson batches for groups"),
+        ({"sampling": "poisson"}, 'to be None unless sampling is "truncated"'),
+        ({"group_size": 2}, "to be 1 for truncated batches"),
         ({"correlation": pg.noise.Banded(2)}, "to be 'poisson' for noise with memory"),
     ],
 )
@@ -215,10 +215,10 @@ def test_the_data_must_have_the_declared_size():
 
 def test_a_batch_of_another_size_is_refused():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, truncated())
-    with pytest.raises(pg.SamplingError, match="drawn by the plan's scheme"):
+    with pytest.raises(pg.SamplingError, match="drawn by the plan's max_batch_size"):
         private_grad(next(truncated(max_batch_size=10).batches(make_data())))
     small = truncated(num_examples=29)  # at the same rate the cost is another one, because it depends on the size
-    with pytest.raises(pg.SamplingError, match="drawn by the plan's scheme"):
+    with pytest.raises(pg.SamplingError, match="drawn by the plan's num_examples"):
         private_grad(next(small.batches(make_data(29))))
     batch = next(truncated().batches(make_data()))
     cut = pg.Batch(tuple(part[:-1] for part in batch.examples), batch.size, batch.sampling)

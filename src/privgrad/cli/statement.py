@@ -35,4 +35,5 @@ def statement(
         sections = [{"heading": part.heading, "sentences": list(part.sentences)} for part in found.sections]
         print_json({"head": found.head, "statement": sections, **found.numbers})
         return
-    STDOUT.print(str(found), highlight=False, markup=False)
+    # A file gets the lines as they are; a terminal breaks them between words.
+    STDOUT.print(str(found), highlight=False, markup=False, soft_wrap=not STDOUT.is_terminal)

@@ -72,9 +72,12 @@ class _WithPublic(PrivateOptimizer):
         public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                own = public[name]
-                if own.shape != parameter.shape:
-                    condition, got = f"to have shape {tuple(parameter.shape)}", f"shape {tuple(own.shape)}"
+                own = public.get(name)
+                if own is None or own.shape != parameter.shape:
+                    condition, got = (
+                        f"to have shape {tuple(parameter.shape)}",
+                        None if own is None else tuple(own.shape),
+                    )
                     raise expected(type(self).__name__, f"public gradient of {name!r}", condition, got)
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._move(group, parameter, gradient[name].to(wide), own.to(wide))
