@@ -48,7 +48,7 @@ _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all other
 
 @dataclass(frozen=True)
 class Hold:
-    """What a budget holds for a ledger. The ledger's first line records it for all later holders.
+    """A ledger's part of a budget. The first line of the ledger records it for all later holders.
 
     Attributes:
         name: of the commitment in the budget.
