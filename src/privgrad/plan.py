@@ -124,6 +124,8 @@ class PrivacyPlan:
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size)
+        if self.noise_on_grid not in (True, False):  # the text "no" would mean yes
+            raise expected(function, "noise_on_grid", "to be True or False", described(self.noise_on_grid))
         if self.noise_on_grid and self.noise_multiplier == 0:
             remedy = "set noise_on_grid=False: there is nothing to hide without noise"
             raise expected(

@@ -212,6 +212,8 @@ def _summed(
     function: str, rows: Rows, bound: float, num_examples: int, exact: Callable[[Tensor, float], Tensor] | None = None
 ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
     """Return the shape of one row, and a function that warns of odd rows and returns their `exact` sum: PRIVATE."""
+    # A number that somebody typed: a tensor would be computed from the data.
+    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
     if not 1 / _LARGEST <= bound <= _LARGEST:
         condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
         raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")

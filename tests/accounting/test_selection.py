@@ -18,6 +18,7 @@ from privgrad.accounting import composition
 from privgrad.accounting.accountant import (
     Release,
     Selection,
+    Split,
     attack_success,
     calibrate,
     calibrate_noise_multiplier,
@@ -191,3 +192,11 @@ def test_the_number_of_runs_differs_from_call_to_call():
     assert len({draw_repetitions(1000, 1, RandomSource()) for _ in range(20)}) > 5
     assert draw_repetitions(1e4, 1e6, RandomSource()) == pytest.approx(1e4, rel=0.1)
     assert draw_repetitions(1e4, math.inf, RandomSource()) == pytest.approx(1e4, rel=0.1)
+
+
+def test_releases_from_a_generator_are_counted_each_time():
+    one = Release(4.0, 0.05, count=100)
+    of_generator, plain = (Selection(releases, 4.0, 1.0) for releases in ((r for r in [one]), (one,)))
+    assert of_generator == plain
+    assert epsilon([of_generator], delta=1e-5) == epsilon([of_generator], delta=1e-5) == epsilon([plain], delta=1e-5)
+    assert Split(r for r in [[one], []]).groups == ((one,), ())

@@ -282,3 +282,12 @@ def test_an_experiment_refuses_a_label_that_is_a_number(tmp_path: Path):
     own |= {"columns": {"ward": OTHERS["ward"]}, "label": "age", "bounds": [0, 120]}
     with pytest.raises(pg.PrivacyError, match="fit_head"):
         make_data(check_spec(spec({"file": "visits.csv", **own, "test_share": 0.25}), tmp_path / "own.toml"))
+
+
+def test_columns_of_unequal_lengths_are_refused():
+    """Their rows would go to other persons, or be lost."""
+    given = {"age": [10, 20, 30], "back": ["no", "yes", "no"], "pid": ["a", "b"]}
+    columns = {"age": {"kind": "number", "range": [0, 100], "bins": 10}}
+    options: dict[str, Any] = {"label": "back", "classes": ["no", "yes"], "unit": "pid", "max_rows": 2}
+    with pytest.raises(pg.PrivacyError, match="columns of the dict to have one length"):
+        data.table(given, columns=columns, **options)

@@ -358,3 +358,10 @@ def test_a_bound_that_is_the_largest_norm_or_number_of_the_data_warns(tmp_path: 
 def test_a_public_bound_of_many_digits_that_rows_were_scaled_to_passes(tmp_path: Path):
     rows = torch.nn.functional.normalize(torch.randn(50, 4)) * 1.23456
     pg.release_sum(rows, bound=1.23456, noise_multiplier=1.0, num_examples=50, ledger=tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("bound", [torch.tensor(29.0), True])
+def test_a_bound_that_nobody_typed_is_refused(bound: Any, tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match=r"bound to be a positive finite number, got .*chosen without the data"):
+        pg.release_sum(np.ones((4, 2)), **NUMBERS | {"bound": bound}, ledger=tmp_path / "a.jsonl")
+    assert not (tmp_path / "a.jsonl").exists()

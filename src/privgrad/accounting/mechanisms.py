@@ -66,6 +66,9 @@ class Selection:
     shape: float
     count: int = 1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "releases", tuple(self.releases))  # a generator would be empty at its second use
+
 
 @dataclass(frozen=True)
 class Split:
@@ -80,6 +83,9 @@ class Split:
     """
 
     groups: tuple[tuple[Release | Selection, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
 
 
 def each_group(function: str, releases: Iterable[Release | Selection | Split]) -> list[list[Release | Selection]]:

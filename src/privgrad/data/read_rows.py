@@ -65,6 +65,10 @@ def read_columns(
         got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
         remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "write it again"
         raise expected(function, name, "to be a readable table", got, remedy) from error
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:  # rows would be mixed up; the numbers are private
+        got = f"other lengths than that of {next(iter(lengths))!r}"
+        raise expected(function, f"the columns of {name}", "to have one length", got)
     if not any(columns.values()):
         raise expected(function, name, "to hold at least 1 row", 0)
     return name, {column: list(map(text_of, values)) for column, values in columns.items()}

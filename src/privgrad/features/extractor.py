@@ -155,7 +155,7 @@ class Extractor(nn.Module, ABC):
         if isinstance(rows, Tensor) and rows.ndim < 2:
             raise expected(name, "rows", "to have shape (n, ...)", tuple(rows.shape), "give one row as rows[None]")
         # One text would be taken letter by letter, and an array as the texts of its rows.
-        if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(rows[0], str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(next(iter(rows)), str)):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts

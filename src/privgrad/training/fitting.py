@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.accounting.accountant import two_decimals_up
-from privgrad.errors import expected, require_callable, require_integer, require_nonnegative, require_path
+from privgrad.errors import expected, require_callable, require_in, require_integer, require_nonnegative, require_path
 from privgrad.gradient.functional import evaluating
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_separate
@@ -120,7 +120,7 @@ def fit(
         settings = private_grad.settings | {  # a run that resumes must share these
             **settings_of("optimizer", optimizer, optimizer.settings),
             **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
-            "ema_decay": repr(ema_decay),
+            "ema_decay": repr(None if ema_decay is None else float(ema_decay)),
             **({"class rates": repr(train_set.rates)} if isinstance(train_set, ClassRates) else {}),
         }
         if not model.training:
@@ -222,8 +222,7 @@ def _scheduler_of(
 
 def _average_of(model: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of the model that will hold the moving average of its weights."""
-    if not 0 <= decay < 1:
-        raise expected("fit", "ema_decay", "to be in [0, 1)", decay, "0.999 is usual for long trainings")
+    require_in("fit", "ema_decay", decay, "[0, 1)", "0.999 is usual for long trainings")
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         remedy = "train without it, or give whole models to Distributed"
         raise expected("fit", "ema_decay", "to be of a whole model", "a sharded model", remedy)
