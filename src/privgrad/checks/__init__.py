@@ -30,13 +30,9 @@ __all__ = [
 
 
 def try_batch(model: nn.Module, loss_fn: LossFunction, examples: Any, *, together: bool) -> bool:
-    """Try the loss on a few examples of a batch, before the first step of a set of trained parameters.
+    """Try the loss on a few examples of a batch, and return whether the examples share random numbers.
 
-    Return whether the examples share random numbers. `together`: whether the engine computes examples in one forward
-    pass.
-
-    Raises:
-        PrivacyError: the loss is wrong, or it mixes examples.
+    `together`: whether the engine computes examples in one forward pass.
     """
     randomness = check_loss(model, loss_fn, examples)
     return together and randomness.draws and share_draws(model, loss_fn, few_of(examples, fill=False))

@@ -28,9 +28,8 @@ def warn_of_private_bound(
 ) -> None:
     """Warn if a bound of many digits is the extreme value of the data, and few rows have it.
 
-    `bound` is one number, shape (), or one per column, (columns,). `rows` are the private values without NaN,
-    (n, columns). Columns with the same bound are compared as one. With `is_low`, the bound is compared with the
-    smallest value, in place of the largest. The texts are for the warning.
+    `bound` is one number, shape (), or one per column, (columns,); columns with the same bound are compared as one.
+    `rows` are the private values without NaN, (n, columns).
     """
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
     chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
@@ -69,9 +68,8 @@ def _are_equal(values: Tensor, bound: float) -> Tensor:
 def share_rows(one: object, other: object) -> bool:
     """Return whether two data sets have a row in common, as far as objects and memory tell.
 
-    Each is a data set, a list of rows, or tensors in any structure; the check looks through Subset, ConcatDataset and
-    ClassRates, and at the tables of datasets.Dataset. A row in several tensors is common if the widest of them are.
-    Tensors that are expanded from one row do not count.
+    It looks through wrappers, and at the tables of datasets.Dataset. A row in several tensors is common if the widest
+    of them are. Tensors that are expanded from one row do not count.
     """
     if one is None or other is None:
         return False
@@ -98,8 +96,7 @@ def _among(places: list[Tensor], known: list[Tensor]) -> bool:
 def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own.
 
-    The first list has the tensors with the widest rows only, which are those of the records: labels may be copied, and
-    an index of rows may be shared. The second list has all.
+    The first list has only the widest tensors, those of the records: labels may be copied, and an index may be shared.
     """
     if isinstance(data, list):
         every = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]

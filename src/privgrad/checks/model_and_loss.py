@@ -56,11 +56,7 @@ class Problem:
 # Cost: it walks over the modules, without data.
 # Refuses wrongly: normalizations in training mode whose outputs the loss does not use.
 def find_problems(model: nn.Module) -> list[Problem]:
-    """Return everything in the model that prevents private training, by module path; an empty list if nothing does.
-
-    Privacy:
-        This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
-    """
+    """Return all in the model's structure that prevents private training, by module path; it reads no data."""
     traced = (path for path, module in named_modules(model) if isinstance(module, TopLevelTracedModule))
     if (path := next(traced, None)) is not None:  # its parts have no attributes to read
         what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
@@ -127,8 +123,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
     """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
 
     Privacy:
-        This reveals only success or an error, like any exception raised on private data. The loss is tried on copies
-        of parameters and buffers, and changes that it makes to the modules are undone. Each loss must depend on its
+        This reveals only success or an error, like any exception raised on private data. Each loss must depend on its
         own example only: the privacy guarantee rests on that. It is tried here, not proven.
     """
     few = few_of(examples, fill=False)
@@ -320,10 +315,7 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
 def require_same_losses_in_half(
     model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness, novel: Sequence[int] = ()
 ) -> None:
-    """Raise PrivacyError if the losses of a batch's first half change when the second half is removed.
-
-    The second half holds the `novel` rows.
-    """
+    """Raise PrivacyError if the first half's losses depend on the second half, which holds the `novel` rows."""
     examples = leading_of(examples, _HALVED, novel)
     half = (count_examples(examples) + 1) // 2
 

@@ -65,10 +65,7 @@ def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
 def losses_and_draws(
     model: nn.Module, loss_fn: LossFunction, examples: Any, *, salt: int = 0, drawn: "Drawn | None" = None
 ) -> tuple[Tensor, list[int], Any]:
-    """Return the losses under a secret seed, the numbers of torch's draws, and the last states of numpy and Python.
-
-    The states are None if nothing was drawn from them.
-    """
+    """Return losses under a secret seed, the sizes of torch's draws, and states of numpy and Python if they drew."""
     with seeded(secret_seed(salt)), drawn or Drawn() as noticed:
         before = numpy_and_python_states()
         losses = losses_on_copies(model, loss_fn, examples, seed=None).detach()
@@ -391,8 +388,7 @@ def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> No
     """Raise UnsupportedModuleError if a row of the gradients depends on its place among the examples.
 
     vmap gives each row numbers of its own, also of a fixed seed: these are public, and one example more would move all
-    later rows. The rows are compared with the same examples alone, with dropout off. If the forward pass draws other
-    numbers from torch's random streams, which are secret, nothing can be compared.
+    later rows. The rows are compared with the same examples alone, with dropout off.
     """
     randomness = find_randomness(model, loss_fn, few)
     with without_randomness(model, randomness, randomness.compared[0]), seeded(secret_seed()):

@@ -25,8 +25,8 @@ _SAME = 8  # units of rounding by which equal losses may differ on a device
 def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> None:
     """Raise PrivacyError if a pass reads what another one left in closures, globals or objects of the user's classes.
 
-    Changes without an effect on losses are undone from now on. A number that every pass changes by the same
-    amount counts the steps, whatever the examples are.
+    Changes without an effect on losses are undone from now on. A number that every pass changes by the same amount
+    counts the steps, whatever the examples are.
     """
     state, size = cast(State, loss_fn.state), count_examples(examples)
     few, scope = few_of(examples, fill=size < 2), Scope(model, state.loss_fn)

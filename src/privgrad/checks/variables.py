@@ -94,13 +94,11 @@ def references(path: str, function: Any) -> Iterator[Variable]:
 class Scope(Contents):
     """The variables that the code of a model and its loss_fn reads, found by a walk over that code.
 
-    Args:
-        model, loss_fn: as in PrivateGradient.
     Attributes:
         variables: those that nothing else watches.
         buffers, attributes: those of the model's modules, which the engines and `functional.preserved` watch.
         parameters: the paths of parameters outside of the model, by id.
-        names, texts: the names and the texts in that code. Attributes of objects with other names do not count.
+        names, texts: those in that code. Attributes of objects with other names do not count.
         watched: the buffers' paths by id; other objects may hold them too.
     """
 
@@ -154,10 +152,7 @@ class Scope(Contents):
             yield from ((variable.path, variable.get()) for variable in self.contents(label, value))
 
     def contents(self, path: str, value: Any) -> Iterator[Variable]:
-        """Yield what a container or an object of the user's holds: its first items, or attributes that the code names.
-
-        Items of lists and such are no places: to set one changes nothing.
-        """
+        """Yield the items of a container, which are no places, or the attributes of an object that the code names."""
         if isinstance(value, dict):
             for number, key in enumerate(list(islice(cast("dict[Any, Any]", value), _ITEMS))):
                 named = isinstance(key, str) and key in self.texts
@@ -212,13 +207,9 @@ class Scope(Contents):
 class Snapshot(Contents):
     """The values of variables at one time, inside containers and objects too.
 
-    Args:
-        scope: what the code reads.
-        variables: some of its variables.
-        copied: the paths, as `shown`, of small tensors whose entries are compared and restored; None: all.
     Attributes:
         values: numbers, texts and copies by path; of a tensor else its identity and count of writes.
-        places: the variables by path, inside containers and objects too.
+        places: the variables by path.
         tensors: the paths of tensors by id.
     """
 
@@ -294,10 +285,7 @@ class Snapshot(Contents):
 class State:
     """The state besides the modules that passes of one training may change.
 
-    Args:
-        loss_fn: the user's own.
     Attributes:
-        scope: the variables of the model and loss_fn; None before the first check.
         counters: by path, how much each step adds to a number. Passes see its value at the begin of the step.
         overwritten: paths that each pass sets again, and that no pass reads before.
         undone: paths that passes change without an effect on losses. They keep their values.
@@ -327,11 +315,7 @@ class State:
 
     @contextmanager
     def kept(self) -> Generator[None]:
-        """Undo what a pass changes, except what every pass overwrites.
-
-        Raises:
-            PrivacyError: the pass has changed a counter by another amount than those of the check.
-        """
+        """Undo what a pass changes, except what every pass overwrites; refuse a counter that changed otherwise."""
         if self.scope is None or not self.scope.variables:
             yield
             return
@@ -358,8 +342,8 @@ class State:
     def begin_step(self, model: nn.Module) -> bool:
         """Return whether a number or text changed since the last step, so that a check is due.
 
-        Warn once of each tensor that was written or replaced since; but not if the model was moved. At most
-        _CHECKS + steps / _EVERY checks are due, because a loop may set a number at every step.
+        Warn once of each tensor that was written or replaced since; but not if the model was moved. At most _CHECKS +
+        steps / _EVERY checks are due, because a loop may set a number at every step.
         """
         self._now = None
         if self.scope is None or self._last is None or self._place != _place_of(model):
@@ -460,10 +444,7 @@ def _is_own(module: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _named_by(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the names, the texts and the global variables that a function's code reads, and functions that it makes.
-
-    A list that the code only appends to is a log, which it does not read.
-    """
+    """Return the names, the texts and the globals that a function's code reads, and functions that it makes."""
     names, reads = set[str](), set[str]()
     for one, then in pairwise(dis.get_instructions(code)):
         is_logged = then.opname in ("LOAD_ATTR", "LOAD_METHOD") and then.argval in _LOGGED

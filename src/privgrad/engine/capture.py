@@ -52,33 +52,19 @@ from privgrad.gradient.refusals import (
 
 
 class Capture:
-    """A context in which a forward pass is recorded, and computed so that gradients per example can be taken.
-
-    Args:
-        layouts: the learned layout of each call, in order; None while they are being learned.
-        size: the number of examples.
-        vmapped_units: paths of units that are computed by vmap.
-        displacements: of each example's parameters, if gradients are evaluated there.
-        curved: whether to record what Hessian products need.
-        norms: measured norms of Jacobians, kept from call to call.
-        earlier: the record of the first pass that learns layouts, in the second one; else None.
-    Attributes:
-        taps: where gradients are needed, in the order of the forward pass.
-        record: the calls of units, and of functions with shared values.
-        trained: the trainable parameters by name.
-    """
+    """A context in which a forward pass is recorded, and computed so that gradients per example can be taken."""
 
     def __init__(
         self,
         model: nn.Module,
-        layouts: Calls | None,
+        layouts: Calls | None,  # of all calls, in order; None while they are being learned
         size: int,
         vmapped_units: Collection[str],
         displacements: Displacements | None = None,
         *,
-        curved: bool = False,
+        curved: bool = False,  # whether to record what Hessian products need
         norms: JacobianNorms | None = None,
-        earlier: CallRecord | None = None,
+        earlier: CallRecord | None = None,  # the first pass that learns layouts, in the second one
     ) -> None:
         self.size = size
         self._model = model
@@ -86,7 +72,7 @@ class Capture:
         self._vmapped_units = vmapped_units
         self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved
-        self.taps: list[Tap] = []
+        self.taps: list[Tap] = []  # where gradients are needed, in the order of the forward pass
         self._functions_of = dict[int, dict[str, str]]()  # by the id of a parameter: see Tap.functions
         self.record = CallRecord(layouts, size, earlier)
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []

@@ -262,10 +262,7 @@ def _wait() -> None:
 
 
 def _peak_of(step: Callable[[], None], devices: Collection[torch.device]) -> float:
-    """Return the most memory that a step holds at a time besides what it was given, in MiB, as torch counts it.
-
-    With GPUs among the devices, only their memory counts, summed over them.
-    """
+    """Return the most memory that a step holds besides what it was given, in MiB; with GPUs, theirs alone."""
     if gpus := [device for device in devices if device.type == "cuda"]:
         before = 0
         for gpu in gpus:

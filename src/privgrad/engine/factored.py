@@ -58,18 +58,13 @@ class Fallback:
     that a sum is computed in one way. The sums with and without this example may be computed in two ways. Each differs
     from the exact one by at most the bound of its own way. A module that was taken stays taken, so later sums are
     rounded otherwise too: docs/rounding.md names this gap.
-
-    Attributes:
-        any: whether some module is taken whole.
-        reached_loss: whether even the root was refused, so that `of_losses` computes the gradients.
-        reasons: why a unit was refused, by the path of the module that was taken whole because of it.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
         self._model, self._layouts, self._alone = model, layouts, Vmap(model, loss_fn)
-        self.any = self.reached_loss = False
+        self.any = self.reached_loss = False  # whether some module is taken whole; and even the root, so the loss
         self._computed: int | None = None  # calls of the engine in this step; None before the first step
-        self.reasons = dict[str, Reason]()
+        self.reasons = dict[str, Reason]()  # of the refusals, by the path of the module that was taken whole
         self._new = list[str]()  # the modules taken so far, until an attempt is accepted
 
     def begin_step(self) -> None:
@@ -77,12 +72,7 @@ class Fallback:
         self._computed = 0
 
     def take_whole(self, error: UnitRefusedError | CallSequenceChangedError) -> None:
-        """Take the unit of a refusal or a module above it whole.
-
-        Raises:
-            UnsupportedModuleError: the loss itself is taken whole already.
-            StepChangedError: some examples of this step were computed before.
-        """
+        """Take a refused unit or a module above it whole; the step starts again if it computed examples before."""
         refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
         if self.reached_loss:
             raise refusal from None
@@ -109,10 +99,7 @@ class Fallback:
         return self._alone.moved(examples, point.radius, exact=point.exact)
 
     def _take(self, unit: str) -> str:
-        """Take a refused unit whole, or the next module above it, and return its path; above the root, take the loss.
-
-        If the unit or a module that contains it is computed by vmap already, take the next module above that one.
-        """
+        """Take the unit whole, or the next module above those that are, and return its path; at last, the loss."""
         path = unit.partition("[")[0]  # a unit may be a call inside of a module, such as "body[0]"
         taken = self._layouts.current.vmapped_units
         holding = [other for other in taken if other == path or _is_above(other, path)]
@@ -151,14 +138,7 @@ Result = TypeVar("Result")
 
 
 class Factored:
-    """An engine that computes the per-example gradients of a model as factors. It implements `contribution.Engine`.
-
-    Args:
-        model: the module. It is not changed; its forwards are replaced during a call only.
-        loss_fn: (model, examples) -> losses, shape (B,).
-        memory_mb: MiB for the data that grow with the number of examples; at least one example is computed at once.
-            None: see `MemoryPlan`.
-    """
+    """An engine that computes the per-example gradients of a model as factors, with its forwards replaced meanwhile."""
 
     batches_examples = True  # they share one forward pass, and the random numbers that it draws
 
@@ -181,15 +161,9 @@ class Factored:
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss, a factor for each trainable parameter that it reaches.
 
-        Args:
-            examples: with leading dimension B >= 1.
-            point: where the gradients are computed; the default is the weights.
-        Raises:
-            UnsupportedModuleError: examples influence each other, or a use of a parameter cannot be attributed to them.
-        Privacy:
-            NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
-            compared with their gradients alone, and also when the sequence of calls changes, or a batch holds what no
-            earlier one held. This is no proof.
+        NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
+        compared with their gradients alone, and also when the sequence of calls changes, or a batch holds what no
+        earlier one held. This is no proof.
         """
         self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
@@ -249,20 +223,13 @@ class Factored:
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.
 
-        A second forward and backward pass adds to each layer's output the effect of that example's displaced
-        parameters. If the layer's rule has a shorter way, no example's parameters are written out. With `exact`, the
-        result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss, by one forward pass, its
-        backward pass and a backward pass through that. Random draws are the same in both passes. With radius >= 0; if
-        g_i is zero or not finite, the parameters are not displaced. Others are as in __call__.
+        With `exact`, the result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss. Random
+        draws are the same in both passes. If g_i is zero or not finite, the parameters are not displaced.
         """
         return self(examples, Point(radius=radius, exact=exact))
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
-        """Compute the gradient of each example's own loss at its own point, theta + share f_i, as factors.
-
-        `moved` has f_i by parameter name, one row per example; parameters that are not displaced are missing. Others
-        are as in __call__.
-        """
+        """Compute the gradient of each example's own loss at theta + share f_i, as factors; `moved` has f_i by name."""
         return self(examples, Point(along=moved, share=share))
 
     def inputs(self, examples: Any) -> dict[str, Factor]:
@@ -309,16 +276,12 @@ class Factored:
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once, of which only the shapes of one decide.
 
-        Their gradients should stay near the processor's caches, but be much larger than the parameters. Batches rarely
-        have more than `usual_size` examples, a public number.
+        Batches rarely have more than `usual_size` examples, a public number.
         """
         return self._memory.examples(usual_size, self._floats(examples))
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
-        """Return the number of examples to compute at once in `moved`, at most `size`, that of `microbatch_size`.
-
-        It can be smaller, because some layers write out their weights for each example.
-        """
+        """Return that of `moved`, at most `size`: some layers write out their weights for each example."""
         floats, written = self._floats(examples), self._passes.written_per_example(exact=exact)
         return self._memory.displaced_examples(size, floats, written, exact=exact)
 
@@ -444,11 +407,9 @@ class Factored:
             raise refused(", ".join(lost), "to get a gradient, as on the first batch", got, remedy)
 
     def _compute_again(self, examples: Any, point: Point) -> Found:
-        """Return the factors of a batch whose sequence of calls differs from the current layouts.
-
-        The first attempt uses the layouts known for examples of these shapes, so loops may be longer for longer
-        sequences. The second uses those of a new audit, and the last those of the whole batch.
-        """
+        """Return the factors of a batch whose sequence of calls differs from the current layouts."""
+        # First with the layouts known for examples of these shapes, so loops may be longer for longer sequences; then
+        # with those of a new audit, and at last of the whole batch.
         self._layouts.note_change(examples)
         for learn in (self._audit_at, self._learn_whole):
             self._set_back()

@@ -35,10 +35,7 @@ Layout = tuple[ExampleDim | None, ...]
 
 
 def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
-    """Return the layout of a call, from the same call with sizes[0] and with sizes[1] examples.
-
-    It refuses calls that differ in more than the size of one dimension per tensor.
-    """
+    """Return the layout of a call, or refuse it, from the same call with sizes[0] and with sizes[1] examples."""
     dims, other_dims = [len(shape) for shape in one.shapes], [len(shape) for shape in other.shapes]
     if dims != other_dims:
         got = f"tensors of {dims} dimensions with {sizes[0]} examples, {other_dims} with {sizes[1]}"
@@ -139,10 +136,7 @@ class Layouts:
 
 
 class LayoutCache:
-    """The current layouts, and those of earlier audits.
-
-    A loop may be longer for longer examples. The engine then switches to the layouts of examples of the same shapes.
-    """
+    """The current layouts, and those of earlier audits, because a loop may be longer for longer examples."""
 
     def __init__(self) -> None:
         self.current = Layouts()  # the next pass uses them
@@ -183,23 +177,15 @@ _SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: tho
 
 
 class CallRecord:
-    """The calls of one forward pass.
-
-    The arguments are as in `capture.Capture`.
-
-    Attributes:
-        learned: path and layout of each call, after the second pass that learns.
-        paths: the paths of the calls so far, if layouts are known.
-        functions: all calls of functions, in the first pass that learns.
-        is_finished: whether the forward pass has ended; later calls belong to parts that are computed again.
-        is_ambiguous: whether some tensor has another dimension as large as that of the examples. By its sizes, the
-            examples could be in either.
-    """
+    """The calls of one forward pass."""
 
     def __init__(self, layouts: Calls | None, size: int, earlier: "CallRecord | None" = None) -> None:
         self._layouts, self._size, self._earlier = layouts, size, earlier
-        self.learned, self.paths, self.functions = Calls(), list[str](), list[Call]()
-        self.is_finished = self.is_ambiguous = False
+        self.learned = Calls()  # after the second pass that learns
+        self.paths = list[str]()  # of the calls so far, if layouts are known
+        self.functions = list[Call]()  # all calls of functions, in the first pass that learns
+        self.is_finished = False  # later calls belong to parts that are computed again
+        self.is_ambiguous = False  # whether some tensor has another dimension as large as that of the examples
         self._units = list[Call]()
         self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
         self._by_shapes = dict[Any, Layout | None]()
@@ -257,7 +243,7 @@ class CallRecord:
     def learn_function(
         self, path: str, name: str, index: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> Layout:
-        """Record a call of a function in the second pass, and return its layout; () if it cannot be attributed.
+        """Record a function's call in the second pass, and return its layout; () if it cannot be attributed.
 
         Its path is that of a unit with the name in brackets, and `index` the number of calls of any function before.
         """

@@ -47,12 +47,9 @@ _ON_DEVICE = 1 << 26  # both of these numbers on a device other than the CPU, wh
 class MemoryPlan:
     """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
 
-    In all methods, `floats` is the number of floats of output gradients per example.
-
-    Args:
-        model: the module.
-        memory_mb: MiB for the data that grow with the number of examples: half for output gradients, half for
-            gradients that are kept from the norms to the sum. None: a multiple of the model's size.
+    In all methods, `floats` is the number of floats of output gradients per example. The limit `memory_mb` is for the
+    data that grow with the number of examples: half for output gradients, half for gradients that are kept from the
+    norms to the sum. None: a multiple of the model's size.
     """
 
     def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
@@ -70,10 +67,7 @@ class MemoryPlan:
         return -(-usual_size // -(-usual_size // most))
 
     def displaced_examples(self, size: int, floats: int, written: int, *, exact: bool) -> int:
-        """Return the number of examples per pass with displaced parameters, at most the public number at the weights.
-
-        For each example, `written` parameters are written out. With `exact`, Hessian products are computed.
-        """
+        """Return the number per pass, at most `size`, where each writes out so many moved parameters. Public."""
         together, few, trained = self._limits()
         if exact and size * floats > max(few, 2 * trained):
             # The graph of the backward pass needs about as much memory as the graph of the forward pass.
@@ -120,8 +114,8 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
 def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
     """Compute the gradients at the taps with the Hessian's terms added, and the other terms for the weight gradients.
 
-    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then
-    phi = sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight enters phi
+    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then phi =
+    sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight enters phi
     twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which gives the
     pair (d phi / d (gradient of x), b).
     """
@@ -179,19 +173,7 @@ class Point:
 
 
 class Passes:
-    """The passes over one model and loss. The forwards of the model are replaced during a pass only.
-
-    Attributes:
-        model, loss_fn: as in `Factored`.
-        layouts: where the tensors of each call hold the examples.
-        closed_forms: by id of a parameter from which a weight is computed, whether its gradient has a closed form. The
-            displacement of any other one is written out.
-        ambiguous: the number of examples in the last pass, if some tensor had another dimension of that size; else 0.
-        half: whether any output gradient of the last pass is in half precision.
-        floats: the number of floats of output gradients per example in the last pass.
-        norms: the norms of the Jacobians of computed weights.
-        uses: how the gradient of each parameter was computed in the last pass.
-    """
+    """The passes over one model and loss. The forwards of the model are replaced during a pass only."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
         self.model = model
@@ -199,7 +181,10 @@ class Passes:
         self._memory = memory
         self.norms = JacobianNorms()
         self.layouts = LayoutCache()
+        # By id of a parameter from which a weight is computed; the displacement of one without is written out.
         self.closed_forms = dict[int, bool]()
+        # Of the last pass: whether any output gradient is in half precision, and their floats per example; the number
+        # of examples, if some tensor had another dimension of that size, else 0; and how each gradient was computed.
         self.half, self.floats, self.ambiguous = False, 0, 0
         self.uses = dict[str, Use]()
 
@@ -211,8 +196,7 @@ class Passes:
     def compute(self, examples: Any, point: Point, *, is_first: bool = False) -> Found:
         """Return the gradients at a point as factors, and the displacements of the parameters.
 
-        It raises CallSequenceChangedError if the model makes other calls than the current layouts have. `is_first`:
-        right after `learn`, where the same losses have succeeded with the unchanged layers.
+        `is_first`: right after `learn`, where the same losses have succeeded with the unchanged layers.
         """
         if point.radius is not None and point.exact:
             return self._curved(examples, point.radius)

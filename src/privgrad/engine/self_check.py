@@ -30,8 +30,7 @@ _MEASURED = 16  # number of examples whose norms a check measures
 def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone.
 
-    It needs `restored` around it, since a forward pass may write to the model's own parameters. The tolerance is
-    relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters.
+    The tolerance is relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters.
     """
     factors, moves = found
     model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
@@ -62,10 +61,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
 def _changes(
     wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], row: slice
 ) -> Iterator[tuple[str, float]]:
-    """Yield the names of `wanted`, each with the norm of the change from its gradient of one example to that found.
-
-    Factors are written out for about _AT_ONCE numbers at a time, and compared by one read.
-    """
+    """Yield the names of `wanted`, each with the norm of the change of one row; about _AT_ONCE numbers by one read."""
     changes, size = dict[str, Tensor](), 0
     for place, (name, value) in enumerate(wanted.items(), 1):
         one = value[row].dense()[0] if isinstance(value, Factor) else value
@@ -146,10 +142,9 @@ def _factors_of(passes: Passes, few: Any, seed: int) -> dict[str, Factor]:
 
 
 def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
-    """Raise UnsupportedModuleError if the second pass, with zero displacements, differs from the first.
+    """Raise UnsupportedModuleError if the second pass, with zero displacements, draws other numbers than the first.
 
-    Both passes start from the same random state, so a difference means that they draw different random numbers. This
-    checks the formula of BAM, not the isolation of examples.
+    This checks the formula of BAM, not the isolation of examples.
     """
     with seeded(seed):
         first, _ = passes.compute(few, Point())

@@ -43,10 +43,6 @@ class SharedValues:
 
     A value keeps the graph of its parameters. So a use that is not seen leads from the losses to a parameter, and
     `passes` refuses it.
-
-    Args:
-        parameters: pairs of a path and a trainable parameter; the path is that of the module that owns it.
-        copies_of: path and parameter -> its copies, shape (B, *P).
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
@@ -76,11 +72,7 @@ class SharedValues:
     ) -> None:
         """Add a value that was computed from shared values and from constants alone; a known value stays as it is.
 
-        Args:
-            tensor: the value, with the graph of its parameters.
-            unit: see `unit`.
-            compute: returns its copies, shape (B, *value). It runs at the first use, in the modes of the present.
-            inputs: the tensors that it reads.
+        `compute` returns its copies, shape (B, *value). It runs at the first use, in the modes of the present.
         """
         if tensor not in self:
             device, grad = tensor.device.type, torch.is_grad_enabled()
@@ -96,10 +88,7 @@ class SharedValues:
     def rewrite(
         self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
     ) -> None:
-        """Follow an operation that has changed a value in place, which is no parameter.
-
-        Its version was `version` before. `compute` takes the copies before, and returns those after as other tensors.
-        """
+        """Follow an operation in place on a value of this version; `compute` returns new copies from those before."""
         before = self._values[id(tensor)]
         if before.version == version:  # else another operation changed it, through a view
             del self._values[id(tensor)]
@@ -150,7 +139,7 @@ class Additive(TorchFunctionMode):
     """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters.
 
     The rule of the unit adds up the gradients of all examples at these weights. A hook would see this sum, and need not
-    be additive. The unit at `path` is then taken whole, and computed for each example.
+    be additive. The unit is then taken whole.
     """
 
     def __init__(self, path: str) -> None:
@@ -171,13 +160,7 @@ class Call(NamedTuple):
 
 
 class FunctionCalls(TorchFunctionMode):
-    """A mode that passes calls with a shared value among their arguments to `take`, and uses its result.
-
-    With a list `record`, it adds all calls to the list, and passes none to `take`.
-
-    Attributes:
-        count: the number of calls so far, of any function but those of `_METADATA`.
-    """
+    """A mode that passes calls with a shared value to `take`, and uses its result; or only records all calls."""
 
     def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], record: list[Call] | None) -> None:
         super().__init__()
@@ -275,10 +258,7 @@ def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Te
 
 
 def for_one_example(func: Any, args: Any, dim: int, rows: int) -> Any:
-    """Return the arguments of a call that repeats a tensor for the examples, changed to one example's.
-
-    An example has `rows` rows in dimension `dim` of the result.
-    """
+    """Return the arguments of a call that repeats a tensor, changed to those of one example, of so many rows."""
     if name_of(func) not in ("expand", "broadcast_to", "repeat", "tile"):
         return args
     sizes = list(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])

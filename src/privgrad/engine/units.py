@@ -90,10 +90,7 @@ def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
 
 
 def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units with their paths: modules with a rule or a forward of their own, and those that are taken whole.
-
-    Each unit is yielded once. No module within a unit is a unit elsewhere.
-    """
+    """Yield the units with their paths, each once: modules with a rule or a forward, and those that are taken whole."""
     seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
     yield from _units(model, "", whole, seen)
 
@@ -117,10 +114,7 @@ _MOST = 10_000  # most objects to examine per argument
 
 
 class Watched:
-    """The contents of a call's arguments, to detect that its forward changes one, such as a cache.
-
-    If one example's pass fills an argument, the next example reads it.
-    """
+    """The contents of a call's arguments: what one example's pass fills, as a cache, the next one would read."""
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         # The class of the argument, each object that can be reached from it, and its parts.
@@ -164,11 +158,7 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 
 class VmappedUnit:
-    """One call of a unit by vmap. The gradients at each example's copy of the parameters are its gradients.
-
-    Attributes:
-        tensors: the tensors among the `arguments` of the call, (args, kwargs).
-    """
+    """One call of a unit by vmap. The gradients at each example's copy of the parameters are its gradients."""
 
     def __init__(self, path: str, module: nn.Module, forward: Any, arguments: Any) -> None:
         self._path = path
@@ -190,10 +180,7 @@ class VmappedUnit:
         return output
 
     def output(self, copies: Mapping[str, Tensor], inputs: Sequence[tuple[Tensor, int | None]], size: int) -> Any:
-        """Return the tensors in the output, each with the B = `size` examples in dimension 0.
-
-        `copies` has each example's own trained parameters by name, of shape (B, *P).
-        """
+        """Return the tensors in the output, examples first, from copies of the trained parameters, (B, *P)."""
         # Dropout draws in the order of memory, and BAM's second pass needs equal draws.
         tensors, dims = [x.contiguous() for x, _ in inputs], [dim for _, dim in inputs]
         versions = [x._version for x in tensors]
@@ -274,16 +261,10 @@ def require_unchanged(path: str, watched: Watched) -> None:
 
 
 class LayerCall:
-    """One call of a layer by its rule, with detached weights.
+    """One call of a layer, or of a function with its options, by a rule with detached weights.
 
-    A call refers neither to its output nor to the `Capture` that made it. A cycle of references would keep the pass in
-    memory until garbage collection.
-
-    The layer is a module, or the options of a functional call. One of its weights may be computed from parameters, and
-    then has a graph. `curved` says that the call is part of a Hessian product.
-
-    Attributes:
-        x: the input that the gradients of the weights are computed from, with examples in dimension 0.
+    A call refers neither to its output nor to the `Capture` that made it: a cycle of references would keep the pass in
+    memory until garbage collection. One of the weights may be computed from parameters, and then has a graph.
     """
 
     def __init__(

@@ -41,10 +41,10 @@ def gradients_at(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients of sum <output, along> at edges of the graph; None where the outputs do not depend on one.
+    """Return the gradients of sum <output, along> at edges or leaves; None where the outputs do not depend on one.
 
-    torch.autograd.grad would switch off the modes that see torch functions, also for a checkpointed part that is
-    computed again. A leaf is an edge, too. `along` has a tensor for each output; None means ones.
+    torch.autograd.grad would switch off the modes that see torch functions, also where a checkpointed part is computed
+    again.
     """
     along = [torch.ones_like(output) for output in outputs] if along is None else along
     run, keep = cast(Any, _engine_run_backward), create_graph
@@ -77,8 +77,7 @@ def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 def is_additive(tensor: Tensor) -> bool:
     """Return whether the backward pass of a sum of gradients gives the sum of theirs, in the precision of the sum.
 
-    It may differ where a function has a backward pass of its own, in Python or in an extension. It also differs where
-    the computation converts between precisions, as under autocast.
+    Not where a function has a backward pass of its own, or where precisions are converted, as under autocast.
     """
     return not any(
         isinstance(node, BackwardCFunction)
@@ -103,8 +102,7 @@ def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> Iterator[Any
 def refuse_reentrant(loss: Tensor) -> None:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
 
-    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients. These
-    gradients would be neither clipped nor noised.
+    Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.
     """
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
         remedy = (

@@ -22,10 +22,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Compute F.embedding; torch's rule omits the gradient of the padding row for the first example only.
-
-    The gradient is dense. For a sparse gradient, torch's rule fails in the backward pass.
-    """
+    """Compute F.embedding; torch's rule omits the gradient of the padding row for the first example only."""
     del sparse
     size = weight.shape[0]
     # Here -1 is the last row, as in F.embedding. In torch.embedding it means no padding.

@@ -24,30 +24,18 @@ MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Use:
-    """How the gradient of a parameter is computed.
+    """How the gradient of a parameter is computed."""
 
-    Attributes:
-        way: "rule"; "copies", from copies of the parameter; or "whole", with a module that is taken whole.
-        unit: the path of that module, or of the module that owns the parameter; empty for a rule.
-        why: the functions that need copies, or why a module is taken whole.
-        remedy: what would be faster; empty if nothing is known.
-        floats: the size of a copy; 0 if there is none.
-        is_cheap: whether copies are a small part of what the engine holds for each example.
-    """
-
-    way: str
-    unit: str = ""
-    why: str = ""
-    remedy: str = ""
-    floats: int = 0
-    is_cheap: bool = False
+    way: str  # "rule"; "copies", from copies of the parameter; or "whole", with a module that is taken whole
+    unit: str = ""  # the path of that module, or of the module that owns the parameter; empty for a rule
+    why: str = ""  # the functions that need copies, or why a module is taken whole
+    remedy: str = ""  # what would be faster; empty if nothing is known
+    floats: int = 0  # the size of a copy; 0 if there is none
+    is_cheap: bool = False  # whether copies are a small part of what the engine holds for each example
 
 
 class Engine(Protocol):
-    """An engine that computes per-example gradients, at the weights or near them.
-
-    `engine.factored.Factored` and `reference.Vmap` implement it. The guarantee needs row i to depend on example i only.
-    """
+    """An engine that computes per-example gradients; the guarantee needs row i to depend on example i only."""
 
     batches_examples: bool  # whether examples share a forward pass, and the random numbers that it draws
 
@@ -62,26 +50,14 @@ class Engine(Protocol):
 
 
 class OwnExamples:
-    """A loss_fn that gives the user's loss_fn copies of the examples if it writes to them, as `x.div_(255)` does.
-
-    Args:
-        loss_fn: (model, examples) -> losses, shape (B,).
-        state: a `checks.State`, which undoes what a pass changes besides the modules; None: nothing does.
-    Attributes:
-        state: see Args.
-        plain: loss_fn.
-    """
+    """A loss_fn that gives the user's loss_fn copies of the examples if it writes to them, as `x.div_(255)` does."""
 
     def __init__(self, loss_fn: LossFunction, state: Any = None) -> None:
         self.plain, self._writes, self._tries = loss_fn, False, False
-        self.state = state
+        self.state = state  # a `checks.State`, which undoes what a pass changes besides the modules; None: nothing does
 
     def __call__(self, model: nn.Module, examples: Any) -> Tensor:
-        """Return the losses.
-
-        Raises:
-            PrivacyError: the loss wrote to the examples, and did not when it was tried.
-        """
+        """Return the losses; raise PrivacyError if they wrote to the examples now, and not when they were tried."""
         with nullcontext() if self.state is None else self.state.kept():
             if self._writes:
                 return self.plain(model, map_examples(torch.clone, examples))

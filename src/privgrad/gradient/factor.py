@@ -28,10 +28,7 @@ _SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed
 
 
 def examples_per_block(floats: int, like: Tensor | None = None) -> int:
-    """Return how many examples of `floats` numbers to write out together, at least one.
-
-    On the CPU, the device if `like` is None, they stay in a core's cache.
-    """
+    """Return how many examples of `floats` numbers to write out together; on the CPU, they stay in a core's cache."""
     most = _CACHED if like is None or is_on_processor(like) else AT_ONCE
     return max(1, most // max(1, floats))
 
@@ -58,15 +55,11 @@ def native_norms(x: Tensor) -> Tensor:
 
 
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
-    """Return the norm of each example's gradient, shape (B,), float64.
+    """Return the norm of each example's gradient, times the inverse scales (None: 1), shape (B,), float64.
 
     Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
     with many small entries, by 2 % at 1e8 parameters. A float64 copy of the gradients would cost half as much time as
     computing them.
-
-    Args:
-        grads_BP: the gradients, shape (B, *P).
-        inverse_scales: multiplied with each gradient first, shape P; None is 1.
     """
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
@@ -82,10 +75,10 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
 
 
 def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None) -> Tensor:
-    """Return the norms of gradients that come in parts of the examples, none larger than the first.
+    """Return `norms_of` for gradients that come in parts of the examples, none larger than the first.
 
-    They are those of `norms_of`. The products with the scales are written to the same memory, part after part, since
-    new memory takes as long to allocate as to fill. The gradients may belong to others and are never written to.
+    Products with the scales share memory, since new memory takes as long to allocate as to fill. The gradients may
+    belong to others and are never written to.
     """
     if inverse_scales is None:
         return torch.cat([norms_of(grads_BP) for grads_BP in parts])
@@ -110,10 +103,7 @@ def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
-    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions.
-
-    Sums and inner products of written-out gradients use it; their norms do not.
-    """
+    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
     return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
 
 
@@ -124,9 +114,8 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     in a part, the errors of all terms are at most 2^-24 (k + 7) of their summed norms. One more example moves all later
     terms to other places of their parts, so all of these errors may change.
 
-    Narrow products are vector products to most libraries. These add up a few terms before they add them to the total,
-    which makes errors of repeated terms many times larger. Narrow parts are shorter, because short parts cost nothing
-    there.
+    Parts of narrow products are shorter: libraries compute these as vector products, and add up a few terms first,
+    which makes errors of repeated terms many times larger.
     """
     terms, shape = len(a_NI), (b_NO.shape[1], a_NI.shape[1])
     narrow = min(shape) <= _NARROW
@@ -396,13 +385,7 @@ def as_linear_map(factor: Factor) -> LinearMapFactor:
 
 
 class Scaled(Factor):
-    """The gradients of another factor times a positive number, viewed with another shape: share * g_i.
-
-    Args:
-        inner: g_i.
-        share: > 0.
-        shape: P, of as many values as g_i has; None: that of g_i.
-    """
+    """The gradients of another factor times a positive number, viewed with another shape P: share * g_i."""
 
     def __init__(self, inner: Factor, share: float, shape: torch.Size | None = None) -> None:
         super().__init__(inner.examples, inner.shape if shape is None else shape)
@@ -490,13 +473,7 @@ class Dense(LinearMapFactor):
 
 
 class Sum(LinearMapFactor):
-    """A sum of factors, for a parameter that is used in several places of the model.
-
-    It serves kinds of gradients that do not combine in closed form.
-
-    Args:
-        parts: factors of the same examples and shape.
-    """
+    """A sum of factors, for a parameter that is used in several places, in kinds that do not combine in closed form."""
 
     def __init__(self, parts: list[Factor]) -> None:
         super().__init__(parts[0].examples, parts[0].shape)

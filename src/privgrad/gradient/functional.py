@@ -36,9 +36,9 @@ _COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of 
 def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
     """Advance the vectors of all spectral norms in training mode, and hold all vectors until the exit.
 
-    Computes: for each weight W with vectors u and v, what one training forward pass computes: `n_power_iterations`
-    times u = W v / |W v| and v = W^T u / |W^T u| (the old spectral_norm: v first). So a layer that is called twice, a
-    second pass and a recomputed part all use the same vectors. W must be a parameter itself.
+    Computes: for each weight W, a parameter, what one training forward pass computes: `n_power_iterations` times u = W
+    v / |W v| and v = W^T u / |W^T u| (the old spectral_norm: v first). So a layer that is called twice, a second pass
+    and a recomputed part all use the same vectors.
 
     With `keep`, the new vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
@@ -82,10 +82,10 @@ def spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, T
 
 
 class Mended(TorchFunctionMode):
-    """A mode in which the operations of `MENDED` keep examples apart under vmap; torch calls it for each operation.
+    """A mode in which the operations of `MENDED` keep examples apart under vmap.
 
-    Args:
-        several: whether several examples are computed at once. Operations on memory and hooks are then refused.
+    With `several` examples at once, operations on memory and hooks are refused.
+
     Privacy:
         The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
         example. tests/gradient/test_batching.py compares the rules with a loop over examples. torch gives each example
@@ -107,9 +107,7 @@ class Mended(TorchFunctionMode):
 def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
     """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules.
 
-    Raises:
-        RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the `module`
-            that the function calls is TorchScript: a mode cannot replace its operations.
+    It raises RuntimeError for an operation without a rule, and for TorchScript in the `module` that the function calls.
     """
     parts = [] if module is None else [part for _, part in named_modules(module)]
     attributes = chain(parts, *(vars(part).values() for part in parts))
@@ -130,10 +128,7 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
 
 
 def refuse_own_generators(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise PrivacyError if a torch function with these arguments draws from a generator other than the global ones.
-
-    Only torch's global generators, on the CPU and on CUDA devices, have secret states.
-    """
+    """Raise PrivacyError if a torch function draws from a generator that is not global: its state is not secret."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator) and value not in (
             torch.default_generator,
@@ -248,10 +243,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def seeded(seed: int) -> Generator[None]:
-    """Seed the global random streams of torch, numpy and Python, and restore their states afterwards.
-
-    The draws of the model have `secret_draws`.
-    """
+    """Seed the global random streams of torch, numpy and Python, and restore their states afterwards."""
     with streams_kept():
         # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
         (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
@@ -295,15 +287,11 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 
 @contextmanager
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
-    """Undo the changes that a forward or backward pass makes to the modules, and warn about them.
+    """Undo the changes that a forward or backward pass makes to the modules and to `.grad`, and warn about them.
 
-    It restores attributes that were set, containers that were filled, and tensors and numpy arrays that were written
-    to, in attributes and in containers at any depth. It also restores the `.grad` of these tensors.
+    It sees attributes, and containers, tensors and arrays in them at any depth, except the attributes `but`. `path` is
+    the module's, for the warning.
 
-    Args:
-        model: the module; its submodules are included.
-        path: the module's path, for the warning.
-        but: names of attributes whose contents are not examined.
     Privacy:
         State that private examples leave on a module could change the gradient of another example, or end in a
         checkpoint. For state elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
@@ -368,16 +356,11 @@ def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | Spectr
 
 
 class Contents:
-    """The contents of containers, tensors and arrays at one time, at any depth.
-
-    Attributes:
-        containers: the label of each list, set, deque or dict, itself, and what it held.
-        copies: the label of each tensor or array, itself, and a copy.
-    """
+    """The contents of containers, tensors and arrays at one time, at any depth."""
 
     def __init__(self) -> None:
-        self.containers = list[tuple[Any, Any, tuple[Any, ...]]]()
-        self.copies = list[tuple[Any, Any, Any]]()
+        self.containers = list[tuple[Any, Any, tuple[Any, ...]]]()  # the label of each, itself, and what it held
+        self.copies = list[tuple[Any, Any, Any]]()  # the label of each tensor or array, itself, and a copy
         self.seen = set[int]()
 
     def read(self, found: Iterable[tuple[Any, Any]]) -> None:
@@ -414,10 +397,7 @@ def copy_of(value: Any) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; tensors and arrays by their entries, where NaN equals NaN.
-
-    Writes by `.data` or numpy leave no other trace. A tensor without storage has none.
-    """
+    """Return whether two values are equal; tensors and arrays by their entries, where NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.is_meta:
             return True
@@ -476,15 +456,12 @@ def version_of(x: Any) -> Any:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Generator[None]:
-    """Undo what a step's passes leave on parameters and buffers: gradients, and writes to what is not trained.
+    """Undo what a step's passes leave on parameters and buffers, and refuse writes to what is not trained.
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
     numpy, so the values of frozen parameters and buffers are compared: those on the CPU with up to 131,072 numbers.
     Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
     counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
-
-    Raises:
-        UnsupportedModuleError: such a tensor was written to. A compared one has its former values again.
     """
     named, buffers = list(named_parameters(model)), list(model.named_buffers())
     frozen, own = Contents(), Contents()
@@ -520,8 +497,7 @@ def gradients(
     """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
 
     `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
-    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm. `seed` is as in
-    `losses_on_copies`.
+    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
@@ -556,8 +532,8 @@ def losses_on_copies(
     """Return the losses, or a function of them, computed with copies of parameters and buffers.
 
     A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
-    `result`, the function of the losses, which runs while the copies are still in the modules. `parameters` replace
-    some, by name, and `copied` is as in `gradients`. The random draws have this seed; None continues torch's streams.
+    `result`, which runs while the copies are still in the modules. `parameters` replace some, by name. A `seed` of None
+    continues torch's streams.
     """
     given = parameters or {}
     own = {name: p for name, p in model.named_parameters() if name not in given}

@@ -32,10 +32,8 @@ class Novelty:
     def rows(self, examples: Any) -> list[int]:
         """Return some rows that hold what no earlier batch held: usually none.
 
-        Cost: ten small operations for each tensor, and one transfer from a device.
-
-        Privacy:
-            NOT private: they may decide only when a check runs, and which rows it compares.
+        Cost: ten small operations for each tensor, and one transfer from a device. NOT private: the rows may decide
+        only when a check runs, and which rows it compares.
         """
         found, rows = list[tuple[int, Tensor, Tensor]](), list[int]()
         for place, leaf in enumerate(tree_leaves(examples)):
@@ -109,20 +107,15 @@ class _Values:
 class CheckSchedule:
     """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
 
-    Later examples may reveal a problem that the first ones did not. So a call is also checked if its examples hold what
-    no earlier ones held (see `Novelty`), at most _EXTRA times and once per 100 steps. Those checks are brief.
-
-    Attributes:
-        calls: the number of calls so far.
-        is_due: whether the current call must be checked.
-        depth: 0 (2nd, 8th ... call): losses, one row or two; 1 (4th, 16th ...): more; 2 (on request): all comparisons.
-        novel: rows of the current call with what no earlier one held; private.
+    A call is also checked, briefly, if its examples hold what no earlier ones held (see `Novelty`): at most _EXTRA
+    times and once per 100 steps.
     """
 
     def __init__(self) -> None:
         self.calls = self._steps = self._extra = 0
-        self.is_due, self.depth = False, 0
-        self.novel = list[int]()
+        self.is_due = False
+        self.depth = 0  # 0 (2nd, 8th ... call): losses, one row or two; 1 (4th, 16th ...): more; 2 (on request): all
+        self.novel = list[int]()  # rows of the current call with what no earlier one held; private
         self._sizes, self._seen = {0}, Novelty()
 
     def begin_step(self) -> None:
@@ -140,7 +133,7 @@ class CheckSchedule:
             self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
-        """Set `is_due` at the first batch of a size that is also the size of another dimension; else the size is 0.
+        """Set `is_due` at the first batch of a size that some other dimension has too; else the size is 0.
 
         A model that uses other layouts for batches of this size would pass all comparisons of sizes.
         """

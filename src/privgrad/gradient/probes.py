@@ -34,9 +34,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
     """Return PROBED examples: the first, some at random indices, and one with a rare value, or else the last.
 
     The last of them then often differs in its label from the first, so that their losses show weights of classes.
-
     `salt` and torch's seed decide the indices, and the random streams do not advance. One of the `novel` rows is among
-    them if possible. `fill` adds examples of zeros if there are fewer than PROBED.
+    them if possible. `fill` adds examples of zeros if there are too few.
     """
     size = count_examples(examples)
     if size > PROBED:
@@ -49,10 +48,9 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 
 
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
-    """Return the first examples, at most `most`. One example of each rare value comes before them.
+    """Return the first examples, at most `most`; one of each rare value comes before them, and the `novel` rows last.
 
-    So the first half holds rare values, up to half of its examples, and most of the second half lacks them. The `novel`
-    rows come last.
+    So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
     """
     size = min(count_examples(examples), most)
     rare = rare_rows(examples)[: (size + 1) // 4]
@@ -68,10 +66,8 @@ def rare_rows(examples: Any) -> list[int]:
 
     A loss with weights of classes may mix the examples of a rare class only, so the checks need one of them. Labels are
     the columns of tensors of shape (n,) or (n, ...) with at most COLUMNS columns, which hold integers of any dtype. A
-    column with more than _VALUES values, or with more than n / 2, has no rare ones.
-
-    Privacy:
-        NOT private: the rows depend on the examples. They may decide only which examples a check compares.
+    column with more than _VALUES values, or with more than n / 2, has no rare ones. NOT private: the rows may decide
+    only which examples a check compares.
     """
     size, found = count_examples(examples), list[tuple[int, int]]()
     for leaf in tree_leaves(examples):
@@ -122,8 +118,7 @@ def doubled(leaf: Tensor) -> Tensor:
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
     """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences.
 
-    Then autocast is off, copies replace parameters, buffers and examples in half precision, and what asks for half
-    precision gets float32. A loss that fails in this way, or still meets half precision, is compared as it is only.
+    A loss that fails in float32, or still meets half precision, is compared as it is only.
     """
 
     @wraps(compare)
@@ -199,10 +194,7 @@ def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) ->
 
 
 def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
-    """Return the names of the trainable parameters that the losses do not reach; `function` is named in errors.
-
-    Other arguments, Raises: as in `freeze_unused`.
-    """
+    """Return the names of the trainable parameters that the losses do not reach; `function` is named in errors."""
     if isinstance(public_batch, Batch):
         remedy = "give public examples: what is used, and at what cost, must not depend on private ones"
         raise expected(function, "public_batch", "to be public", "a batch of a privacy plan", remedy)

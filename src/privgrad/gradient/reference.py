@@ -43,12 +43,8 @@ _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 class Vmap:
     """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
 
-    It implements `contribution.Engine`.
-
-    Args:
-        model, loss_fn: as in `per_sample_gradients`.
-        memory_mb: MiB for gradients; at least one example is computed at once. None: no limit.
-        check: compares a few examples with the same examples alone; see checks.randomness. None: nothing does.
+    `memory_mb` bounds the gradients, but at least one example is computed at once. `check` compares a few examples with
+    the same examples alone.
     """
 
     batches_examples = False  # each example is computed by itself, with random numbers of its own
@@ -116,10 +112,7 @@ class Vmap:
 
 
 def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
-    """Return (radius / |g_i|, whether |g_i| is finite and > 0), both of shape (B,), from the norms by parameter.
-
-    Where |g_i| is zero or not finite, the quotient is 0.
-    """
+    """Return (radius / |g_i|, whether |g_i| is finite and > 0; else 0), both (B,), from the norms by parameter."""
     norm_B = cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
     moving_B = torch.isfinite(norm_B) & (norm_B > 0)
     return torch.where(moving_B, radius / norm_B, 0.0), moving_B
@@ -128,27 +121,19 @@ def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
 def per_sample_gradients(
     model: nn.Module, loss_fn: LossFunction, examples: Any, *, along: Named | None = None, exact: bool = False
 ) -> Named:
-    """Compute the gradient of each example's own loss, by the reference engine.
+    """Compute the gradient of each example's own loss by parameter name, shape (B, *parameter.shape), without a graph.
 
     Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one). It uses vmap over
     examples; if the model has an operation that vmap cannot batch, or draws from numpy's or Python's random numbers, it
-    computes one example after the other.
+    computes one example after the other. Parameters and buffers are read, never written; see `preserved` for other
+    state.
 
-    Args:
-        model: any module. Its parameters and buffers are read, never written; see `preserved` for other state.
-        loss_fn: (model, examples) -> losses, shape (B,).
-        examples: tensor or tuple, list or dict of tensors with leading dimension B >= 1.
-        along: displacements by parameter name, shape (B, *parameter.shape); row i displaces the parameters of
-            example i, and its gradient is evaluated there.
-        exact: do not displace the parameters, but add the product of each example's Hessian with `along`.
-    Returns:
-        grads_BP by parameter name: tensors of shape (B, *parameter.shape), without a graph.
-    Raises:
-        PrivacyError: loss_fn does not return one loss per example.
-        UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
+    Row i of `along`, of the same shapes, displaces the parameters of example i. With `exact` they stay, and the product
+    of its Hessian with that row is added instead.
+
     Privacy:
-        NOT private. Row i depends on example i and the model only, because each example is computed by itself, with
-        its own dropout. For state that the model or loss_fn keeps outside the modules, see `state`.
+        NOT private. Row i depends on example i and the model only, because each example is computed by itself, with its
+        own dropout. For state that the model or loss_fn keeps outside the modules, see `checks.state`.
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
@@ -211,8 +196,7 @@ def _alone(model: nn.Module, loss_fn: LossFunction, example: Any, along: Named, 
     """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
 
     autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
-    without setup_context. If a pass writes to parameters or buffers, it writes to copies for this example only, so no
-    other example sees it; UnsupportedModuleError refuses such a write.
+    without setup_context. A pass that writes to parameters or buffers writes to this example's copies, and is refused.
     """
     held = list[tuple[str, Tensor, int]]()
 

@@ -17,12 +17,7 @@ class Reason(NamedTuple):
 
 
 class UnitRefusedError(UnsupportedModuleError):
-    """A refusal of one unit, whose parent may be taken whole instead.
-
-    Attributes:
-        unit: the path of the unit.
-        reason: the condition that it does not meet, without any value.
-    """
+    """A refusal of one unit, whose parent may be taken whole instead; the reason names no value."""
 
     unit, reason = "", Reason("", "")
 

@@ -90,17 +90,13 @@ class InputMap:
     """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
 
     Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
-
-    Attributes:
-        matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
-        bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
-            the gradients of the layer's outputs.
-        transposed: whether the weight has shape (I, O) instead of (O, I, ...).
     """
 
+    # U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
     matrix: Tensor
+    # The bias that is mapped too. Its gradient must be the sum over positions of the gradients of the layer's outputs.
     bias: str | None = None
-    transposed: bool = False
+    transposed: bool = False  # whether the weight has shape (I, O) instead of (O, I, ...)
 
     @property
     def inner(self) -> Tensor:
@@ -117,16 +113,13 @@ class InputMap:
 
     @cached_property
     def bound(self) -> float:
-        """A number that the spectral norm of U does not exceed.
-
-        The norm of (U^T U)^4 is at most its largest row sum. The eighth root of this is hardly above the norm of U. See
-        docs/mathematics.md (2.9).
-        """
+        """A number that the spectral norm of U does not exceed: docs/mathematics.md (2.9)."""
         matrix = self.matrix.double()
         size = float(matrix.abs().max())
         if matrix.dim() == 1 or size == 0:
             return size
         matrix = matrix / size
+        # The norm of (U^T U)^4 is at most its largest row sum, and the eighth root of this hardly above the norm of U.
         square = matrix.mT @ matrix
         fourth = square @ square
         return size * float((fourth @ fourth).abs().sum(1).max()) ** (1 / 8) * _ROUNDED
@@ -243,11 +236,7 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
 
 
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
-    """Return the inverse scales of a transform that only divides, for LocalUpdate.
-
-    Raises:
-        PrivacyError: the transform adds a public vector to the gradients.
-    """
+    """Return the inverse scales of a transform that only divides, for LocalUpdate; refuse any other."""
     if transform.shift or transform.keep < 1 or transform.input_maps:
         remedy = "use precondition.fixed, public_rmsprop or public_adagrad"
         got = f"keep = {transform.keep:g}, and {len(transform.shift)} shifts, {len(transform.input_maps)} input maps"
@@ -258,10 +247,7 @@ def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
 def shifted(
     chunk: Mapping[str, Factor], keep: float, shift: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Factor]:
-    """Return keep * g_i + shift for every example of a chunk.
-
-    A parameter that no loss reaches is missing in the chunk, and has g_i = 0. A missing shift is 0.
-    """
+    """Return keep * g_i + shift for every example of a chunk; what is missing in either is 0."""
     examples = next(iter(chunk.values())).examples
     found: dict[str, Factor] = {name: factor * keep for name, factor in chunk.items()}
     for name, value in shift.items():
@@ -273,15 +259,10 @@ def shifted(
 
 
 class Shifted(Factor):
-    """The gradients of another factor plus the same public tensor: g_i + s.
+    """The gradients of another factor plus the same public tensor, for the examples that are kept: g_i + s.
 
     Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2, see docs/mathematics.md (2.5). Where these terms cancel, the
-        gradient is written out instead.
-
-    Args:
-        inner: g_i.
-        shift: s, shape P.
-        kept_B: whether each example is kept, bool, shape (B,); all others are zero, without s. None keeps all.
+    gradient is written out instead. The others are zero, without s.
     """
 
     def __init__(self, inner: Factor, shift: Tensor, kept_B: Tensor | None = None) -> None:

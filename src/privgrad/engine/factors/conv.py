@@ -85,10 +85,7 @@ class Geometry:
 
 
 def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
-    """Convolve each example with its own weight, of shape (O, I / groups, *kernel).
-
-    The inputs have shape (B parts, I, *space), and the result (B parts, O, *positions).
-    """
+    """Convolve each example's x, (B parts, I, *space), with its own weight, (O, I / groups, *kernel)."""
     size, positions = weight.examples, geometry.positions(x.shape[2:])
     if geometry.by_patches(positions):
         patches = geometry.patches(x)
@@ -242,8 +239,8 @@ class Convolution(LinearMapFactor):
     def _correlation(self) -> Tensor:
         """Return all gradients of a depthwise convolution, shape (B, O, 1, *kernel).
 
-        Computes: g[k] = sum over t of b[t] x[stride t + dilation k], for each row and channel by itself. This is a
-        convolution of x with the kernel b, where stride and dilation are exchanged.
+        Computes: g[k] = sum over t of b[t] x[stride t + dilation k], for each row and channel by itself: a convolution
+        of x with the kernel b, where stride and dilation are exchanged.
         """
         geometry, channels = self.geometry, len(self.x) * self.shape[0]
         x, b = self.x.reshape(1, channels, *self.x.shape[2:]), self.b.reshape(channels, 1, *self.b.shape[2:])

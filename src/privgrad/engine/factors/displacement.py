@@ -78,10 +78,7 @@ class Displacement:
 
 
 class PerSampleWeight:
-    """A layer's weight that a parametrization computes from each example's own moved parameters.
-
-    `weight` is the one that it computes from the parameters without displacement.
-    """
+    """A layer's weight that a parametrization computes from each example's own moved parameters."""
 
     def __init__(self, parametrization: nn.Module, displacements: Mapping[str, Displacement], weight: Tensor) -> None:
         self._parametrization = parametrization

@@ -29,14 +29,9 @@ _FEW = 1 << 16  # comparisons for one example that take less time than a loop ov
 class Bags(LinearMapFactor):
     """The gradients of a table for bags of its rows: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Here c_ij holds the weights of the words in bag j of example i. It is sparse; only `dense` writes it out. Usually an
-    example is one bag. Under user-level privacy, a user's documents are the bags.
-
-    Args:
-        ids_BJT: words, integer, shape (B, J, T), for J bags of each example; the weights of a repeated word add up.
-        weight_BJT: the weight of each word; 0 for padding.
-        r_BJD: gradient of each bag's output, shape (B, J, D).
-        rows: V.
+    Here c_ij holds the weights of the words in bag j of example i, 0 for padding; those of a repeated word add up. It
+    is sparse; only `dense` writes it out. Usually an example is one bag. Under user-level privacy, a user's documents
+    are the bags: J of T words.
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
@@ -120,8 +115,8 @@ class Bags(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return |c| |r| for one bag, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
 
-        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales. Several bags of an
-        example are added up first: their norm follows from the rows that they read.
+        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales. The norms of several
+        bags follow from the rows that they read.
         """
         if self.positions > 1:
             norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)
@@ -266,10 +261,8 @@ class Rows(LinearMapFactor):
 class TiedTable(Sum):
     """The gradients of an embedding table that is also the output layer: Outer + Rows.
 
-    The norms need no gradient of the size of the table for each example.
-
     Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s), with G from
-        the output layer and R from the embedding. See docs/mathematics.md (1.7).
+    the output layer and R from the embedding. See docs/mathematics.md (1.7).
     """
 
     def __init__(self, outer: Outer, rows: Rows) -> None:

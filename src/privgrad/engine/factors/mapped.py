@@ -36,10 +36,7 @@ class _Known:
 
 
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
-    """Return the gradients of a chunk after each map, by the name of a weight, has been applied to its layer's inputs.
-
-    A parameter that no loss reaches is missing in the chunk.
-    """
+    """Return a chunk's gradients after each map, by the name of a weight, has been applied to its layer's inputs."""
     found, known = dict(chunk), _Known()
     for name, own in maps.items():
         if name not in chunk:
@@ -95,10 +92,9 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
 
 
 class Mapped(Factor):
-    """The mapped gradients of a weight that has no closed form: they are written out, a few examples at a time.
+    """The mapped gradients of a weight, and of the map's bias, without closed form: written out, a few at a time.
 
-    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term. The gradients are
-    those of the weight, and of the bias if the map has one.
+    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix

@@ -42,8 +42,8 @@ _SMALL = 1 << 18  # entries of a gradient that a device other than the CPU write
 def position_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
 
-    On the CPU, only norms that are tiny or not finite are summed in float64; the others are `native_norms`. The number
-    of examples, the first dimension, must not decide: the bounds of all others would be rounded differently.
+    The number of examples, the first dimension, must not decide how: the bounds of all others would be rounded
+    differently.
     """
     if not is_on_processor(x):
         parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
@@ -65,10 +65,7 @@ def sum_over(x: Tensor, dim: int) -> Tensor:
 
 
 def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
-    """Return the indices of norms that may be wrong because squares underflow or overflow in float32.
-
-    Such a norm is a tiny share of its bound, or is not finite although its bound is.
-    """
+    """Return the indices of norms that squares may have spoiled: a tiny share of the bound, or not finite unlike it."""
     lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
     return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
 
@@ -309,10 +306,7 @@ class Outer(LinearMapFactor):
         return found_B
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
-        """Return sqrt(b^2 W . a^2) for one position, with W the squared inverse scales.
-
-        All terms are positive, so none cancel. Squares may underflow, although the largest entries of W and b are 1.
-        """
+        """Return sqrt(b^2 W . a^2) for one position, with W the squared inverse scales: no terms cancel."""
         b_BO, b_B = scale_rows(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
@@ -373,14 +367,9 @@ Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for f
 class Combined(LinearMapFactor):
     """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
 
-    The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
-
-    Args:
-        inner: h_i, shape (O, F): `Rows`, or a sum of them.
-        rows: y, shape P, which is (O, F) after F is flattened.
-        along_BO: factors of y_o.
-        level_BO: constants that are added to all entries of a row.
-        square_BO: |g_io|^2 up to rounding errors of |h_io|^2, or None if it is not known.
+    The terms are a row of the example's own, a multiple of a row y of shape (F,) that all examples share, and a
+    constant. The inner h is `Rows` or a sum of them, and square_io is |g_io|^2 up to rounding errors of |h_io|^2, or
+    None.
     """
 
     usual_terms: ClassVar[float] = 32.0  # as for other computed weights, see `parametrized.Pulled`
@@ -471,12 +460,7 @@ def by_rows(h: Rows, scale_BO: Tensor) -> Rows:
 
 
 class RowRanges(Factor):
-    """Factors for ranges of rows of a parameter, such as of a packed attention projection; all other rows are zero.
-
-    Args:
-        parts: pairs (first row, factor), for row ranges that do not overlap.
-        shape: shape of the parameter.
-    """
+    """Factors for disjoint ranges of rows of a parameter, by first row; all other rows are zero."""
 
     def __init__(self, parts: list[tuple[int, Factor]], shape: torch.Size) -> None:
         super().__init__(parts[0][1].examples, shape)

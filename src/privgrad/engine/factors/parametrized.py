@@ -45,12 +45,8 @@ class RowMap:
 
     Computes, with u_o = w_o / |w_o| and <.> the mean over a row:
         scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o,
-    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
-
-    Args:
-        unit_OF: u.
-        numbers: scale, level and along, each of shape (O,); along only, for one number per row.
-        shape: P, the parameter's shape.
+    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13). These are the
+    `numbers`.
     """
 
     def __init__(self, unit_OF: Tensor, numbers: tuple[Tensor, ...], shape: torch.Size) -> None:
@@ -164,13 +160,7 @@ def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor
     Computes: J^T h for a random h that is not orthogonal to u or to the constant row. Least squares give three numbers
     for the F entries of each row, and the map of these must give all entries. A Jacobian of another form may pass by
     chance for one h: for instance, if it multiplies u with the product of h and a row other than u. It does not pass
-    for a second one.
-
-    Args:
-        weight: w.
-        parameter: a parameter from which w is computed, shaped like w or with one number per row of w.
-        pull: function from h to J^T h.
-        verified: whether the second product is already known to agree, as in an earlier step.
+    for a second one, which is left out if it is `verified` already, as in an earlier step.
     """
     if weight.dim() < 2 or weight[0].numel() < _LEAST or weight.dtype != parameter.dtype:
         return None
@@ -271,10 +261,8 @@ class Jacobian:
 
         Computes: repeats u = J J^T u / |u| from a fixed start, and takes the largest |J^T u| / |u|. With c the share of
         the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm. That is 0.53 for a
-        start in a million dimensions, and close to 1 if one direction dominates.
-
-        Privacy:
-            The estimate depends on the weights alone, which are public: no data can be built to hide from it.
+        start in a million dimensions, and close to 1 if one direction dominates. Only the weights decide, which are
+        public: no data can be built to hide from it.
         """
         u, largest = start.to(self.weight), 0.0
         try:
@@ -298,9 +286,8 @@ class JacobianNorms:
     A step usually changes weights little, but may change J at once, for instance where a gate opens. So each step
     computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
 
-    Privacy:
-        The norm decides how each example is summed, so all passes of a step have the same one. The number of passes is
-        private. If norms were measured again after so many passes, one example could decide when.
+    The norm decides how each example is summed, so all passes of a step have the same one. The number of passes is
+    private. If norms were measured again after so many passes, one example could decide when.
     """
 
     def __init__(self) -> None:
@@ -361,12 +348,8 @@ class _Measured(NamedTuple):
 class Pulled(Factor):
     """The gradients of a parameter from which a layer computes its weight: g_i = J^T h_i.
 
-    Args:
-        inner: h_i, gradients with respect to the weight.
-        jacobian: J, the same for every example.
-        apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for backward passes
-            that are not additive, and for half precision: all examples would share the rounding errors of a large sum.
-        sums: shared by all parameters of the weight; None: its own.
+    With `apart`, J^T is multiplied with each example's gradient instead of with their sum. It is for backward passes
+    that are not additive, and for half precision: all examples would share the rounding errors of a large sum.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
@@ -417,16 +400,15 @@ class Pulled(Factor):
         """Return J^T times the sum, and an estimate of the rounding errors of this product.
 
         Computes: the product twice, once with the sum times a random number. The results differ by rounding errors.
-        These may be far larger than |J| suggests, because J may itself be a small difference of large terms. For
-        instance, weight_norm may project nearly all of a gradient away. The estimate is infinite if the product is
-        longer than the known norm of J allows, so that this norm is out of date.
+        These may be far larger than |J| suggests, because J may itself be a small difference of large terms:
+        weight_norm may project nearly all of a gradient away.
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
         summed = self.inner.sum_in_parts(weight_B)
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
-        if self._outgrows(summed, pulled):
+        if self._outgrows(summed, pulled):  # the known norm of J is out of date
             return pulled, math.inf
         return pulled, float(norms_of(at_least_float32(moved)[None], inverse_scales))
 

@@ -39,11 +39,8 @@ class Routes:
 class Routed(Factor):
     """The gradients of stacked weights: g_i[e] = sum over the positions of example i that use expert e of b a^T.
 
-    Args:
-        routes: at most one for each expert.
-        examples: B.
-        shape: (E, O, I).
-        positions: the number of positions of an example, counted once for each expert that it uses. Public.
+    There is at most one of the routes for each expert. An example has `positions` of them, once for each expert;
+    public.
     """
 
     def __init__(self, routes: Sequence[Routes], examples: int, shape: torch.Size, positions: int) -> None:

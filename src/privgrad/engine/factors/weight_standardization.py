@@ -32,12 +32,8 @@ from privgrad.gradient.factor import (
 
 
 class WeightStandardization(nn.Module):
-    """A parametrization that gives each output channel mean 0 and variance 1 / fan-in, times a gain.
+    """A parametrization that gives each output channel mean 0 and variance 1 / fan-in, times a gain that starts at 1.
 
-    `models.ws_conv2d` registers it. This room has the gradients of the parameters behind it.
-
-    Args:
-        channels: number of gains to learn, which are 1 at first; None: there is no gain.
     Reference:
         De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4). The paper takes the
         larger of the two terms under the root instead of their sum.
@@ -63,15 +59,8 @@ class Projected(Combined):
     """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
 
     Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). So q is h without its mean and
-    without its part along the standardized row y_o.
-
-    Args:
-        grads: h: a `Convolution` of few positions, or `Dense` rows.
-        rows: y, shape P.
-        scale_1O: scale_o, the same for all examples.
-        numbers: mean of h_io, mean of y_o h_io and |q_io|^2, each of shape (B, O).
-        bound_B: a bound on the norms of the terms of h, float64.
-        lost_B: whether squares of h underflow.
+    without its part along the standardized row y_o. The `numbers` are the means of h_io and y_o h_io, and |q_io|^2,
+    each of shape (B, O).
     """
 
     def __init__(
@@ -172,10 +161,7 @@ class StandardizedWeight:
         return isinstance(grads, Convolution) and grads.by_inner_products
 
     def moved(self, displacements: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
-        """Return the weight of each example at moved parameters, or None if the closed form does not apply.
-
-        It applies if the displacements are along one gradient that `pull` returned, of few positions.
-        """
+        """Return each example's weight at moved parameters, for displacements along gradients of few positions."""
         few = self.knows(displacements) and isinstance(self.along(displacements)[0].inner, Outer)
         return MovedStandardizedWeight(self, displacements) if few else None
 
@@ -196,8 +182,8 @@ class StandardizedWeight:
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight when its parameters move, to first order.
 
-        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9). Here
-        D u = r (u - y <y u>) is the derivative (3.3) of y along a u whose rows have mean 0.
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9). Here D u = r (u - y <y
+        u>) is the derivative (3.3) of y along a u whose rows have mean 0.
         """
         g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
@@ -206,20 +192,15 @@ class StandardizedWeight:
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
-        """Return `pull` of the gradients, plus the curvature of the weight itself.
+        """Return `pull` of the gradients, plus the curvature of the weight itself, for BAM's exact mode.
 
-        BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
-        to its parameters. That term is the derivative of <h, tangent> with h held constant, where `pull` made g from h.
+        That is the derivative of <h, tangent> with h held constant, where `pull` made g from h. `more` is the term that
+        curvature adds to the gradients through the layer's input.
 
         Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
             These are (3.11) and (3.12).
-
-        Args:
-            total: gradients with respect to the weight, including the change of the output gradient by curvature.
-            more: the term that curvature adds to them through the layer's input; None: there is none.
-            moves: displacements of the parameters along g, by name.
         """
         g, s_B1, m_BO = self.along(moves)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
@@ -274,7 +255,6 @@ class MovedStandardizedWeight:
 
     Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
     of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
-    `common` is the weight at the parameters that all examples share.
     """
 
     def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:

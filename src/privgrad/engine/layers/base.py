@@ -176,9 +176,8 @@ def find_rule(layer: nn.Module) -> Rule | None:
 def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
     """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
 
-    A type is a module class, or a qualified name as in `register_rule`. If the forward has an optional keyword argument
-    `displacements` (of each example's parameters; None if they do not move), it computes each example with its own
-    moved parameters; else such a layer is computed by vmap.
+    If the forward has an optional keyword argument `displacements` (of each example's parameters; None if they do not
+    move), it computes each example with its own moved parameters; else such a layer is computed by vmap.
 
     Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
     taps, or in different rows, its factors are added up.
@@ -192,10 +191,7 @@ def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forw
 
 
 def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward with taps for this layer, or None.
-
-    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
-    """
+    """Return the forward with taps; None for subclasses, parametrized modules and replaced forwards."""
     kind = type(layer)
     forward = _FORWARDS.get(kind) or _FORWARDS.get(_name_of(kind))
     if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
@@ -216,18 +212,12 @@ def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Fa
 
 
 def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Tensor) -> dict[Tensor, Factor]:
-    """Return the factors of a linear map's weight and bias, from its inputs and the gradients of its outputs.
-
-    Those that are not trained, such as tensors that are no parameters, have none.
-    """
+    """Return the factors of a linear map's trained weight and bias, from its inputs and gradients of its outputs."""
     return of_linear_maps([(weight, bias, a_BTI)], b_BTO)
 
 
 def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
-    """Return `of_linear_map` for maps (weight, bias, inputs) whose outputs have the same gradients.
-
-    The sum over positions and the norms of positions depend on these gradients alone, and are computed once.
-    """
+    """Return those of maps (weight, bias, inputs) whose outputs have the same gradients: sums and norms are shared."""
     found: dict[Tensor, Factor] = {}
     outer: Outer | None = None
     sum_BO: Tensor | None = None
@@ -270,10 +260,7 @@ def values_of(parameter: Tensor, displacements: Displacements | None, rows: int)
 
 
 def moved_linear(x_TRI: Tensor, weight: Tensor, bias: Tensor | None, displacements: Displacements | None) -> Tensor:
-    """Return (W + D_i) x + bias for every position, shape (T, R, O), with a graph to x.
-
-    The bias is what `values_of` returns, or a sum of such tensors.
-    """
+    """Return (W + D_i) x + bias for every position, shape (T, R, O); the bias consists of what `values_of` returns."""
     displacement = displacement_of(weight, displacements)
     output = F.linear(x_TRI, weight.detach(), bias if bias is not None and bias.dim() == 1 else None)
     if bias is not None and bias.dim() == 2:
@@ -292,10 +279,7 @@ def moved_output(
     *,
     rows: Mapping[Tensor, slice],
 ) -> Tensor:
-    """Return the output of a linear map at its parameters, with the effect of their displacements added.
-
-    The weight, shape (O, I), and the bias are parameters, or these `rows` of parameters.
-    """
+    """Return an output with the effect of displacements added; of parameters in `rows`, it used these rows."""
     of_weight = displacements.get(weight)
     if of_weight is not None:
         if weight in rows:

@@ -39,10 +39,7 @@ def experts_forward(
     """Compute module(hidden_states, ...) with a tap at the output of each linear map of each expert.
 
     The rows of an example are neighbors in `hidden_states`, shape (N, width). The experts of each row and the weights
-    of their outputs have shape (N, K).
-
-    Privacy:
-        NOT private. Each row's gradients depend on that row and the weights alone.
+    of their outputs have shape (N, K). NOT private: each row's gradients depend on that row and the weights alone.
     """
     total = torch.zeros_like(hidden_states)
     both = {own: displacement_of(own, displacements) for own in (module.gate_up_proj, module.down_proj)}
@@ -92,8 +89,8 @@ def _linear(tap: Tap, x: Tensor, weights: Tensor, moves: "Mapping[Tensor, EachEx
 class EachExpert:
     """The displacements of the stacked weights of experts, of shape (E, O, I), for each example.
 
-    The displacement of expert e for example i is share_i sum of b a^T over those positions of i that used e. It is
-    applied in this form if that takes fewer operations than the displacement itself.
+    That of expert e for example i is share_i sum of b a^T over those positions of i that used e; it is applied in this
+    form if that takes fewer operations.
     """
 
     def __init__(self, displacement: Displacement) -> None:
@@ -107,10 +104,7 @@ class EachExpert:
             self._dense_BEOI = factor.dense()
 
     def moved(self, output_MO: Tensor, x_MI: Tensor, expert: int, counts: Sequence[int]) -> Tensor:
-        """Return the output of one expert's weight, with the effect of each example's displacement added in place.
-
-        The rows are sorted by example; `counts` has the number of rows of each.
-        """
+        """Add each example's displacement to one expert's output; the rows are in order, `counts` of each."""
         moves, start = list[_Move](), 0
         for example, count in enumerate(counts):
             matrices = self._matrices(expert, example, count) if count else ()

@@ -34,10 +34,7 @@ class Product:
 
 
 def faster(func: Any, args: Any, shared: Sequence[Tensor]) -> str:
-    """Return how to write a call without a rule as one with a rule; empty if that is not known.
-
-    At least one of the positional arguments is `shared` by all examples.
-    """
+    """Return how to write a call with `shared` arguments as one with a rule; empty if that is not known."""
     name, weight = getattr(func, "__name__", ""), shared[0]
     if name == "addmm":
         return "use F.linear"

@@ -49,16 +49,9 @@ Grads = tuple[Tensor | None, ...]
 def recurrent_forward(
     module: Layers, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> tuple[Tensor, State]:
-    """Compute module(inputs, hx) with taps at the pre-activations.
+    """Compute module(inputs, hx) with taps at the pre-activations, in the dtype of the parameters also under autocast.
 
-    The arguments `inputs` and `hx` and the result are as in torch. All is computed in the dtype of the parameters, with
-    or without autocast (under autocast torch uses a narrower dtype).
-
-    Raises:
-        UnsupportedModuleError: the inputs have no batch dimension.
-        RuntimeError: hx has a wrong shape, or the gradient is differentiated again.
-    Privacy:
-        NOT private. Each example's gradients depend on that example, the weights and its own dropout draws alone.
+    NOT private: each example's gradients depend on that example, the weights and its own dropout draws alone.
     """
     if inputs.dim() != 3:
         name, got = type(module).__name__, f"a tensor of shape {tuple(inputs.shape)}"
@@ -96,10 +89,7 @@ def recurrent_forward(
 def cell_forward(
     module: Cell, tap: Tap, inputs: Tensor, hx: State | None = None, *, displacements: Displacements | None = None
 ) -> State:
-    """Compute module(inputs, hx), one time step, as `recurrent_forward` does.
-
-    Inputs without a batch dimension are one row.
-    """
+    """Compute module(inputs, hx), one time step; inputs without a batch dimension are one row."""
     dtype = module.weight_ih.dtype
     if hx is None:
         zeros = inputs.new_zeros(*inputs.shape[:-1], module.hidden_size)
@@ -218,10 +208,9 @@ def _added(out: Tensor, x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
 
 
 class _LSTM(torch.autograd.Function):
-    """The recurrence of an LSTM.
+    """The recurrence of an LSTM: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3).
 
-    Computes: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3). With a projection,
-    h = W_hr o tanh(c) + nothing, where `nothing` is zero. The backward pass is (4.4) and (4.5).
+    With a projection, h = W_hr o tanh(c) + nothing, where `nothing` is zero. The backward pass is (4.4) and (4.5).
     """
 
     @staticmethod
@@ -276,10 +265,9 @@ class _LSTM(torch.autograd.Function):
 
 
 class _GRU(torch.autograd.Function):
-    """The recurrence of a GRU, which returns hidden and r.
+    """The recurrence of a GRU, which returns hidden and r. The backward pass is (4.8) and (4.9).
 
-    Computes: h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh, see (4.7). The
-    backward pass is (4.8) and (4.9).
+    Computes: h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh, see (4.7).
     """
 
     @staticmethod
