@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 from typing import Any, cast
 
 import torch
@@ -73,15 +73,15 @@ def share_rows(one: object, other: object) -> bool:
     """
     if one is None or other is None:
         return False
-    return any(_meet(*own, *others) for own in origins(one) for others in origins(other))
-
-
-def _meet(base: object, rows: Tensor | None, other_base: object, other_rows: Tensor | None) -> bool:
-    """Return whether rows of two data sets without wrappers have one in common."""
-    if base is other_base:
-        return rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any())
-    own, others = _places(base, rows), _places(other_base, other_rows)
-    return _among(own[0], others[1]) or _among(others[0], own[1])
+    for (base, rows), (other_base, other_rows) in product(origins(one), origins(other)):
+        if base is other_base:
+            if rows is None or other_rows is None or bool(torch.isin(rows, other_rows).any()):
+                return True
+        else:
+            own, others = _places(base, rows), _places(other_base, other_rows)
+            if _among(own[0], others[1]) or _among(others[0], own[1]):
+                return True
+    return False
 
 
 def _among(places: list[Tensor], known: list[Tensor]) -> bool:

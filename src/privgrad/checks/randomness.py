@@ -233,17 +233,13 @@ def _states(number: float) -> tuple[Any, Any]:
     # it is out of range. The others fall slowly, in both halves, so that the first one in range is the largest.
     words[::2] = (int(number * 2**16) << 16) + (0xFFFF if number > 0.5 else 0)
     words[1::2] = ((65535 - 210 * np.arange(312)) << 16) + 65535 - np.arange(312)
-    held = _untempered(words).tolist()
-    return ("MT19937", held, 0), (random.Random.VERSION, (*held, 0), None)
-
-
-def _untempered(words: np.ndarray) -> np.ndarray:
-    """Return the state of a Mersenne Twister whose next outputs are these words: shape (624,), uint32."""
+    # The tempering of the Mersenne Twister is undone, so that these words are its next outputs.
     words = words ^ (words >> 18)
-    held = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
+    state = words = words ^ ((words << 15) & np.uint32(0xEFC60000))
     for _ in range(4):  # each time, seven more of the lower bits are right
-        held = words ^ ((held << 7) & np.uint32(0x9D2C5680))
-    return held ^ (held >> 11) ^ (held >> 22)
+        state = words ^ ((state << 7) & np.uint32(0x9D2C5680))
+    held = (state ^ (state >> 11) ^ (state >> 22)).tolist()
+    return ("MT19937", held, 0), (random.Random.VERSION, (*held, 0), None)
 
 
 class Drawn(TorchDispatchMode):

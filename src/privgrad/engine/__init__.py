@@ -15,10 +15,8 @@ The life of a pass:
 5. Check (`self_check`) where due. A refused unit is computed by vmap instead, or a module above it, or the whole loss.
 Then `privgrad.clip.clipping` asks the factors for the norms and one weighted sum.
 
-Files: `factored` decides what to learn, check and give up; `passes` computes; `capture` records a forward pass; `units`
-has one call by a rule or by vmap; `layouts` finds the examples in tensors; `shared_values` has what is computed once
-for all examples; `self_check` compares; `explanation` tells users what is slow; `layers` has a rule for each type of
-layer; `factors` has the gradients of each kind of parameter.
+`units` has one call by a rule or by vmap, `shared_values` what is computed once for all examples, `layers` a rule for
+each type of layer, and `factors` the gradients of each kind of parameter.
 
 Words:
 - additive: of a backward pass: that of a sum is the sum of those of the examples.

@@ -1,9 +1,9 @@
 """Record a forward pass: the calls of units and of torch functions, and where gradients are needed.
 
-A unit is a module with a rule or a forward of its own (see `layers`), or a module that is computed by vmap. `Capture`
-replaces the forward of every unit. The new forward computes the same output from copies of the parameters without their
-graph, and records the inputs and the graph's edge at the output. All other parameters reach torch functions as they
-are. `Capture` sees each such call, and computes it by a rule or from a copy of the parameter for each example.
+`Capture` replaces the forward of every unit. The new forward computes the same output from copies of the parameters
+without their graph, and records the inputs and the graph's edge at the output. All other parameters reach torch
+functions as they are. `Capture` sees each such call, and computes it by a rule or from a copy of the parameter for each
+example.
 
 Each row of a tensor must be attributed to its example. `Capture` refuses tensors for which it cannot (see `layouts`). A
 use that it does not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.

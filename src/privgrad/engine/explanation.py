@@ -35,28 +35,16 @@ WAYS = {"rule": "by a rule", "copies": "by a copy for each example", "whole": "e
 
 @dataclass(frozen=True)
 class Part:
-    """How the gradients of some parameters of one module are computed.
+    """How the gradients of some parameters of one module are computed."""
 
-    Attributes:
-        path: the path of the module that owns them, or of the module that is taken whole; empty for the model itself.
-        kind: its class.
-        way: "rule", fast; "copies", from a copy of the parameters for each example; "whole", a whole module is computed
-            for each example by itself.
-        share: its share of all trainable values, in (0, 1].
-        why: the functions that need copies, or the reason why a module is taken whole; empty for a rule.
-        remedy: what would be faster; empty if nothing is known or little is to gain.
-        parameters: their names.
-        is_cheap: whether the copies are a small part of what a step holds for each example.
-    """
-
-    path: str
-    kind: str
-    way: str
-    share: float
-    why: str = ""
-    remedy: str = ""
-    parameters: tuple[str, ...] = ()
-    is_cheap: bool = False
+    path: str  # the path of the module that owns them, or that is taken whole; empty for the model itself
+    kind: str  # its class
+    way: str  # "rule", fast; "copies", from a copy of the parameters for each example; "whole": see `WAYS`
+    share: float  # of all trainable values, in (0, 1]
+    why: str = ""  # the functions that need copies, or the reason why a module is taken whole; empty for a rule
+    remedy: str = ""  # what would be faster; empty if nothing is known or little is to gain
+    parameters: tuple[str, ...] = ()  # their names
+    is_cheap: bool = False  # whether the copies are a small part of what a step holds for each example
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,12 @@ class Fallback:
 
     def accept(self, *, computed: bool = False) -> None:
         """Note that an attempt has succeeded, and warn of the modules that were taken whole, if there is a remedy."""
-        if self._new and self.reasons[self._new[-1]].remedy:
-            _warn_of(self._new, self.reasons[self._new[-1]])
+        if self._new and (reason := self.reasons[self._new[-1]]).remedy:  # no value of the examples is in the reason
+            last = [path for path in self._new if not any(_is_above(other, path) for other in self._new)]
+            names = ", ".join(f"'{path}'" if path else "the whole model" for path in dict.fromkeys(last[:3]))
+            more = f" and {len(last) - 3} more" if len(last) > 3 else ""
+            what = f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For"
+            warnings.warn(f"{what} the fast engine, {reason.condition}: {reason.remedy}", stacklevel=4)
         self._new = []
         if computed and self._computed is not None:
             self._computed += 1
@@ -117,17 +121,7 @@ class Fallback:
         return ""
 
 
-def _warn_of(taken: Sequence[str], reason: Reason) -> None:
-    """Warn that modules are taken whole and slow, with the last reason. No value of the examples is in it."""
-    last = [path for path in taken if not any(_is_above(other, path) for other in taken)]
-    names = ", ".join(f"'{path}'" if path else "the whole model" for path in dict.fromkeys(last[:3]))
-    more = f" and {len(last) - 3} more" if len(last) > 3 else ""
-    what = f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For the fast"
-    warnings.warn(f"{what} engine, {reason.condition}: {reason.remedy}", stacklevel=5)
-
-
 def _is_above(one: str, other: str) -> bool:
-    """Return whether the module at `one` contains the module at `other`."""
     return one != other and (one == "" or other.startswith(f"{one}."))
 
 
@@ -263,7 +257,6 @@ class Factored:
         return found
 
     def begin_step(self) -> None:
-        """Count a step of the training."""
         self._passes.norms.begin_step()
         self._schedule.begin_step()
         self._fallback.begin_step()
@@ -455,7 +448,6 @@ class Factored:
         require_single(self._passes, examples, point, found, rows)
 
     def _check_losses(self, examples: Any) -> None:
-        """Raise PrivacyError if losses depend on other examples."""
         if self._compared:
             return
         require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, self._schedule.novel)

@@ -56,7 +56,6 @@ class SharedValues:
         return value is not None and value.tensor.requires_grad == value.trained
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a trainable parameter."""
         return id(tensor) in self._parameters
 
     def unit(self, tensor: Tensor) -> str:

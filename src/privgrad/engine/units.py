@@ -1,9 +1,8 @@
 """The units of a model, whose calls the fast engine computes itself: by a layer's rule, or by vmap.
 
-`units` finds them. `LayerCall` is one call by a rule: row i of its factors must depend on example i only. `VmappedUnit`
-is one call by vmap, with a copy of the parameters for each example: no attribute and no argument may carry one
-example's values to another example. A `Tap` is a place in the graph where a gradient is computed. A parameter that is
-in no unit, or in two, is used by functions (see `capture`) or refused.
+Row i of the factors of a `LayerCall` must depend on example i only. In a `VmappedUnit`, no attribute and no argument
+may carry one example's values to another example. A parameter that is in no unit, or in two, is used by functions (see
+`capture`) or refused.
 """
 
 import types
@@ -276,9 +275,12 @@ class LayerCall:
         self._norms = norms
         self._curved = curved
         self._detached = {name: w.detach().requires_grad_(w.requires_grad) for name, w in weights.items()}
-        self._parametrizations = _parametrizations(layer, weights)
+        has_computed = isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)
+        computed = cast(nn.ModuleDict, layer.parametrizations).items() if has_computed else ()
+        self._parametrizations = {name: own for name, own in computed if name in weights}
         known = {name: StandardizedWeight.of(own) for name, own in self._parametrizations.items()}
         self._standardized = {name: weight for name, weight in known.items() if weight is not None}
+        # By name, the weights that a parametrization computes from each example's displaced parameters.
         self._per_sample: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
         self._rule, self.x = rule.bilinear(layer, x) if curved else (rule, x)
         if curved and self.x.requires_grad:
@@ -287,7 +289,11 @@ class LayerCall:
     def forward(self, displacements: Displacements | None) -> Tensor:
         """Return the output, at each example's own parameters if these are displaced."""
         if displacements is not None:
-            self._per_sample = self._per_sample_weights(displacements)
+            for name, parametrization in self._parametrizations.items():
+                trained = {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
+                if own := displacements.of(trained):
+                    known = self._standardized[name].moved(own) if name in self._standardized else None
+                    self._per_sample[name] = known or PerSampleWeight(parametrization, own, self._weights[name])
             moved = displacements.of(self._weights)
             moved |= {name: weight.displacement() for name, weight in self._per_sample.items()}
             if moved:
@@ -349,29 +355,12 @@ class LayerCall:
             raise refused(rule, condition, f"shape {(found.examples, *found.shape)}", remedy)
         return found
 
-    def _per_sample_weights(self, displacements: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
-        """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""
-        found: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
-        for name, parametrization in self._parametrizations.items():
-            moved = displacements.of({n: p for n, p in parametrization.named_parameters() if p.requires_grad})
-            if moved:
-                known = self._standardized[name].moved(moved) if name in self._standardized else None
-                found[name] = known or PerSampleWeight(parametrization, moved, self._weights[name])
-        return found
-
 
 def weights_of(path: str, module: nn.Module, rule: Rule) -> dict[str, Tensor]:
     """Return the weights that a layer's rule knows, by name; a parametrization may compute one, see `Additive`."""
     with Additive(path) if parametrize.is_parametrized(module) else nullcontext():
         read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
     return {name: weight for name, weight in read.items() if weight is not None}
-
-
-def _parametrizations(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, nn.Module]:
-    """Return the layer's parametrizations that compute one of these weights, by the name of the weight."""
-    if not (isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)):
-        return {}
-    return {name: own for name, own in cast(nn.ModuleDict, layer.parametrizations).items() if name in weights}
 
 
 def _pulled(

@@ -1,6 +1,6 @@
 """Operations that torch's vmap computes wrongly or not at all, written so that each example keeps to itself.
 
-`functional.Mended` puts them in place while the reference engine computes. Tests compare each with single examples.
+Tests compare each with single examples.
 """
 
 # ruff: noqa: A002, torch's names
@@ -53,7 +53,6 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def _index_fill_(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """Compute torch.Tensor.index_fill_ by `_index_fill`."""
     return input.copy_(_index_fill(input, dim, index, value))
 
 

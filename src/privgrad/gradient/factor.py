@@ -66,7 +66,13 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
     if not is_on_processor(grads_BP) and grads_BP.shape[1] < _BLOCK:  # this takes less time than to look at the norms
         return float64_norms(grads_BP)
-    norm_B = _blockwise_norms(grads_BP)
+    count = grads_BP.shape[1] // _BLOCK
+    if count == 0:
+        norm_B = native_norms(grads_BP).double()
+    else:
+        blocks = grads_BP[:, : count * _BLOCK].reshape(len(grads_BP), count, _BLOCK)
+        parts = [native_norms(blocks), native_norms(grads_BP[:, count * _BLOCK :])[:, None]]
+        norm_B = float64_norms(torch.cat(parts, dim=1))
     # Squares of entries below 1e-19 vanish in float32: compute the norms of such rows again.
     if len(norm_B) > 0 and float(norm_B.min()) < TINY:
         tiny = (norm_B < TINY).nonzero()[:, 0]
@@ -156,16 +162,6 @@ def sum_of_rows(weight_B: Tensor, rows_BI: Tensor) -> Tensor:
 def added_up(parts: list[Summand]) -> Summand:
     """Return the sum of tensors, or of factors of one parameter."""
     return reduce(lambda one, other: one + other, parts)
-
-
-def _blockwise_norms(grads_BP: Tensor) -> Tensor:
-    """Return the norm of each row, float64: blocks are summed in the rows' own precision and joined in float64."""
-    count = grads_BP.shape[1] // _BLOCK
-    if count == 0:
-        return native_norms(grads_BP).double()
-    blocks = grads_BP[:, : count * _BLOCK].reshape(len(grads_BP), count, _BLOCK)
-    parts = [native_norms(blocks), native_norms(grads_BP[:, count * _BLOCK :])[:, None]]
-    return float64_norms(torch.cat(parts, dim=1))
 
 
 Examples = slice | Tensor  # a range of examples, or their indices

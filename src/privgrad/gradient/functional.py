@@ -166,11 +166,9 @@ class _TwiceDifferentiable(TorchFunctionMode):
         return (weight_norm if func is TORCH_WEIGHT_NORM else func)(*args, **(kwargs or {}))
 
 
-@contextmanager
-def unseen_by_checkpoints() -> Generator[None]:
+def unseen_by_checkpoints() -> saved_tensors_hooks:
     """Keep saved tensors out of a checkpoint: it cannot compute operations under vmap again."""
-    with saved_tensors_hooks(Tensor.detach, lambda x: x):
-        yield
+    return saved_tensors_hooks(Tensor.detach, lambda x: x)
 
 
 CONTAINERS: Any = (dict, list, tuple, set, deque)

@@ -58,18 +58,15 @@ class Vmap:
         self._schedule = CheckSchedule()
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
-        """Return the number of examples to compute at once; see `Factored.microbatch_size`."""
         if self._memory_mb is None:
             return usual_size
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
 
     def uses(self) -> dict[str, Use]:
-        """Return that each parameter is computed by this engine; see `Factored.uses`."""
         return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in trainable(self._model)}
 
     def begin_step(self) -> None:
-        """Count a step of the training."""
         if self._compare is not None:
             self._schedule.begin_step()
 
@@ -85,7 +82,6 @@ class Vmap:
         return self._checked(examples, {})
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
-        """Return the gradient of each example's own loss at its own point, as Factored.moved does."""
         with streams_kept():  # so that both passes have the same random draws
             first = self(examples)
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
@@ -95,7 +91,6 @@ class Vmap:
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
-        """Return the gradient of each example's own loss at its own point, as Factored.at does."""
         return self._checked(examples, {name: share * factor.dense() for name, factor in moved.items()})
 
     def _checked(self, examples: Any, along: Named) -> dict[str, Factor]:

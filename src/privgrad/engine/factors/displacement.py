@@ -45,7 +45,6 @@ class Displacement:
         return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """Return `LinearMapFactor.apply`, times the shares."""
         return as_linear_map(self.factor).apply(x_BTI) * self._share(2)
 
     def is_faster_written_out(self, positions: int) -> bool:
@@ -55,19 +54,15 @@ class Displacement:
         return isinstance(self.factor, Dense) and positions >= _MANY
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """Return `LinearMapFactor.read`, times the shares."""
         return as_linear_map(self.factor).read(ids_BT) * self._share(2)
 
     def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
-        """Return `LinearMapFactor.read_bags`, times the shares."""
         return as_linear_map(self.factor).read_bags(ids_BJT, weight_BJT) * self._share(2)
 
     def transposed(self) -> "Displacement":
-        """Return the displacements transposed, for a weight that is stored transposed."""
         return Displacement(as_linear_map(self.factor).transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """Convolve x with each example's displacement as the weight."""
         # The shares are multiplied with the outputs or with the weights, whichever are smaller.
         if geometry.by_patches(geometry.positions(x.shape[2:])):
             return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)

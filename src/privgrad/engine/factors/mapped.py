@@ -26,7 +26,6 @@ class _Known:
         self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def of_inputs(self, x: Tensor, own: InputMap) -> Tensor:
-        """Return `own.of_inputs(x)`."""
         views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
         place = (id(own.matrix), own.bias is None, *views)
         if place not in self._found:
@@ -111,7 +110,6 @@ class Mapped(Factor):
         return self._of_gradients(self.weight.dense(), bias)
 
     def of_bias(self) -> Dense:
-        """Return the mapped gradients of the bias, written out."""
         found = list[Tensor]()
         for part in cast("list[Mapped]", self._split()):
             grads_BOI, bias_BO = self._inputs_last(part.weight.dense()), cast(Factor, part.bias).dense()

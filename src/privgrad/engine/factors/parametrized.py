@@ -54,7 +54,6 @@ class RowMap:
 
     @property
     def is_per_row(self) -> bool:
-        """Whether the parameter has one number per row."""
         return len(self.numbers) == 1
 
     @cached_property
@@ -242,7 +241,6 @@ class Jacobian:
         return self.product(grad, batched=batched)
 
     def product(self, grad: Tensor, *, batched: bool = False) -> Tensor:
-        """Return what `pull` returns, by autograd."""
         return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
 
     @cached_property

@@ -65,7 +65,11 @@ def attention_forward(
     mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
     # In this case torch, too, uses is_causal and not the mask.
     hint = is_causal and key_padding_mask is None and not need_weights
-    k_BSE, v_BSE = _with_appended(module, tap, displacements, k_BSE, v_BSE)
+    if module.bias_k is not None and module.bias_v is not None:
+        k_BSE = torch.cat([k_BSE, _repeated(tap, displacements, module.bias_k, len(k_BSE))], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, displacements, module.bias_v, len(v_BSE))], 1)
+    if module.add_zero_attn:
+        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
     q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
@@ -133,18 +137,6 @@ def _linear(
     if displacements is not None:
         output = moved_output(output, inputs, weight, bias, displacements, rows=used)
     return tapped(tap, output, factors)
-
-
-def _with_appended(
-    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, k_BSE: Tensor, v_BSE: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values with those that the module appends: parameters and zeros."""
-    if module.bias_k is not None and module.bias_v is not None:
-        k_BSE = torch.cat([k_BSE, _repeated(tap, displacements, module.bias_k, len(k_BSE))], 1)
-        v_BSE = torch.cat([v_BSE, _repeated(tap, displacements, module.bias_v, len(v_BSE))], 1)
-    if module.add_zero_attn:
-        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
-    return k_BSE, v_BSE
 
 
 def _repeated(tap: Tap, displacements: Displacements | None, bias: Tensor, size: int) -> Tensor:

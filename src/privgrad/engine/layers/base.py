@@ -2,9 +2,7 @@
 
 A `Rule` is for a layer with one weight: its forward pass, and the per-example gradients of its parameters. A forward
 with taps is for a layer that computes several linear maps, such as attention. It computes the same as the module, and
-passes the output of each map through a tap, with a function from the gradient of that output to factors. `capture`
-finds both by the type of the layer, and puts them in place of the layer's forward. Below them are the helpers of the
-rules and forwards.
+passes the output of each map through a tap, with a function from the gradient of that output to factors.
 
 Shape suffixes: B examples, R rows of all examples, T positions of an example, I inputs, O outputs.
 """
