@@ -1,7 +1,4 @@
-"""Checks that find mistakes and prove nothing: losses that mix examples, models that draw, bounds copied from data.
-
-The names here are what PrivateGradient asks; `privgrad/__init__` hands this module to it.
-"""
+"""Checks that find mistakes and prove nothing: losses that mix examples, models that draw, bounds copied from data."""
 
 from typing import Any
 

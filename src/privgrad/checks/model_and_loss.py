@@ -1,7 +1,6 @@
 """Check that a model and a loss keep examples apart, before any release is charged.
 
-The guarantee needs that, and these checks try it on a few examples: they find mistakes, but they prove nothing. Each
-states the fault that it finds, its cost, and what it refuses wrongly.
+Each check states the fault that it finds, its cost, and what it refuses wrongly.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Remember what loss_fn and the model can read and write besides the modules, and undo what their passes write to it.
+"""Remember what loss_fn and the model can read and write besides the modules, and undo what passes write to it.
 
-`functional.preserved` undoes changes of the modules themselves. Here are variables of closures and globals, defaults,
-arguments of partials, attributes of functions and classes, and objects of the user's own classes.
+These are variables of closures and globals, defaults, arguments of partials, attributes of functions and classes, and
+objects of the user's own classes.
 """
 
 import builtins

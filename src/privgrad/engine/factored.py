@@ -1,7 +1,7 @@
 """The fast engine: one forward and one backward pass for all examples, with gradients kept as factors.
 
-`passes` computes; this file decides when to learn, when to check, and what to compute by vmap instead. The number of
-examples that are computed at once may not depend on the drawn batch, because it decides how a sum is rounded.
+The number of examples that are computed at once may not depend on the drawn batch, because it decides how a sum is
+rounded.
 """
 
 import copy

@@ -1,7 +1,4 @@
-"""The forward and backward passes of the fast engine: from examples to factors, with layouts that an audit has learned.
-
-A pass trusts its layouts; `factored` decides when to learn and check them.
-"""
+"""The forward and backward passes of the fast engine: from examples to factors, with the layouts of an audit."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,9 +1,8 @@
 """The values that a model computes once for all examples, and the torch functions that use them.
 
-Such values are its parameters, and what follows from them alone: a parameter that is expanded, a table of relative
-positions, a weight computed from other parameters. Where one meets the examples, each example gets its own copy, and
-the gradients at the copies are the per-example gradients. Copy i must depend on example i, the model and public numbers
-only, and in `for_each` no example's values may reach another example.
+Such values are its parameters, and what follows from them alone, such as a table of relative positions. Where one meets
+the examples, each example gets its own copy, and the gradients at the copies are the per-example gradients. Copy i must
+depend on example i, the model and public numbers only, and in `for_each` no example's values may reach another example.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -1,7 +1,6 @@
 """Functions that read the graph that autograd records.
 
-If `is_additive` were wrong, the norm of an example could differ from its share of the sum. If `sources` were wrong, the
-self-check of the engines would compare the gradients that result.
+If `is_additive` were wrong, the norm of an example could differ from its share of the sum.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence

@@ -1,8 +1,4 @@
-"""Contributions: what each privacy unit, an example or a user, adds to the sum.
-
-PrivateGradient asks its contribution for the gradients of each batch, clips them and adds them. The answer of
-`microbatch_size` must be public.
-"""
+"""Contributions: what each privacy unit, an example or a user, adds to the sum."""
 
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping

@@ -1,8 +1,8 @@
 """The factor of a convolution's weight.
 
-With few output positions, a convolution is treated as a linear map of patches. Otherwise torch's own convolution
-kernels compute the gradients. The gradient of a depthwise convolution is itself a convolution, of inputs with output
-gradients, and torch computes that many times faster than its own derivative.
+With few output positions, a convolution is treated as a linear map of patches. Otherwise torch's own kernels compute
+the gradients. That of a depthwise convolution is itself a convolution, of inputs with output gradients, which takes
+many times less than torch's own derivative.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """

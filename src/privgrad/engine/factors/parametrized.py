@@ -1,8 +1,7 @@
 """The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
 
-A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
-to the weight, and `Pulled` multiplies them with the transposed Jacobian. Clipping judges by the norm of the Jacobian
-how far a sum may be rounded.
+A torch parametrization such as weight_norm computes a weight this way. Clipping judges by the norm of the Jacobian how
+far a sum may be rounded.
 
 Shape suffixes: B examples, P a parameter's shape.
 """

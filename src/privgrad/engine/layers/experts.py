@@ -1,8 +1,7 @@
 """A forward of the routed experts of transformers that computes the same and exposes the outputs of their linear maps.
 
-Each position goes to a few experts, and the weights of all experts are stacked in two parameters. Here each expert's
-output goes through a tap, with the example of each of its rows. Parameters enter detached: their gradients come from
-the factors of the taps alone.
+Each position goes to a few experts, and the weights of all experts are stacked in two parameters, which enter detached:
+their gradients come from the taps at each expert's output alone.
 
 Shape suffixes: N rows of all examples, M rows of one expert, K experts of a row.
 """

@@ -2,12 +2,10 @@
 # In torch's types, an autograd Function's methods accept any arguments.
 """A forward of nn.LSTM, nn.GRU, nn.RNN and their cells that computes the same and exposes the gradients of the gates.
 
-The per-example gradients of the weights follow from the gradients of the pre-activations, which torch's fused kernels
-hide. Here each layer and direction has two parts. The first is one matrix product over all time, whose output goes
-through the tap. The second is an autograd Function with a loop of few operations per time step, as fast on CPU as
-torch's own. Its backward pass computes all that does not depend on the incoming gradient before its loop, for all time
-at once. Parameters enter detached: their gradients come from the factors of the taps alone. docs/mathematics.md (4.1)
-to (4.9) derive the gradients; docstrings and comments below cite these by number.
+The per-example gradients of the weights follow from those of the pre-activations, which torch's fused kernels hide.
+Here each layer and direction has two parts: one matrix product over all time, whose output goes through the tap, and an
+autograd Function with a loop of few operations per time step. Parameters enter detached: their gradients come from the
+taps alone. docs/mathematics.md (4.1) to (4.9) derive the gradients; docstrings and comments below cite these by number.
 
 Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. The
 tensors `hidden` and `cells` have T + 1 rows, the initial state first. The reverse direction, including its taps, runs
