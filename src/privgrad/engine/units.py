@@ -343,16 +343,17 @@ class LayerCall:
         if is_built_in(self._rule):
             return self._rule.factor(self._layer, name, self._detached, x, grad)
         rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
-        condition, remedy = f"to return the gradients of {name!r}, shape (B, *{shape})", "correct the rule"
+        condition, remedy = (
+            f"to return a Factor with the gradients of {name!r}, shape (B, *{shape})",
+            "correct the rule",
+        )
         try:
             found = cast("object", self._rule.factor(self._layer, name, self._detached, x, grad))
         except Exception as error:
             raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), remedy) from error
-        if not isinstance(found, Factor):
-            remedy = "return Dense, Outer or another factor of privgrad.gradient"
-            raise refused(rule, "to return a Factor", type(found).__name__, remedy)
-        if (found.examples, tuple(found.shape)) != (len(grad), shape):
-            raise refused(rule, condition, f"shape {(found.examples, *found.shape)}", remedy)
+        if not isinstance(found, Factor) or (found.examples, tuple(found.shape)) != (len(grad), shape):
+            got = f"shape {(found.examples, *found.shape)}" if isinstance(found, Factor) else type(found).__name__
+            raise refused(rule, condition, got, remedy)
         return found
 
 

@@ -384,7 +384,11 @@ class Contents:
         found = set[Any]()
         for label, container, held in self.containers:
             if (held or container) and label not in but and not same(held_in(container), held):
-                refill(container, held)
+                container.clear()
+                if isinstance(container, list | deque):
+                    container.extend(held)
+                else:
+                    container.update(zip(held[::2], held[1::2], strict=True) if isinstance(container, dict) else held)
                 found.add(label)
         return found | {label for label, value, copy in self.copies if label not in but and restore(value, copy)}
 
@@ -429,15 +433,6 @@ def held_in(container: Any) -> tuple[Any, ...]:
     """Return the objects in a container; for a dict, its keys and values in turn."""
     is_dict = isinstance(container, dict)
     return tuple(chain.from_iterable(cast("dict[Any, Any]", container).items()) if is_dict else container)
-
-
-def refill(container: Any, held: tuple[Any, ...]) -> None:
-    """Replace the objects in a container by those that `held_in` returned."""
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(held)
-    else:
-        container.update(zip(held[::2], held[1::2], strict=True) if isinstance(container, dict) else held)
 
 
 def same(one: Collection[object], other: Collection[object]) -> bool:

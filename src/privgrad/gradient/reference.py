@@ -1,7 +1,7 @@
 """The reference engine: it computes each example by itself, with the user's model and loss unchanged.
 
-It stores one whole gradient per example. Select it by `PrivateGradient(..., engine="vmap")`; tests compare the fast
-engine with it. The number of examples that are computed at once may not depend on the drawn batch.
+It stores one whole gradient per example. The number of examples that are computed at once may not depend on the drawn
+batch.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """

@@ -2,9 +2,7 @@
 
 A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
 masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
-whole secret state, of 19,968 bits, and so do the global generators of numpy and Python.
-
-On a GPU, torch's generator has a seed of 63 secret bits.
+whole secret state, of 19,968 bits, and so do those of numpy and Python. On a GPU, it has a seed of 63 secret bits.
 """
 
 from collections.abc import Callable, Generator

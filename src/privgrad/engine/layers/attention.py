@@ -154,20 +154,15 @@ def _merged(
 ) -> Tensor | None:
     """Return both masks as one tensor that is added to the scores, of a shape that broadcasts to (B, H, T, S)."""
     size, heads, length, keys = shape
-    shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
-        "attn_mask": {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape},
-        "key_padding_mask": {(size, keys): (size, 1, 1, keys)},
-    }
+    # torch refuses other shapes, and masks of integers, when the loss is tried with the module's own forward.
+    of_attention = {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape}
+    of_padding = {(size, keys): (size, 1, 1, keys)}
     merged: Tensor | None = None
-    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+    for mask, shapes in ((attn_mask, of_attention), (key_padding_mask, of_padding)):
         if mask is None:
             continue
-        if tuple(mask.shape) not in shapes[name] or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            condition = f"to be of shape {' or '.join(map(str, shapes[name]))}, and boolean or floating point"
-            got = f"shape {tuple(mask.shape)} and {mask.dtype}"
-            raise expected(_NAME, name, condition, got, "give a mask of this shape and such a dtype")
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-        mask = mask.reshape(shapes[name][tuple(mask.shape)])
+        mask = mask.reshape(shapes[tuple(mask.shape)])
         merged = mask if merged is None else merged + mask
     return merged
