@@ -28,8 +28,7 @@ def warn_of_private_bound(
 ) -> None:
     """Warn if a bound of many digits is the extreme value of the data, and few rows have it.
 
-    `bound` is one number, shape (), or one per column, (columns,); columns with the same bound are compared as one.
-    `rows` are the private values without NaN, (n, columns).
+    `bound` is one number, or one per column of the private `rows` without NaN; equal ones are compared as one.
     """
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
     chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]

@@ -165,11 +165,9 @@ class Scope(Contents):
                 if not (name.startswith("__") or isinstance(vars(value)[name], _PARTS)):
                     yield Variable(f"{path}.{name}", value, name)
         elif _is_readable(value):
-            own = getattr(value, "__dict__", {})
-            named = (
-                {*own} if hasattr(type(cast("object", value)), "get_params") else self.names
-            )  # an estimator's code is not read
-            for holder, names in ((own, own), (value, getattr(cast(Any, type(value)), "__slots__", ()))):
+            own, kind = getattr(value, "__dict__", {}), cast(Any, type(value))
+            named = {*own} if hasattr(kind, "get_params") else self.names  # an estimator's code is not read
+            for holder, names in ((own, own), (value, getattr(kind, "__slots__", ()))):
                 yield from (Variable(f"{path}.{name}", holder, name) for name in named.intersection(names))
 
     def _of_class(self, owner: type) -> Iterator[tuple[str, Any]]:

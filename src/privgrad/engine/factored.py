@@ -156,8 +156,7 @@ class Factored:
         """Compute the gradient of each example's own loss, a factor for each trainable parameter that it reaches.
 
         NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
-        compared with their gradients alone, and also when the sequence of calls changes, or a batch holds what no
-        earlier one held. This is no proof.
+        compared with their gradients alone, and where the calls or values are new. This is no proof.
         """
         self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.

@@ -111,10 +111,10 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
 def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
     """Compute the gradients at the taps with the Hessian's terms added, and the other terms for the weight gradients.
 
-    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then phi =
-    sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight enters phi
-    twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which gives the
-    pair (d phi / d (gradient of x), b).
+    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i.
+    Then phi = sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight
+    enters phi twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which
+    gives the pair (d phi / d (gradient of x), b).
     """
     total = first.detached
     # Only the gradient of phi is needed: <delta, d b> + <b, d delta>.

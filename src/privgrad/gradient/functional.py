@@ -36,11 +36,10 @@ _COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of 
 def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
     """Advance the vectors of all spectral norms in training mode, and hold all vectors until the exit.
 
-    Computes: for each weight W, a parameter, what one training forward pass computes: `n_power_iterations` times u = W
-    v / |W v| and v = W^T u / |W^T u| (the old spectral_norm: v first). So a layer that is called twice, a second pass
-    and a recomputed part all use the same vectors.
-
-    With `keep`, the new vectors stay. Otherwise, and after an exception, the old ones are put back.
+    Computes: for each weight W, a parameter, what one training forward pass computes:
+        u = W v / |W v|, v = W^T u / |W^T u| (the old spectral_norm: v first), `n_power_iterations` times.
+    So a layer that is called twice, a second pass and a recomputed part all use the same vectors. With `keep`, the new
+    vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
     found = list(spectral_norms(model))
     if not found:

@@ -29,9 +29,8 @@ _FEW = 1 << 16  # comparisons for one example that take less time than a loop ov
 class Bags(LinearMapFactor):
     """The gradients of a table for bags of its rows: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Here c_ij holds the weights of the words in bag j of example i, 0 for padding; those of a repeated word add up. It
-    is sparse; only `dense` writes it out. Usually an example is one bag. Under user-level privacy, a user's documents
-    are the bags: J of T words.
+    Here c_ij holds the weights of the words in bag j of example i, 0 for padding. It is sparse; only `dense` writes it
+    out. Usually an example is one bag. Under user-level privacy, a user's documents are the bags.
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
@@ -115,8 +114,8 @@ class Bags(LinearMapFactor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return |c| |r| for one bag, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
 
-        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales. The norms of several
-        bags follow from the rows that they read.
+        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales. Several bags are added
+        up first.
         """
         if self.positions > 1:
             norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)

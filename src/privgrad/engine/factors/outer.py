@@ -42,8 +42,7 @@ _SMALL = 1 << 18  # entries of a gradient that a device other than the CPU write
 def position_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
 
-    The number of examples, the first dimension, must not decide how: the bounds of all others would be rounded
-    differently.
+    The number of examples must not decide how: the bounds of all others would be rounded differently.
     """
     if not is_on_processor(x):
         parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
@@ -367,9 +366,8 @@ Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for f
 class Combined(LinearMapFactor):
     """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
 
-    The terms are a row of the example's own, a multiple of a row y of shape (F,) that all examples share, and a
-    constant. The inner h is `Rows` or a sum of them, and square_io is |g_io|^2 up to rounding errors of |h_io|^2, or
-    None.
+    The rows y are common to all examples. The inner h is `Rows` or a sum of them, each of shape (O, F). square_io is
+    |g_io|^2 up to rounding errors of |h_io|^2, or None.
     """
 
     usual_terms: ClassVar[float] = 32.0  # as for other computed weights, see `parametrized.Pulled`

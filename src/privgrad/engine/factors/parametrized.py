@@ -42,10 +42,9 @@ _EXACT = 64  # times the resolution of the weight: how far products may differ f
 class RowMap:
     """J^T for a weight w whose row o depends on row o of a parameter alone.
 
-    Computes, with u_o = w_o / |w_o| and <.> the mean over a row:
+    Computes, with the `numbers` scale, level and along, u_o = w_o / |w_o| and <.> the mean over a row:
         scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o,
-    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13). These are the
-    `numbers`.
+    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
     """
 
     def __init__(self, unit_OF: Tensor, numbers: tuple[Tensor, ...], shape: torch.Size) -> None:

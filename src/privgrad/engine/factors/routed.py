@@ -39,8 +39,7 @@ class Routes:
 class Routed(Factor):
     """The gradients of stacked weights: g_i[e] = sum over the positions of example i that use expert e of b a^T.
 
-    There is at most one of the routes for each expert. An example has `positions` of them, once for each expert;
-    public.
+    There is at most one route for each expert. Positions are public, and count once for each expert that they use.
     """
 
     def __init__(self, routes: Sequence[Routes], examples: int, shape: torch.Size, positions: int) -> None:

@@ -59,8 +59,7 @@ class Projected(Combined):
     """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
 
     Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). So q is h without its mean and
-    without its part along the standardized row y_o. The `numbers` are the means of h_io and y_o h_io, and |q_io|^2,
-    each of shape (B, O).
+    without its part along the standardized row y_o. The `numbers` are mean, along and |q_io|^2, shape (B, O).
     """
 
     def __init__(
@@ -182,8 +181,8 @@ class StandardizedWeight:
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight when its parameters move, to first order.
 
-        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9). Here D u = r (u - y <y
-        u>) is the derivative (3.3) of y along a u whose rows have mean 0.
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9).
+        With (3.3), D u = r (u - y <y u>) is the derivative of y along a u whose rows have mean 0.
         """
         g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O

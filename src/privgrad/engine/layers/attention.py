@@ -7,7 +7,7 @@ Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, 
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -155,8 +155,8 @@ def _merged(
     """Return both masks as one tensor that is added to the scores, of a shape that broadcasts to (B, H, T, S)."""
     size, heads, length, keys = shape
     # torch refuses other shapes, and masks of integers, when the loss is tried with the module's own forward.
-    of_attention = {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape}
-    of_padding = {(size, keys): (size, 1, 1, keys)}
+    of_attention: Any = {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape}
+    of_padding: Any = {(size, keys): (size, 1, 1, keys)}
     merged: Tensor | None = None
     for mask, shapes in ((attn_mask, of_attention), (key_padding_mask, of_padding)):
         if mask is None:

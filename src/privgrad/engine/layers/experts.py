@@ -88,8 +88,8 @@ def _linear(tap: Tap, x: Tensor, weights: Tensor, moves: "Mapping[Tensor, EachEx
 class EachExpert:
     """The displacements of the stacked weights of experts, of shape (E, O, I), for each example.
 
-    That of expert e for example i is share_i sum of b a^T over those positions of i that used e; it is applied in this
-    form if that takes fewer operations.
+    That of expert e for example i is share_i sum of b a^T over those positions of i that used e, applied as it is
+    cheaper.
     """
 
     def __init__(self, displacement: Displacement) -> None:
