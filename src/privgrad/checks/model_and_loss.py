@@ -162,11 +162,6 @@ def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameter
     """Return the names of the parameters to which the losses of some examples give no gradient."""
 
     def found(losses: Tensor) -> list[str]:
-        if not losses.requires_grad:
-            remedy = "compute the loss from the model's output, without no_grad or detach"
-            if torch.is_inference_mode_enabled():
-                remedy = "call private_grad outside of torch.inference_mode"
-            raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
         refuse_reentrant(losses)
         _warn_of_foreign(model, loss_fn, losses, parameters.values())
         with refusing_in_place():

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -202,15 +202,16 @@ def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, pu
         raise expected(function, "public_batch", "to hold examples", size, "give one or more public examples")
     own = {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
     with torch.enable_grad():
-        losses = losses_on_copies(model, loss_fn, public_batch, lambda losses: losses, own)
-    if not losses.requires_grad:
-        remedy = "compute the loss from the model's output, without torch.no_grad and detach"
-        raise expected(function, "loss_fn", "to reach a trainable parameter", "losses without a graph", remedy)
-    return unreached(losses, own)
+        return losses_on_copies(model, loss_fn, public_batch, partial(unreached, parameters=own), own)
 
 
 def unreached(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the parameters to which the losses give no gradient."""
+    """Return the names of the parameters to which the losses give no gradient; refuse losses that have none."""
+    if not losses.requires_grad:
+        remedy = "compute the loss from the model's output, without no_grad or detach"
+        if torch.is_inference_mode_enabled():
+            remedy = "call private_grad outside of torch.inference_mode"
+        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
     # torch types the result as if allow_unused did not exist.
     grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
