@@ -201,7 +201,7 @@ class Capture:
             return {parameter: Dense(grads_BP)}
 
         def delta(displacements: Displacements) -> Tensor | None:
-            moved = displacements.get(parameter)
+            moved = displacement_of(parameter, displacements)
             return None if moved is None else moved.dense()
 
         return self._tap(path, copies.requires_grad_(), factors, inputs=[], delta=delta, copied=parameter)

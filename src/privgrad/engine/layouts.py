@@ -212,20 +212,19 @@ class CallRecord:
         if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
             raise CallSequenceChangedError(path)
         layout = layouts[index][1]
-        if not all(map(self._fits, tensors, layout, layouts.shapes[index])):
-            raise CallSequenceChangedError(path)
+        for x, examples, learned in zip(tensors, layout, layouts.shapes[index], strict=False):
+            # A tensor without examples of another size may hold chosen rows, whose number depends on the batch.
+            fits = x.shape == learned
+            if examples is not None:
+                rows = self._size * examples.rows
+                self.is_ambiguous |= x.shape.count(rows) > 1
+                fits = x.dim() == len(learned) and x.shape[examples.dim] == rows
+            if not fits:
+                raise CallSequenceChangedError(path)
         if self._by_shapes.setdefault(key, layout) != layout:
             self._by_shapes[key] = None  # no way to know which of the two is computed again
         self.paths.append(path)
         return layout
-
-    def _fits(self, x: Tensor, examples: ExampleDim | None, learned: torch.Size) -> bool:
-        """Return whether a tensor has as many rows per example as it was learned with, or its shape if it has none."""
-        if examples is None:  # a tensor of another size may hold chosen rows, whose number depends on the batch
-            return x.shape == learned
-        rows = self._size * examples.rows
-        self.is_ambiguous |= x.shape.count(rows) > 1
-        return x.dim() == len(learned) and x.shape[examples.dim] == rows
 
     def learn_unit(self, path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Layout | None:
         """Record a call of a unit, and return its layout; None in the first pass."""

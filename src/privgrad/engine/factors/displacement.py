@@ -141,11 +141,6 @@ class Displacements:
     factors: Mapping[int, Factor]  # g_i by id of the parameter; parameters that do not move are missing
     share: Tensor  # share_i, shape (B,)
 
-    def get(self, parameter: Tensor) -> Displacement | None:
-        """Return the displacement of a parameter; None if it does not move."""
-        factor = self.factors.get(id(parameter))
-        return None if factor is None else Displacement(factor, self.share)
-
     def of(self, weights: Mapping[str, Tensor]) -> dict[str, Displacement]:
         """Return the displacements of those of the given parameters that move, by name."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
@@ -154,7 +149,9 @@ class Displacements:
 
 def displacement_of(parameter: Tensor, displacements: Displacements | None) -> Displacement | None:
     """Return the displacement of a parameter; None if it does not move, or none does."""
-    return None if displacements is None else displacements.get(parameter)
+    if displacements is None or (factor := displacements.factors.get(id(parameter))) is None:
+        return None
+    return Displacement(factor, displacements.share)
 
 
 def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from privgrad.engine.layers.base import (
     Tap,
     is_trained,
     moved_output,
-    of_linear_map,
+    of_linear_maps,
     register_forward,
     require_unwritten,
     tapped,
@@ -130,7 +130,7 @@ def _linear(
 
     def factors(grad_BTO: Tensor) -> dict[Tensor, Factor]:
         require_unwritten(_NAME, inputs, version)
-        found = of_linear_map(weight, bias, inputs.detach(), grad_BTO)
+        found = of_linear_maps([(weight, bias, inputs.detach())], grad_BTO)
         return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
 
     output = F.linear(inputs, values(weight), None if bias is None else values(bias))

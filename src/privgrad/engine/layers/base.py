@@ -209,13 +209,11 @@ def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Fa
     return tap(tensor, factors)
 
 
-def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Tensor) -> dict[Tensor, Factor]:
-    """Return the factors of a linear map's trained weight and bias, from its inputs and gradients of its outputs."""
-    return of_linear_maps([(weight, bias, a_BTI)], b_BTO)
-
-
 def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
-    """Return those of maps (weight, bias, inputs) whose outputs have the same gradients: sums and norms are shared."""
+    """Return the factors of trained weights and biases of maps (weight, bias, inputs), whose outputs' gradients are b.
+
+    The sum over positions and the norms of positions depend on b alone, and are computed once.
+    """
     found: dict[Tensor, Factor] = {}
     outer: Outer | None = None
     sum_BO: Tensor | None = None
@@ -278,12 +276,12 @@ def moved_output(
     rows: Mapping[Tensor, slice],
 ) -> Tensor:
     """Return an output with the effect of displacements added; of parameters in `rows`, it used these rows."""
-    of_weight = displacements.get(weight)
+    of_weight = displacement_of(weight, displacements)
     if of_weight is not None:
         if weight in rows:
             of_weight = Displacement(Dense(of_weight.dense()[:, rows[weight]]), torch.ones_like(of_weight.share))
         output_RTO = output_RTO + _applied(of_weight, x_RTI).to(output_RTO.dtype)
-    if bias is not None and (of_bias := displacements.get(bias)) is not None:
+    if bias is not None and (of_bias := displacement_of(bias, displacements)) is not None:
         moved_RO = of_bias.for_rows(x_RTI)[:, rows.get(bias, slice(None))]
         output_RTO = output_RTO + moved_RO[:, None].to(output_RTO.dtype)
     return output_RTO

@@ -26,7 +26,6 @@ from privgrad.engine.layers.base import (
     Tap,
     add_to,
     moved_linear,
-    of_linear_map,
     of_linear_maps,
     register_forward,
     require_unwritten,
@@ -128,11 +127,11 @@ def _direction(
         # (4.9): n = tanh(input term + r * hidden term), so their gradients differ
         later_BTG = grad_TBG.clone().transpose(0, 1)
         later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
-        found = of_linear_map(own_ih, own_bias_ih, inputs_BTI, b_BTG)
-        return add_to(found, of_linear_map(own_hh, own_bias_hh, before_BTP, later_BTG))
+        found = of_linear_maps([(own_ih, own_bias_ih, inputs_BTI)], b_BTG)
+        return add_to(found, of_linear_maps([(own_hh, own_bias_hh, before_BTP)], later_BTG))
 
     def of_projection(grad_TBP: Tensor) -> dict[Tensor, Factor]:  # (4.6)
-        return of_linear_map(parameter("weight_hr"), None, extra_TBH.transpose(0, 1), grad_TBP.transpose(0, 1))
+        return of_linear_maps([(parameter("weight_hr"), None, extra_TBH.transpose(0, 1))], grad_TBP.transpose(0, 1))
 
     own_ih, own_hh = parameter("weight_ih"), parameter("weight_hh")
     own_bias_ih, own_bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, None)
