@@ -22,8 +22,7 @@ _MOVING = {"last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint: torch's file, followed by a digest that torch.load ignores.
 
-    torch does not notice changed bytes within a tensor; the digest does. The new file replaces the old one only when it
-    is complete and on disk (fsync). A process killed at any moment therefore leaves one of the two.
+    A process killed at any moment leaves the old file or the new one.
     """
     unfinished = path.with_suffix(".partial")
     unfinished.unlink(missing_ok=True)  # of a killed process, with another mode perhaps
@@ -31,7 +30,8 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     with open(unfinished, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         torch.save(state, file)
         file.seek(0)
-        file.write(hashlib.file_digest(file, _DIGEST).digest())  # file_digest has moved to the end of the file
+        # torch does not notice changed bytes within a tensor. file_digest has moved to the end of the file.
+        file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -111,7 +111,7 @@ def damage_refused(function: str, what: object) -> Generator[None]:
         raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
     except OtherLedgerError as error:
         remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
-        raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
+        raise expected(function, f"{what}", "to have no step that is not in the ledger", error, remedy) from error
     except Exception as error:  # a damaged file can raise almost any exception
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"

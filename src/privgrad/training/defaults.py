@@ -137,10 +137,7 @@ def suggest(
 
 
 def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
-    """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay.
-
-    With `of_numbers`, the layer predicts a number between -1 and 1, rather than classes or tags.
-    """
+    """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay."""
     step = _NUMBER if of_numbers else _LINEAR
     return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
 
@@ -155,14 +152,6 @@ def _count(public_batch: Any) -> int:
     if (count := count_examples(public_batch)) == 0:
         raise expected("suggest", "public_batch", "to hold examples", "0 examples", "give a few hundred")
     return count
-
-
-def _call(model: nn.Module, inputs: Any) -> None:
-    """Call a model on the inputs that it takes: one, a tuple of them, or a dict by name."""
-    if isinstance(inputs, Mapping):
-        model(**cast("Mapping[str, Any]", inputs))
-    else:
-        model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
 
 
 def _clipping(
@@ -219,7 +208,12 @@ def _input_norms(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
-            _call(model, public_batch) if loss_fn is None else loss_fn(model, public_batch)
+            if loss_fn is not None:
+                loss_fn(model, public_batch)
+            elif isinstance(public_batch, Mapping):
+                model(**cast("Mapping[str, Any]", public_batch))
+            else:
+                model(*(public_batch if isinstance(public_batch, tuple | list) else (public_batch,)))
     finally:
         for handle in handles:
             handle.remove()
@@ -240,7 +234,10 @@ def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
     if hasattr(module, "input_squares"):
         return cast(Any, module).input_squares(inputs)
     if isinstance(module, nn.EmbeddingBag) and inputs.ndim == 2 and module.mode in ("mean", "sum"):
-        return torch.stack([_bag_square(module, row) for row in inputs])
+        bags = [row if module.padding_idx is None else row[row != module.padding_idx] for row in inputs]
+        squares = torch.stack([torch.bincount(bag).double().square().sum() for bag in bags])  # of the word counts
+        sizes = torch.tensor([max(1, len(bag)) for bag in bags])
+        return squares / sizes.square() if module.mode == "mean" else squares
     if not inputs.is_floating_point():  # word ids: each is a vector with a single one
         return torch.ones(inputs.numel())
     if isinstance(module, _CONVOLUTIONS):  # with all weights 1, it sums over what each place reads
@@ -248,15 +245,5 @@ def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
         for name, parameter in ones.named_parameters():
             nn.init.constant_(parameter, float(name == "weight"))
         return ones.forward(inputs.square()).mean(-1 - len(module.kernel_size)).flatten()
-    if inputs.ndim < 2:
-        return inputs.square()
-    return inputs.square().sum(-1).flatten()  # an unknown layer counts as linear in the last dimension
-
-
-def _bag_square(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
-    """Return the squared norm of the word counts of one bag; mean counts, if the layer takes the mean."""
-    used = ids if module.padding_idx is None else ids[ids != module.padding_idx]
-    if used.numel() == 0:
-        return torch.zeros(())
-    counts = torch.bincount(used).double()
-    return counts.square().sum() / (used.numel() ** 2 if module.mode == "mean" else 1)
+    # An unknown layer counts as linear in the last dimension.
+    return inputs.square() if inputs.ndim < 2 else inputs.square().sum(-1).flatten()

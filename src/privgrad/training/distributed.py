@@ -130,17 +130,21 @@ class Distributed(Processes):
             for module in sharded:
                 module.unshard()
         # FSDP's class and hooks would gather and shard inside functorch's transforms, which do not support it.
-        kept = [(module, cast(Any, type(module)), _hooks_of(module)) for module in sharded]
-        for module, kind, hooks in kept:
+        kept: list[tuple[Any, Any, list[tuple[Any, Any, Any]]]] = []
+        for module in sharded:
+            state, kind = module._get_fsdp_state(), cast(Any, type(module))
+            both = [(held, *one) for held in (module._forward_pre_hooks, module._forward_hooks) for one in held.items()]
+            hooks = [own for own in both if getattr(own[2], "__self__", None) is state]
+            kept.append((module, kind, hooks))
             module.__class__ = kind.__mro__[2]
-            for key, (held, _) in hooks.items():
+            for held, key, _ in hooks:
                 del held[key]
         try:
             yield
         finally:
             for module, kind, hooks in kept:
                 module.__class__ = kind
-                for key, (held, hook) in hooks.items():
+                for held, key, hook in hooks:
                     held[key] = hook
                     held.move_to_end(key, last=False)
                 module.reshard()
@@ -204,12 +208,6 @@ def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> Non
     with _answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
-
-
-def _hooks_of(module: Any) -> dict[int, tuple[Any, Any]]:
-    """Return FSDP's own forward hooks by key, each with the dictionary that holds it."""
-    state, holders = module._get_fsdp_state(), (module._forward_pre_hooks, module._forward_hooks)
-    return {key: (own, hook) for own in holders for key, hook in own.items() if getattr(hook, "__self__", 0) is state}
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:

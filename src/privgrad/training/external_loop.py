@@ -57,14 +57,10 @@ def unknown_options(options: Mapping[str, Any] | None) -> Iterator[Conflict]:
 
 
 def undeclared_selection(selection_data: object, ways: Sequence[str], removable: str) -> Iterator[Conflict]:
-    """Yield a conflict if evaluations of undeclared data choose the model.
-
-    `ways` are the options in use that choose a model by evaluations, and `removable` names all such options.
-    """
+    """Yield a conflict if the `ways` in use choose a model by evaluations of undeclared data."""
     if selection_data not in get_args(StopData) and (selection_data is not None or ways):
         remedy = "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' "
-        remedy += f"if their scores get noise; otherwise remove {removable} (docs/before-training.md says what else "
-        remedy += "there is)"
+        remedy += f"if their scores get noise; otherwise remove {removable} (see docs/before-training.md)"
         yield Conflict(f"selection_data={selection_data!r} with {' and '.join(ways) or 'no use for it'}", remedy)
 
 
@@ -77,10 +73,6 @@ def evaluated_rows(name: str, evaluated: Iterable[object], trained: Iterable[obj
 
 class ExternalLoopStep:
     """The part of a host framework's loop that touches private data. Its errors begin with the public `function`.
-
-    It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
-    state to the host's checkpoint, and checks that training moved every parameter, and that gradients count. It
-    refuses an optimizer that is not from privgrad.optim, or does not hold the trainable parameters of the model.
 
     Privacy:
         Releases only the gradients of private_grad. `load_state_dict` refuses a checkpoint with steps that the ledger
@@ -111,10 +103,7 @@ class ExternalLoopStep:
         return self.private_grad.state_dict()["step"] >= self.private_grad.plan.steps
 
     def batches(self, dataset: Data, *, updates: int, collate: Collate | None, **loading: Any) -> Iterator[Batch]:
-        """Yield the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` of the host.
-
-        Worker processes live on between epochs, and load the first batches of the next one in advance.
-        """
+        """Yield the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` of the host."""
         require_separate(self._function, dataset, self.optimizer, self.private_grad.precondition)
         start = self.private_grad.state_dict()["step"]
         left = self.epoch_steps - updates % self.epoch_steps
@@ -123,7 +112,7 @@ class ExternalLoopStep:
             if plan.seed is None:  # noise with memory begins again with another iterator
                 start = min(plan.steps, first_step_of_new_groups(start, plan.bands))
             self._batches = plan.batches(dataset, start=start, collate=collate, **loading)
-            self._source = (dataset, collate)
+            self._source = (dataset, collate)  # kept, because worker processes load batches of the next epoch
         for batch in islice(self._batches, left):
             self._position = batch.sampling.step + 1
             yield batch
@@ -160,10 +149,7 @@ class ExternalLoopStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
-        """Resume from a `state_dict`, and the host's number of updates then; refuse one of another run or ledger.
-
-        Steps that were released after the checkpoint stay spent. Under a research seed they are computed again.
-        """
+        """Resume from a `state_dict`, and the host's number of updates then; refuse one of another run or ledger."""
         self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=self.private_grad.ledger)

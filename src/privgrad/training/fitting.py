@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.accounting.accountant import two_decimals_up
-from privgrad.errors import expected, require_callable, require_in, require_integer, require_nonnegative, require_path
+from privgrad.errors import expected, require_callable, require_in, require_integer, require_path
 from privgrad.gradient.functional import evaluating
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_separate
@@ -110,9 +110,9 @@ def fit(
         require_callable("fit", "on_evaluate", on_evaluate)
     require_integer("fit", "num_evaluations", num_evaluations, 0)
     if output_dir is not None:
-        require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
-    if save_seconds != math.inf:
-        require_nonnegative("fit", "save_seconds", save_seconds)
+        require_path("fit", "output_dir", output_dir)
+    if not save_seconds >= 0:  # NaN would never save
+        raise expected("fit", "save_seconds", "to be >= 0", save_seconds)
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
     with _recording_beside(private_grad, checkpoint):
@@ -203,16 +203,16 @@ def _scheduler_of(
     scheduler: LRScheduler | Schedule | Decay | None, optimizer: PrivateOptimizer, steps: int
 ) -> LRScheduler | None:
     """Return the scheduler of a training; raise PrivacyError unless it can be stepped after every step of the plan."""
-    if isinstance(scheduler, str):
-        scheduler = Schedule(scheduler)
-    if scheduler is None or isinstance(scheduler, Schedule):
-        return None if scheduler is None else scheduler.of(optimizer, steps)
+    if scheduler is None:
+        return None
+    if isinstance(scheduler, str | Schedule):
+        return (Schedule(scheduler) if isinstance(scheduler, str) else scheduler).of(optimizer, steps)
     if isinstance(scheduler, ReduceLROnPlateau):
         remedy = "give one without a metric, such as CosineAnnealingLR(optimizer, T_max=plan.steps), or write the loop"
         raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
     if scheduler.optimizer is not optimizer:
         got = f"the scheduler of a different {type(scheduler.optimizer).__name__}"
-        raise expected("fit", "scheduler", "to be of the same optimizer", got, "make it from fit's optimizer")
+        raise expected("fit", "scheduler", "to be of the same optimizer", got)
     lasts = getattr(scheduler, "total_steps", steps)  # OneCycleLR raises after so many steps
     if lasts < steps - 1:
         condition, remedy = f"to last for all {steps} steps", "give it total_steps=plan.steps"

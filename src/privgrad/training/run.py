@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from privgrad.errors import (
-    BudgetExceededError,
-    described,
-    expected,
-    require_choice,
-    require_integer,
-    require_nonnegative,
-)
+from privgrad.errors import BudgetExceededError, described, expected, require_choice, require_integer
 from privgrad.gradient.functional import trainable
 from privgrad.ledger.ledger import Ledger, release_of
 from privgrad.ledger.lineage import note_training
@@ -83,7 +76,8 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         require_integer("EarlyStopping", "patience", self.patience, 1)
         require_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
-        require_nonnegative("EarlyStopping", "min_delta", self.min_delta)
+        if not 0 <= self.min_delta < math.inf:
+            raise expected("EarlyStopping", "min_delta", "to be a finite number >= 0", self.min_delta)
         if self.data not in get_args(StopData):
             remedy = 'evaluate on public examples; or release a noisy score (release_mean) and give data="released"; '
             remedy += "or pay for tuning (docs/private-tuning.md)"
@@ -114,9 +108,7 @@ class EarlyStopping:
 def charge_unused(private_grad: PrivateGradient) -> None:
     """Charge all steps that the plan has left, without a release; the training is then complete.
 
-    Privacy:
-        After this, every epsilon of the ledger is that of all planned steps, which covers a stop that depends on
-        results.
+    The epsilon of all planned steps covers a stop that depends on results.
     """
     plan, ledger = private_grad.plan, private_grad.ledger
     if plan.seed is not None:  # such a run has no guarantee
@@ -132,20 +124,15 @@ def charge_unused(private_grad: PrivateGradient) -> None:
 
 
 def skip_lost_steps(private_grad: PrivateGradient, updates: int) -> None:
-    """Skip the steps that the ledger has charged but no checkpoint holds, and warn, after so many updates.
-
-    Under a research seed they are computed again. Otherwise their noise cannot be drawn again, and the ledger would
-    refuse a release beyond the plan's. Noise with memory begins again at a multiple of its bands, so that up to
-    bands - 1 steps are left out.
-    """
+    """Skip the steps that the ledger has charged but no checkpoint holds, and warn, after so many updates."""
     plan = private_grad.plan
-    if plan.seed is not None:
+    if plan.seed is not None:  # they are computed again; without a seed, their noise cannot be drawn again
         return
     spent = min(private_grad.ledger.next_step, plan.steps)
     lost = spent - private_grad.state_dict()["step"]
     if lost > 0:
         reason = "charged steps had no checkpoint, and stay spent"
-        if plan.correlation is not None:
+        if plan.correlation is not None:  # it begins again at a multiple of its bands
             reason = "steps had no checkpoint, or are left out because noise with memory begins again"
         left = updates + plan.steps - spent
         warnings.warn(f"{lost} {reason}: this run ends with {left} updates of {plan.steps}", stacklevel=5)
@@ -282,9 +269,8 @@ class TrainingRun:
 
     def save(self, *, at_least_after: float = 0.0) -> None:
         """Write the checkpoint, atomically, unless the last one is younger than `at_least_after` seconds."""
-        if self.checkpoint is None:
-            return
-        if not self.processes.broadcast_object(time.monotonic() - self.saved_at >= at_least_after):
+        is_due = time.monotonic() - self.saved_at >= at_least_after
+        if self.checkpoint is None or not self.processes.broadcast_object(is_due):
             return
         state: dict[str, Any] = {
             "version": _CHECKPOINT_VERSION,
@@ -340,7 +326,6 @@ class TrainingRun:
             seed = self.private_grad.plan.seed
             require_resumable(state, version=_CHECKPOINT_VERSION, seed=seed, settings=self.settings, ledger=ledger)
             return state
-        return None
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Restore the run from the content of a checkpoint; raise OtherRunError if the model has other shapes."""
