@@ -182,11 +182,7 @@ class PrivateStrategy(Strategy):
         """Print nothing: the plan holds all settings."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume, in addition to the ledger.
-
-        Privacy:
-            Post-processing of released values; it holds no key of the noise.
-        """
+        """Return the state that a later run needs to resume, in addition to the ledger: post-processing, no keys."""
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -194,11 +190,7 @@ class PrivateStrategy(Strategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state. Rounds that were charged after it stay spent; see ExternalLoopStep.
-
-        Raises:
-            PrivacyError: the state belongs to another run, or to another ledger.
-        """
+        """Resume from a state of this run and ledger. Rounds that were charged after it stay spent."""
         self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -209,10 +201,9 @@ class PrivateStrategy(Strategy):
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
-        """Warn once if no update of a round counts, and once if most look like weights.
+        """Warn once if no update of a round counts, and once if most look like weights, as FedAvg's clients send.
 
-        Found so: devices that train other parameters or raise, and clients of FedAvg. A small cohort of users who are
-        offline, or a local training that brings the weights near 0, warns wrongly.
+        A small cohort of users who are offline, or a local training that brings the weights near 0, warns wrongly.
         """
         if updates:
             self._lost = []
@@ -220,8 +211,11 @@ class PrivateStrategy(Strategy):
             self._lost.append(", ".join(f"{number} x {reason}" for reason, number in Counter(reasons).most_common(3)))
             told = f"no user's update counts in this round, which adds noise only and is charged ({self._lost[-1]})"
             self._warn_once("none counts", told)
+        # An update that would move the weights to less than half of their length may be weights.
         parameters = self._trained()
-        if 2 * sum(_is_near(update, parameters) for update in updates) > len(updates):
+        near = sum(float(p.square().sum()) for p in parameters.values()) / 4
+        left = [sum(float((p - one[name]).square().sum()) for name, p in parameters.items()) for one in updates]
+        if 2 * sum(one < near for one in left) > len(updates):
             told = "most updates are near the weights themselves; send w - w_last, while FedAvg's clients send w_last"
             self._warn_once("weights", told)
 
@@ -354,12 +348,6 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
     if not any(bool(value.any()) for value in values.values()):
         return "an update of zero, from no examples or a local training that diverged"
     return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
-
-
-def _is_near(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> bool:
-    """Return whether an update would move the weights to less than half of their length: it may be weights."""
-    left = sum(float((p - update[name]).square().sum()) for name, p in parameters.items())
-    return left < 0.25 * sum(float(p.square().sum()) for p in parameters.values())
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:

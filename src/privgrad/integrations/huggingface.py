@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
@@ -39,22 +39,18 @@ _STATE = "privgrad.pt"  # the state of the private step, in the folder of a chec
 _LOG = logging.get_logger(__name__)
 
 
-def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PEFT's loader of adapters, which keeps no trace of their folder, with a note of their privacy."""
-
-    @wraps(load)
-    def load_adapter(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
-        result = load(model, model_id, *args, **options)
-        note_folder(model, model_id)
-        return result
-
-    return load_adapter
-
-
 if is_peft_available():
     from peft import PeftModel
 
-    PeftModel.load_adapter = _noting(cast(Any, PeftModel).load_adapter)
+    _load = cast(Any, PeftModel).load_adapter
+
+    @wraps(_load)
+    def _load_adapter(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        result = _load(model, model_id, *args, **options)
+        note_folder(model, model_id)  # PEFT keeps no trace of the folder
+        return result
+
+    cast(Any, PeftModel).load_adapter = _load_adapter
 
 
 class PrivateTrainer(Trainer):

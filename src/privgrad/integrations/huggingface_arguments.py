@@ -33,8 +33,6 @@ _IN_PLACE_OF = {
     "compute_loss_func": "loss_fn, which returns one loss per example,",
     "optimizer_cls_and_kwargs": "optimizers",
 }
-
-
 _BATCHES = "leave it out: the plan draws the batches (data_collator changes rows, pg.ClassRates the rates of classes)"
 # A subclass may not redefine these: they would not be called, or would see or change the private step.
 _NOT_REDEFINED = {
@@ -237,10 +235,7 @@ def rate_conflicts(optimizer: Any, noise_step: float | None) -> Iterator[Conflic
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None, decayed: Iterable[str]
 ) -> AdamWBC:
-    """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments.
-
-    Without a noise step and a learning rate, each part of the model has the default noise step of its kind.
-    """
+    """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments."""
     named, decays = list(model.named_parameters()), set(decayed)
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
     rates: dict[str | None, dict[str, Any]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
@@ -248,7 +243,7 @@ def make_optimizer(
         require_positive("PrivateTrainer", "noise_step", noise_step, "give 0.0025, or 0.01 for random weights")
     elif not _is_default(args, "learning_rate"):
         rates = {None: {"lr": args.learning_rate}}
-    else:
+    else:  # each part has the default noise step of its kind
         parts = {"head": head_of(model), "pooler": pooler_of(model)}
         parts["layers"] = {name for name, _ in named}.difference(*parts.values())
         own = {"layers": NOISE_STEP, "pooler": POOLER_NOISE_STEP, "head": HEAD_NOISE_STEP}
@@ -266,10 +261,7 @@ def make_optimizer(
 
 
 def rates_by_name(optimizer: PrivateOptimizer, key: str = "lr") -> dict[str, float]:
-    """Return the current rate of each part: "learning_rate", or "noise_step_head" for a group with the name head.
-
-    The key "initial_lr" gives the rates at the peak of the schedule.
-    """
+    """Return the current rate of each part: "learning_rate", or "noise_step_head" for a group with the name head."""
     found: dict[str, float] = {}
     for group in optimizer.param_groups:
         if any(parameter.requires_grad for parameter in group["params"]):

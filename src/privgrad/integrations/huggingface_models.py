@@ -68,13 +68,12 @@ def local_base_of(model: nn.Module) -> str | None:
 def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> None:
     """Raise PrivacyError if a data set that shows its columns has no labels, or one that the classifier cannot learn.
 
-    The message names a row: it is NOT private. `are_collated`: a collator of the user's own may give the labels another
-    name.
+    The message names a row: it is NOT private.
     """
     data = dataset.dataset if isinstance(dataset, ClassRates) else dataset
     columns = _columns_of(data)
     label = next((name for name in _LABELS if name in columns), None)
-    if columns and label is None and not are_collated:
+    if columns and label is None and not are_collated:  # a collator of the user's own may rename the labels
         remedy = f"rename it: dataset.rename_column({columns[-1]!r}, 'labels'), if {columns[-1]!r} has the classes"
         condition, got = "to have a column labels or label", f"columns {', '.join(columns)}"
         raise expected("PrivateTrainer", "train_dataset", condition, got, remedy)

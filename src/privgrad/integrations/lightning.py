@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never, cast
 
 import torch
@@ -145,7 +146,10 @@ class PrivateStrategy(SingleDeviceStrategy):
             _conflicts(trainer, module, self._plan, self.optimizers),
             undeclared_selection(self._selection_data, ways, "these callbacks"),
         )
-        _weigh_equally(trainer)
+        # Lightning would weigh the means of training hooks over an epoch by private batch sizes. A Trainer keeps its
+        # strategy, so nothing is undone.
+        results = cast(Any, trainer.fit_loop.epoch_loop)._results
+        results.log = partial(_log_equally, results.log)
         self.private_grad = PrivateGradient(
             module,
             self._losses,
@@ -253,7 +257,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         trainer = module.trainer
         loggers, hook = trainer.loggers, module._current_fx_name
         trainer.loggers = [_Closed("a logger in training_step", _LOG_ELSEWHERE)]
-        module.log = module.log_dict = _refuse_to_log
+        module.log = module.log_dict = _Closed("self.log in training_step", _LOG_ELSEWHERE)
         module._current_fx_name = None  # otherwise super().log refuses as well
         before = [metric.update_count for _, metric in self._metrics]
         try:
@@ -298,20 +302,16 @@ class Epochs:
         """Do nothing."""
 
 
-def _note_trained(load_state: Any) -> Any:
-    """Return Lightning's function behind load_from_checkpoint, which then also notes what the weights went through."""
-
-    def load_and_note(cls: type, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loaded = load_state(cls, checkpoint, *args, **kwargs)
-        if isinstance(loaded, LightningModule) and (said := checkpoint.get(_TRAINED)):
-            note_loaded(loaded, said)
-        return loaded
-
-    return load_and_note
+def _load_and_note(load_state: Any, cls: type, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Load a checkpoint as Lightning does, and note what the weights went through."""
+    loaded = load_state(cls, checkpoint, *args, **kwargs)
+    if isinstance(loaded, LightningModule) and (said := checkpoint.get(_TRAINED)):
+        note_loaded(loaded, said)
+    return loaded
 
 
 # No hook would do: a module that overrides on_load_checkpoint need not call Lightning's own.
-cast(Any, saving)._load_state = _note_trained(cast(Any, saving)._load_state)
+cast(Any, saving)._load_state = partial(_load_and_note, cast(Any, saving)._load_state)
 
 _MEMORY = "private_options={'microbatch_size': 16} limits memory"
 # Callbacks that would spend steps of the plan, or log what depends on the private batches.
@@ -342,29 +342,15 @@ class _Closed:
     def __init__(self, name: str, remedy: str) -> None:
         vars(self).update(_said=(name, remedy))
 
-    def _refuse(self, *args: Any) -> Never:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Never:
         name, remedy = vars(self)["_said"]
         raise expected("PrivateStrategy", name, "to stay unused", "a use of it", remedy)
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
+    __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
-def _weigh_equally(trainer: Trainer) -> None:
-    """Let means over an epoch weigh the training steps equally: Lightning would weigh them by private batch sizes."""
-    # This changes what collects the logs of training hooks, in the module and in callbacks; validation has its own.
-    # A Trainer keeps its strategy, so nothing is undone.
-    results = cast(Any, trainer.fit_loop.epoch_loop)._results
-    log = results.log
-
-    def log_equally(*args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        log(*args, batch_size=1 if batch_size is None else batch_size, **kwargs)
-
-    results.log = log_equally
-
-
-def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
-    """Raise PrivacyError: what training_step would log is private."""
-    raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", _LOG_ELSEWHERE)
+def _log_equally(log: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+    log(*args, batch_size=1 if batch_size is None else batch_size, **kwargs)
 
 
 def _conflicts(trainer: Any, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> Iterator[Conflict]:
