@@ -7,7 +7,8 @@ condition is left out. See `expected`.
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast
@@ -106,6 +107,18 @@ def file_problem(path: str | os.PathLike[str]) -> str | None:
     if not place.exists():
         return f"does not exist (looked in {Path.cwd()})" if not place.is_absolute() else "does not exist"
     return "is empty" if place.is_file() and place.stat().st_size == 0 else None
+
+
+@contextmanager
+def readable(function: str, name: str, condition: str, remedy: str) -> Generator[None]:
+    """Turn any exception of the block into a PrivacyError, unless it is one: a damaged file can raise anything."""
+    try:
+        yield
+    except PrivacyError:
+        raise
+    except Exception as error:
+        told = f"{error}".splitlines() or ["no message"]
+        raise expected(function, name, condition, f"{type(error).__name__}: {told[0]}", remedy) from error
 
 
 def _text(value: object) -> str:

@@ -578,12 +578,15 @@ def test_refused_arguments():
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ft.Whitened(ft.Hog(), rows), "Whitened: expected source to be given for bare rows"),
         (lambda: ft.Patches(rows), "Patches: expected source to be given for bare rows"),
-        (lambda: ft.Patches(PUBLIC, source="more"), "Patches: expected source to be given once"),
+        (lambda: ft.Patches(PUBLIC, source="more"), "Patches: expected source to be absent next to a Public"),
         (lambda: ft.Public(rows, " "), "Public: expected source to say where"),
-        (lambda: ft.Whitened(ft.Hog(), rows[:0], source="nothing"), "Hog: expected rows to be at least one"),
+        (
+            lambda: ft.Whitened(ft.Hog(), rows[:0], source="nothing"),
+            r"Hog: expected rows to have shape \(n, ...\), n >= 1",
+        ),
         (lambda: ft.Hog()(2 * rows - 1), "Hog: expected pixels to be in .0, 1., got -1 to .*; load pixels"),
         (lambda: ft.Hog()(rows[:, 0]), "Hog: expected rows to be images"),
-        (lambda: ft.Hog()(rows[:0]), "Hog: expected rows to be at least one"),
+        (lambda: ft.Hog()(rows[:0]), r"Hog: expected rows to have shape \(n, ...\), n >= 1"),
         (lambda: ft.Patches(PUBLIC, size=13), "Patches: expected public images to be at least 13"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, keep=10**4), "Whitened: expected keep to be at most"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, power=0.6), "Whitened: expected power to be in"),

@@ -80,37 +80,26 @@ def cached(
 ) -> Tensor:
     """Return features as `cache` does; rows are compared with public ones by `copies`, and public rows by none."""
     count = len(data)
-    with bars(shown=progress) as shown:
+    place = None if folder is None else Path(folder)
+    with bars(shown=progress) as shown, _locked(place) as log:
         task = shown.add_task("features", total=count, note="")
-        if folder is None:
-            made: list[Tensor] = []
-            for start in range(0, count, block):
-                part = _slice(data, start, start + block)
-                _count(copies, part)
-                made.append(_features(extractor, part, start, dtype))
-                shown.advance(task, len(part))
-            return torch.cat(made)
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(place) as log:
+        store = None
+        if place is not None and log is not None:
             store = _Folder(place, log, {"extractor": extractor.digest(), "rows": count, "dtype": _DTYPES[dtype]})
-            size = store.block or block
-            for index, start in enumerate(range(0, count, size)):
-                part = _slice(data, start, start + size)
-                _count(copies, part)
-                digest = _digest(part)
-                if not store.holds(index, start, digest):
-                    store.add(index, start, size, digest, _features(extractor, part, start, dtype).numpy())
-                shown.advance(task, min(size, count - start))
-            return store.features()
-
-
-def _count(copies: Copies | None, rows: Rows) -> None:
-    """Raise PrivacyError if most of the rows so far are public rows of the extractor, or the other way round."""
-    if copies is not None and (shared := copies.add(rows)):
-        condition = f"to share at most {shared - 1} rows with the public rows of the extractor"
-        remedy = "compute statistics on public rows, or call the extractor itself for the features of public rows"
-        raise expected("cache", "rows", condition, f"at least {shared}", remedy)  # the number is private
+        size = block if store is None else store.block or block
+        made: list[Tensor] = []
+        for index, start in enumerate(range(0, count, size)):
+            part = _slice(data, start, start + size)
+            if copies is not None and (shared := copies.add(part)):
+                condition = f"to share at most {shared - 1} rows with the public rows of the extractor"
+                remedy = "compute statistics on public rows, or call the extractor for the features of public rows"
+                raise expected("cache", "rows", condition, f"at least {shared}", remedy)  # the number is private
+            if store is None:
+                made.append(_features(extractor, part, start, dtype))
+            elif not store.holds(index, start, digest := _digest(part)):
+                store.add(index, start, size, digest, _features(extractor, part, start, dtype).numpy())
+            shown.advance(task, len(part))
+        return torch.cat(made) if store is None else store.features()
 
 
 class _Folder:
@@ -201,8 +190,12 @@ class _Folder:
 
 
 @contextmanager
-def _locked(place: Path) -> Generator[IO[str]]:
-    """Open the list of finished blocks, for this process only."""
+def _locked(place: Path | None) -> Generator[IO[str] | None]:
+    """Open the list of finished blocks of a folder, which is created if needed, for this process only."""
+    if place is None:
+        yield None
+        return
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
     (place / _BLOCKS).touch(mode=0o600)  # hashes of rows, and their number
     with (place / _BLOCKS).open("a+", encoding="utf-8") as log:
         try:

@@ -63,13 +63,7 @@ class Bins:
         return len(self.edges) - 1 + self.missing
 
     def __call__(self, numbers: Tensor | Sequence[float]) -> Tensor:
-        """Return the one-hot codes of numbers, float32 (n,) -> (n, width).
-
-        Args:
-            numbers: shape (n,); NaN is a missing number.
-        Raises:
-            PrivacyError: the numbers have another shape, or one is NaN and `missing` is False.
-        """
+        """Return the one-hot codes of numbers, float32 (n,) -> (n, width); NaN is a missing number."""
         values = torch.as_tensor(numbers, dtype=torch.float64)
         absent = values.isnan()
         if values.ndim != 1:
@@ -111,13 +105,7 @@ class OneHot:
         return len(self.values) + self.other + self.missing
 
     def __call__(self, categories: Iterable[Hashable]) -> Tensor:
-        """Return the one-hot codes of categories, float32 (n, width).
-
-        Args:
-            categories: n values; None is a missing category.
-        Raises:
-            PrivacyError: a category is unknown or None, and has no code.
-        """
+        """Return the one-hot codes of n categories, float32 (n, width); None is a missing category."""
         code = {value: index for index, value in enumerate(self.values)}
         if self.missing:
             code[None] = self.width - 1

@@ -8,6 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Self, cast
@@ -47,12 +48,8 @@ class Public:
 
 
 def marks_of(rows: Rows) -> Tensor:
-    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes.
-
-    Numbers are compared as an extractor takes them: bytes divided by 255, and in float32. A text has the hash of its
-    row of bytes, see `text_rows`, unless the row is cut.
-    """
-    if isinstance(rows, Tensor):
+    """Return a hash of 64 bits for each row, int64 (n,). A text has the hash of its row of bytes, see `text_rows`."""
+    if isinstance(rows, Tensor):  # numbers are compared as an extractor takes them
         rows = rows / 255 if rows.dtype == torch.uint8 else rows.float() if rows.is_floating_point() else rows
         flat = rows.detach().cpu().contiguous().flatten(1)
         contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
@@ -73,12 +70,9 @@ class Copies:
         self.count = count
 
     def add(self, rows: Rows) -> int:
-        """Return 0; or a number of found copies that is too large: just above half of the rows, or of the public ones.
-
-        Fewer may be equal by chance, such as black images.
-        """
+        """Return 0, or a number of copies that is too large: just above half of the rows, or of the public ones."""
         own = cast("list[int]", marks_of(rows).tolist()) if self.parts else []
-        for public, found in self.parts:
+        for public, found in self.parts:  # fewer may be equal by chance, such as black images
             found |= public.intersection(own)
             if len(found) > (most := min(self.count, len(public)) // 2):
                 return most + 1
@@ -150,10 +144,9 @@ class Extractor(nn.Module, ABC):
             assert isinstance(rows, Tensor)
             return self._features(rows / 255 if rows.dtype == torch.uint8 else rows).float()
         name = type(self).__name__
-        if len(rows) == 0:
-            raise expected(name, "rows", "to be at least one", 0)
-        if isinstance(rows, Tensor) and rows.ndim < 2:
-            raise expected(name, "rows", "to have shape (n, ...)", tuple(rows.shape), "give one row as rows[None]")
+        if len(rows) == 0 or (isinstance(rows, Tensor) and rows.ndim < 2):
+            got = tuple(rows.shape) if isinstance(rows, Tensor) else (0,)
+            raise expected(name, "rows", "to have shape (n, ...), n >= 1", got, "give one row as rows[None]")
         # One text would be taken letter by letter, and an array as the texts of its rows.
         if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(next(iter(rows)), str)):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
@@ -233,17 +226,15 @@ class Extractor(nn.Module, ABC):
         return made.float()
 
     @property
-    def _size(self) -> int:
-        """The number of rows that the extractor and all its parts take in one call."""
+    def _size(self) -> int:  # the number of rows that the extractor and all its parts take in one call
         return min(part.block for part in self._parts())
 
     def _parts(self) -> list["Extractor"]:
         return [part for part in self.modules() if isinstance(part, Extractor)]
 
     def _features(self, rows: Any) -> Tensor:
-        if torch.compiler.is_exporting():  # torch could not load a program with a block without gradients
-            return self.features(rows)
-        with torch.no_grad():
+        # torch could not load a program with a block without gradients
+        with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
             return self.features(rows)
 
     def _try(self, rows: Rows) -> None:
@@ -289,13 +280,12 @@ def digest_of(settings: str, tensors: Mapping[str, Tensor]) -> str:
 
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
     """Return public rows with their source; raise PrivacyError if there is no source, or a second one."""
-    if isinstance(public, Public):
-        if source is not None:
-            raise expected(where, "source", "to be given once", source, "the public rows have one")
-        return public
-    if source is None:
-        raise expected(where, "source", "to be given for bare rows", None, "say in a few words where they come from")
-    return Public(public, source)
+    if isinstance(public, Public) != (source is None):
+        condition = (
+            "to be absent next to a Public, which has one" if source is not None else "to be given for bare rows"
+        )
+        raise expected(where, "source", condition, source, "say in a few words where bare rows come from")
+    return public if isinstance(public, Public) else Public(public, str(source))
 
 
 def first_infinite(rows: Tensor) -> int | None:

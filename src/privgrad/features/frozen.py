@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.errors import did_you_mean, expected, require_choice, require_integer, require_positive
+from privgrad.errors import did_you_mean, expected, readable, require_choice, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Rows, digest_of
 from privgrad.features.pretrained import pretrained
 from privgrad.features.text import texts_of
@@ -71,7 +71,6 @@ class FrozenText(Extractor):
 
     @classmethod
     def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
-        """Load the model by its name again; raise PrivacyError if it is not available, or has other weights."""
         made = super().rebuilt(config, parts)
         made._load()
         if (found := digest_of("", made._model.state_dict())) != made.weights:
@@ -96,8 +95,8 @@ class FrozenText(Extractor):
         self._model._apply(fn, recurse)  # moves to a device
         return super()._apply(fn, recurse)
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"]
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
 
     def _pooled(self, ids: Sequence[Sequence[int]], width: int) -> Tensor:
         """Return the features of a few texts that have the same padded length."""
@@ -116,14 +115,11 @@ class FrozenText(Extractor):
         """Load tokenizer and model; they are no submodules, so their weights are not saved with the extractor."""
         library = optional("FrozenText", "transformers", "transformers", "pip install 'privgrad[hf]'")
         folder = pretrained(self.encoder)
-        try:
+        remedy = "give the folder of a transformer and its tokenizer, as save_pretrained writes it"
+        with readable("FrozenText", f"encoder {folder}", "to be a model of transformers", remedy):
             tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             options: dict[str, Any] = {"local_files_only": True, "dtype": _DTYPES[self.dtype]}
             model: nn.Module = library.AutoModel.from_pretrained(folder, **options)
-        except Exception as error:  # a damaged folder can raise anything
-            got = f"{folder}: {str(error).partition(chr(10))[0]}"
-            remedy = "give the folder of a transformer and its tokenizer, as save_pretrained writes it"
-            raise expected("FrozenText", "encoder", "to be a model of transformers", got, remedy) from error
         self.tolerance = _TOLERANCES[self.dtype]
         self._tokenizer: Any = tokenizer
         self._padding: int = tokenizer.pad_token_id or 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_path
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, readable, require_path
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
 
@@ -22,10 +22,7 @@ CONFIG, CONSTANTS = "config.json", "constants.safetensors"
 def require_place(
     function: str, folder: str | os.PathLike[str], *, overwrite: bool, is_own: Callable[[Path], bool]
 ) -> Path:
-    """Return the path of a folder that may be written; raise PrivacyError for one whose files would be lost.
-
-    With `overwrite`, a folder of which `is_own` says that it holds what the function wrote may be replaced.
-    """
+    """Return the path of a folder that may be written: new, empty, or with `overwrite` one that `is_own`."""
     if not isinstance(overwrite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise expected(function, "overwrite", "to be True or False", described(overwrite))  # "no" would replace it
     require_path(function, "folder", folder)
@@ -42,11 +39,10 @@ def require_place(
 
 @contextmanager
 def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
-    """Yield a new folder for the block to fill, which becomes `place` at the end of the block.
+    """Yield a new folder for the block to fill, which becomes `place` at the end of the block, unless that raises.
 
-    If the block raises, `place` stays as it was. A reader finds the former folder, none for an instant, or the new one,
-    and never a mix. The former folder of a process that is killed in that instant is next to it, under a hidden name.
-    Without `overwrite`, a folder with files is an error of the system.
+    A reader finds the former folder, none for an instant, or the new one, and never a mix. The former folder of a
+    process that is killed in that instant is next to it, under a hidden name.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
@@ -65,11 +61,8 @@ def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
 
 @contextmanager
 def usual_mode(path: Path) -> Generator[None]:
-    """Give the file that the block writes the mode that the umask gives to new files.
-
-    safetensors writes to a temporary file, which only its owner may read, and renames it.
-    """
-    path.unlink(missing_ok=True)
+    """Give the file that the block writes the mode that the umask gives to new files."""
+    path.unlink(missing_ok=True)  # safetensors renames a temporary file, which only its owner may read
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -121,7 +114,7 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
             has other weights.
     """
     place = Path(folder)
-    try:
+    with readable("load_extractor", f"{place}", "to hold an undamaged extractor", "give the folder of save_extractor"):
         content: dict[str, Any] = json.loads((place / CONFIG).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise expected("load_extractor", f"the format of {place}", f"to be {FORMAT}", content["format"])
@@ -130,12 +123,7 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
             remedy = "give the same networks as before, and load with the version of privgrad that saved"
             name, condition = f"the digest of {place}", f"to be {content['digest']}"
             raise expected("load_extractor", name, condition, made.digest(), remedy)
-    except PrivacyError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        got, remedy = f"{type(error).__name__}: {error}", "give the folder that save_extractor wrote"
-        raise expected("load_extractor", f"{place}", "to hold an undamaged extractor", got, remedy) from error
-    return made
+        return made
 
 
 def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Extractor:
