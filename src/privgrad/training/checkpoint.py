@@ -49,11 +49,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class OtherRunError(ValueError):
-    """An intact checkpoint of a different run. The message states the differences."""
+    """An intact checkpoint that does not meet a condition of this run. The message states the differences."""
 
-
-class OtherLedgerError(ValueError):
-    """A ledger without the steps of the checkpoint. The message describes both."""
+    def __init__(self, told: str, condition: str, remedy: str) -> None:
+        super().__init__(told)
+        self.condition, self.remedy = condition, remedy
 
 
 def require_resumable(
@@ -69,13 +69,17 @@ def require_resumable(
     # Steps of the state that are missing from the ledger would not be counted in epsilon.
     if not ledger.went_through(state["ledger"]):
         steps = f"{state['private_grad']['step']} steps, not those of its ledger of {ledger.releases} releases"
-        raise OtherLedgerError(f"{steps}, which is of a different run or has lost lines")
+        told = f"{steps}, which is of a different run or has lost lines"
+        remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
+        raise OtherRunError(told, "to have no step that is not in the ledger", remedy)
 
 
 def require_same(before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise OtherRunError, which tells the first differences, unless both have the same names and values."""
     if changed := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-        raise OtherRunError(few([f"{name} {before.get(name)}, now {now.get(name)}" for name in changed]))
+        told = few([f"{name} {before.get(name)}, now {now.get(name)}" for name in changed])
+        remedy = f"resume with the same settings, or {NEW_FOLDER}" + (f"; {SUGGESTED}" if "noise_step" in told else "")
+        raise OtherRunError(f"a checkpoint with {told}", "to be of this run", remedy)
 
 
 def few(texts: Sequence[str]) -> str:
@@ -106,12 +110,7 @@ def damage_refused(function: str, what: object) -> Generator[None]:
     try:
         yield
     except OtherRunError as error:
-        remedy = f"resume with the same settings, or {NEW_FOLDER}"
-        remedy += f"; {SUGGESTED}" if "noise_step" in f"{error}" else ""
-        raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
-    except OtherLedgerError as error:
-        remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
-        raise expected(function, f"{what}", "to have no step that is not in the ledger", error, remedy) from error
+        raise expected(function, f"{what}", error.condition, error, error.remedy) from error
     except Exception as error:  # a damaged file can raise almost any exception
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"

@@ -150,7 +150,7 @@ def _count(public_batch: Any) -> int:
             got = "a number for an example" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
     if (count := count_examples(public_batch)) == 0:
-        raise expected("suggest", "public_batch", "to hold examples", "0 examples", "give a few hundred")
+        raise expected("suggest", "public_batch", "to hold a few hundred examples", 0)
     return count
 
 

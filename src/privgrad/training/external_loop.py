@@ -98,8 +98,7 @@ class ExternalLoopStep:
         self._was_told = False
 
     @property
-    def is_spent(self) -> bool:
-        """Return whether every step of the plan was released. The host may have made fewer updates."""
+    def is_spent(self) -> bool:  # every step of the plan was released; the host may have made fewer updates
         return self.private_grad.state_dict()["step"] >= self.private_grad.plan.steps
 
     def batches(self, dataset: Data, *, updates: int, collate: Collate | None, **loading: Any) -> Iterator[Batch]:
