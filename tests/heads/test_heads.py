@@ -415,7 +415,7 @@ def test_rows_of_another_width_than_in_training_are_refused():
     with pytest.raises(pg.PrivacyError, match=r"the extractor returns to be features of shape \(n, 8\), got \(60, 6\)"):
         head.predict(X[:, :5])
     with pytest.raises(
-        pg.PrivacyError, match=r"rows to have shape \(n, ...\), got \(7,\); give one row as rows\[None\]"
+        pg.PrivacyError, match=r"rows to have shape \(n, ...\), n >= 1, got \(7,\); give one row as rows\[None\]"
     ):
         head.predict(X[0])
 

@@ -113,7 +113,13 @@ def fit_head(
     count = len(classes) if num_classes is None and classes is not None else num_classes
     target = _target(rows, given, count, bounds)
     require_declared("fit_head", target, classes, schema if extractor is None else None, rows.shape[-1])
-    _require_rows(rows)
+    for start in range(0, len(rows), _BLOCK):
+        if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
+            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}")
+    if shared := getattr(rows, SHARED, 0):
+        condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
+        remedy = "compute the extractor's statistics, or its vocabulary, on public rows"
+        raise expected("fit_head", "features", condition, f"at least {shared}", remedy)  # the number is private
     unit = privacy_unit or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
     if rows.ndim == 3 and unit != "user":
         remedy = "plan for 'user', or give features of shape (n, width)"
@@ -168,17 +174,6 @@ def _tensor(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values)
 
 
-def _require_rows(rows: Tensor) -> None:
-    """Raise PrivacyError unless features are finite, and not those of an extractor's own public rows."""
-    for start in range(0, len(rows), _BLOCK):
-        if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
-            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}")
-    if shared := getattr(rows, SHARED, 0):
-        condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
-        remedy = "compute the extractor's statistics, or its vocabulary, on public rows"
-        raise expected("fit_head", "features", condition, f"at least {shared}", remedy)  # the number is private
-
-
 def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
     """Return the kind of the labels; raise PrivacyError unless they fit the features and the public facts."""
     if not rows.is_floating_point() or rows.ndim not in (2, 3):
@@ -219,14 +214,11 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
 def _plan(
     numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
 ) -> PrivacyPlan:
-    """Return the plan of the `numbers` that have defaults, and its `own`, which decide the privacy.
-
-    The caller gives the latter, or the budget: its delta and num_examples, and without target_epsilon all that is left.
-    """
+    """Return the plan of the `numbers` that have defaults, and its `own`, or the budget's, which decide the privacy."""
     given = dict(own)
     if budget is not None:
-        given["delta"] = budget.delta if given["delta"] is None else given["delta"]
-        given["num_examples"] = budget.num_examples if given["num_examples"] is None else given["num_examples"]
+        shared = {"delta": budget.delta, "num_examples": budget.num_examples}
+        given |= {name: value for name, value in shared.items() if given[name] is None}
     missing = [name for name in ("target_epsilon", "delta", "num_examples") if given[name] is None]
     if missing and not (budget is not None and missing == ["target_epsilon"]):
         remedy = "give all three, a plan, or a budget: they decide the privacy"

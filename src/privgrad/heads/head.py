@@ -17,7 +17,7 @@ from privgrad.data.dataset import NO_LABEL
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.table import declaration_of, is_rows, require_codes, row_codes, width_of
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import PrivacyError, expected, readable
 from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import (
     CONFIG,
@@ -49,8 +49,7 @@ def cost_of(
 ) -> tuple[dict[str, Any], Sequence[Ledger]]:
     """Return the public facts of all trainings of a head, and their ledgers, as far as this process knows them.
 
-    `privacy` and `ledgers` are those of the training that made the head; another process' ledgers are not known. With
-    later trainings, epsilon covers all, and `further` has their facts; PrivacyError if no statement covers all.
+    `privacy` and `ledgers` are those of the training that made the head. With later trainings, epsilon covers all.
     """
     own = [ledger for ledger in ledgers if ledger.releases]
     further = [ledger for ledger in ledgers_of(model) if not any(covers(one, ledger) for one in own)]
@@ -95,20 +94,16 @@ class Target:
         return labels.float() if self.kind == "tags" else labels.long()
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label.
-
-        The loss is the cross-entropy of the class, or that of equal shares of all tags of the row. For a number it is
-        half of the squared error, in units of half the distance between its bounds.
-        """
+        """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label."""
         features, labels = batch
         outputs = model(features)
-        if self.kind == "tags":
+        if self.kind == "tags":  # all tags of a row have equal shares
             shares = labels / labels.sum(1, keepdim=True).clamp(min=1)
             return F.cross_entropy(outputs, shares, reduction="none")
         if self.kind == "class":
             has_label = labels != NO_LABEL
             losses = F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
-        else:
+        else:  # half of the squared error, in units of half the distance between the bounds
             has_label = ~labels.isnan()
             losses = (outputs.squeeze(-1) - torch.where(has_label, labels, 0)).square() / 2 * has_label
         return losses if losses.ndim == 1 else losses.sum(1) / has_label.sum(1).clamp(min=1)
@@ -327,7 +322,7 @@ class Head(nn.Module):
             PrivacyError: files are missing or damaged, or the extractor is not the one of the training.
         """
         place = Path(folder)
-        try:
+        with readable("Head.load", f"{place}", "to hold a head", "give the folder of Head.save, with all its files"):
             facts = json.loads((place / _FACTS).read_text())
             if facts["format"] != _FORMAT:
                 raise ValueError(f"format {facts['format']}, of another version of privgrad")
@@ -336,11 +331,6 @@ class Head(nn.Module):
             model.load_state_dict(safetensors().load_file(place / _WEIGHTS))
             table = facts.get("schema")  # absent in folders of older versions
             schema = None if table is None else schema_of(Where("Head.load", "schema."), **table)
-        except PrivacyError:
-            raise
-        except Exception as error:  # safetensors raises errors of its own
-            got, remedy = f"{type(error).__name__}: {error}", "give the folder of Head.save, with all its files"
-            raise expected("Head.load", f"{place}", "to hold a head", got, remedy) from error
         extractor = None
         if facts["extractor"] is not None:
             extractor = load_extractor(place / _EXTRACTOR, modules=modules)

@@ -135,9 +135,8 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         """Train on rows X, (n, width), and their classes y, (n,).
 
         Raises:
-            PrivacyError: X has a value that is not finite or is text, a class of y is not among `classes`, bounds look
-                like the smallest or largest value of a column, X has one column and no feature_bounds, or fit_head
-                refuses; nothing was spent.
+            PrivacyError: X has a value that is not finite or is text, a class of y is not among `classes`, X has one
+                column and no feature_bounds, or fit_head refuses; nothing was spent.
         """
         rows, named = _checked(self, X, y, ensure_min_samples=2)
         check_classification_targets(named)
@@ -189,8 +188,7 @@ class PrivateLinearRegression(RegressorMixin, _Private):
         """Train on rows X, (n, width), and their numbers y, (n,).
 
         Raises:
-            PrivacyError: as in PrivateLogisticRegression, or label_bounds look like the smallest or largest label;
-                nothing was spent.
+            PrivacyError: as in PrivateLogisticRegression; nothing was spent.
         """
         rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
         self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
@@ -227,10 +225,9 @@ def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any: 
 
 def _of_text(X: Any) -> int | None:  # noqa: N803
     """Return the number of the first column with a text that is no number; None if there is none."""
-    table = np.asarray(X, dtype=object)
-    for column in range(table.shape[1]):
+    for column, values in enumerate(np.asarray(X, dtype=object).T):
         try:
-            table[:, column].astype(np.float64)
+            values.astype(np.float64)
         except ValueError:
             return column
     return None
