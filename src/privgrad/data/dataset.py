@@ -90,10 +90,9 @@ def by_user(
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
     columns = list(tensors.tensors if isinstance(tensors, TensorDataset) else tensors)
-    if isinstance(tensors, Tensor) or not all(isinstance(column, Tensor) for column in columns):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got = ", ".join(sorted({type(column).__name__ for column in columns} - {"Tensor"})) or "Tensor"
+    if isinstance(tensors, Tensor):  # its rows would be taken as columns
         remedy = "give a tuple of tensors, for instance (torch.as_tensor(inputs), labels)"
-        raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)
+        raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", "Tensor", remedy)
     named = list(users)
     keys = list(map(key_of_user, named))
     if None in keys:
@@ -193,8 +192,7 @@ def split(
 ) -> DataSet:
     """Return a DataSet whose validation part is the end of the training part, of `validation` examples.
 
-    `train` and `test` are inputs (n, ...) and labels (n, ...). num_classes = None is one more than the largest training
-    label. The options are further attributes of DataSet. A `validation` out of its range raises PrivacyError.
+    num_classes = None is one more than the largest training label.
     """
     inputs, labels = train
     kept = len(labels) - validation
@@ -219,30 +217,20 @@ def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> Dat
 
 
 def with_public(data: DataSet, count: int) -> DataSet:
-    """Return the data set with the last `count` training examples moved to `public`.
-
-    It raises PrivacyError if no private example would be left, or the data are by user.
-    """
+    """Return the data set with the last `count` training examples moved to `public`."""
     if count == 0:
         return data
-    if len(data.train.tensors) != 2:
-        raise expected("data", "public", "to be 0 for data by user", count)
-    inputs, labels = data.train.tensors
+    inputs, labels, *counts = data.train.tensors
     kept = len(labels) - count
-    if kept < 1:
-        raise expected("data", "public", f"to be below {len(labels)}, all training examples", count)
+    if counts or kept < 1:
+        most = "0 for data by user" if counts else f"below {len(labels)}, all training examples"
+        raise expected("data", "public", f"to be {most}", count)
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
     return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
 
 
 def with_other_public(data: DataSet, other: DataSet) -> DataSet:
-    """Return the data set with the training part of another one as `other_public`.
-
-    Raises:
-        PrivacyError: the inputs have another shape, or most of them are also training inputs.
-    Privacy:
-        The check for equal inputs finds only exact copies. The user is responsible for data that is truly public.
-    """
+    """Return the data set with the training part of another one as `other_public`; only exact copies are refused."""
     if other.input_shape != data.input_shape:
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape)
     if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
@@ -258,7 +246,7 @@ def have_most_rows_in_common(one: Tensor, other: Tensor) -> bool:
 
 
 def to_reconstruct(data: DataSet) -> DataSet:
-    """Return the data set with every input as its own label; raise PrivacyError for data by user."""
+    """Return the data set with every input as its own label."""
     if len(data.train.tensors) > 2 or data.by_person:
         raise expected("data", "reconstruct", "to be false for data by user", True)
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}

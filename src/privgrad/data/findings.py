@@ -40,12 +40,9 @@ class RawFinding:
     blocks: bool = False  # whether a training on this file stops with an error
 
 
-def raw_findings(path: Path, *, table: str | None = None, **declaration: Any) -> list[RawFinding]:
-    """Return what a table holds that needs a decision before a training; `declaration` is that of `data.table`.
-
-    NOT private. A rule that is changed because of a finding depends on the private rows; the remedies say so.
-    """
-    schema, texts = _texts(path, table, declaration)
+def raw_findings(path: Path, **declaration: Any) -> list[RawFinding]:
+    """Return what a table holds that needs a decision before a training; `declaration` is that of `data.table`."""
+    schema, texts = _texts(path, **declaration)
     found: list[RawFinding] = []
     for column in (schema.target, *schema.columns.values()):
         shown = column.shown(texts)
@@ -64,7 +61,7 @@ def raw_findings(path: Path, *, table: str | None = None, **declaration: Any) ->
     return found + (_of_persons(schema, texts) if schema.by_person else _undeclared_persons(schema, texts))
 
 
-def _texts(path: Path, table: str | None, declaration: Mapping[str, Any]) -> tuple[Schema, Texts]:
+def _texts(path: Path, *, table: str | None = None, **declaration: Any) -> tuple[Schema, Texts]:
     """Return the schema, and the texts of all columns of a file."""
     schema = schema_of(Where("doctor"), **declaration)
     return schema, read_columns("doctor", path, schema.names, table=table, others=True)[1]
@@ -73,10 +70,7 @@ def _texts(path: Path, table: str | None, declaration: Mapping[str, Any]) -> tup
 def raw_image_findings(
     folder: Path, *, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any = None
 ) -> list[RawFinding]:
-    """Return the images of a folder that cannot be read, all of them, and those that are copies of others. NOT private.
-
-    The arguments are as in `data.image_folder`, which checks the form of the folder.
-    """
+    """Return the images of a folder that cannot be read, all of them, and those that are copies of others."""
     require_images(Where("doctor"), classes, size, channels, unit, max_rows)
     require_pillow()
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
@@ -160,12 +154,8 @@ class RawSize:
 
 
 def raw_table_size(path: Path, declared: Mapping[str, Any], split: Mapping[str, Any] | None) -> RawSize:
-    """Return the sizes of a table, also of one with rows that a training refuses. NOT private.
-
-    `declared` holds the arguments of `schema_of`, and `table`. `split` holds the arguments of `data.table` in SPLIT
-    that were given; it is None for the file that is the test part.
-    """
-    schema, texts = _texts(path, declared.get("table"), {key: declared[key] for key in declared if key != "table"})
+    """Return the sizes of a table, also of one with rows that a training refuses; `split` is None for a test part."""
+    schema, texts = _texts(path, **declared)
     keys = keys_of(schema, texts)[0]
     if schema.identifier is not None:  # rows without an identifier are no unit
         keys = list(dict.fromkeys(key for key in keys if not is_nobody(key)))

@@ -13,7 +13,7 @@ from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import ROW, Fault, PathLike, Positive, Where
 from privgrad.data.table import Share, divided, report, require_split, require_training
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, readable, require_integer
 from privgrad.plugins import optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -99,7 +99,6 @@ def image_folder(
 
 
 def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
-    """Return the error for a folder of test images that has persons or images of the training's folder."""
     remedy = f"leave them out of one folder, or give test_share in place of {test.name}"
     return expected("image_folder", f"{what} of {test.name}", f"to differ from those of {folder.name}", got, remedy)
 
@@ -108,13 +107,13 @@ def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: A
     """Raise PrivacyError unless the declaration of a folder is complete."""
     are_names = schemas.is_a(classes, list, tuple) and all(isinstance(name, str) and name for name in classes)
     if not are_names or len(set(classes)) < max(2, len(classes)):
-        raise where.wrong("classes", "to be at least two different names", described(classes), "list the sub-folders")
+        raise where.wrong("classes", "to be at least two different names", described(classes))
     require_integer(where.function, f"{where.prefix}size", size, 1)
     if isinstance(channels, bool) or channels not in (1, 3):
         raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
     schemas.require_unit(where, unit, max_rows)
     if unit == FILE_NAME:
-        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), "name the column of persons")
+        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit))
 
 
 def units_of(
@@ -150,18 +149,16 @@ def units_of(
 def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     if not folder.is_dir():
         got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
-        raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got, "correct the path")
+        raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got)
     present = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
-    place = f"sub-folders of {folder.name}"
-    for name in present:
-        if name not in classes:
-            usual = "add it to classes, correct its name there or in the folder, or move it out of the folder"
-            remedy = did_you_mean(name, classes, usual)
-            raise expected("image_folder", place, f"to be among classes, {', '.join(classes)}", repr(name), remedy)
-    for name in classes:
-        if name not in present:
-            remedy = did_you_mean(name, present, "create it, even if it is empty, or correct classes")
-            raise expected("image_folder", place, "to exist for each class", repr(name), remedy)
+    for name in (*present, *classes):
+        if name not in classes or name not in present:
+            condition, remedy = "to exist for each class", "create it, even if it is empty, or correct classes"
+            if name in present:
+                condition = f"to be among classes, {', '.join(classes)}"
+                remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
+            remedy = did_you_mean(name, classes if name in present else present, remedy)
+            raise expected("image_folder", f"sub-folders of {folder.name}", condition, repr(name), remedy)
     files = [
         Image(file, label)
         for label, name in enumerate(classes)
@@ -199,19 +196,12 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
         PrivacyError: Pillow is missing, the image is damaged, or it has more than 8 bits per channel.
     """
     file, pillow = Path(path), require_pillow()
-    place = f"{file.parent.name}/{file.name}"
-    bicubic = pillow.Resampling.BICUBIC
-    try:
-        with pillow.open(file) as image:
-            mode: str = image.mode
-            deep = mode.startswith(("I", "F"))
-            square = None if deep else image.convert("L" if channels == 1 else "RGB").resize((size, size), bicubic)
-    except Exception as error:  # a damaged image can raise anything
-        got, remedy = f"{type(error).__name__}: {error}", "replace or remove it; `privgrad doctor` lists all such files"
-        raise expected("image_folder", place, "to be a readable image", got, remedy) from error
-    if square is None:
-        remedy = "convert it by a public rule, such as value / 256"
-        raise expected("image_folder", place, "to have 8 bits per channel", f"mode {mode}", remedy)
+    place, remedy = f"{file.parent.name}/{file.name}", "replace or remove it; `privgrad doctor` lists all such files"
+    with readable("image_folder", place, "to be a readable image", remedy), pillow.open(file) as image:
+        if image.mode.startswith(("I", "F")):
+            remedy = "convert it by a public rule, such as value / 256"
+            raise expected("image_folder", place, "to have 8 bits per channel", f"mode {image.mode}", remedy)
+        square = image.convert("L" if channels == 1 else "RGB").resize((size, size), pillow.Resampling.BICUBIC)
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
     return values.permute(2, 0, 1)
 

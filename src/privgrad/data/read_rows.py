@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from privgrad.data.schema import is_a, text_of
-from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+from privgrad.errors import did_you_mean, expected, file_problem, readable
 from privgrad.plugins import optional
 
 Columns = dict[str, list[Any]]
@@ -33,12 +33,7 @@ def read_columns(
 ) -> tuple[str, dict[str, list[str]]]:
     """Return the name of a table for errors, and the texts of each named column, or also of the `others`.
 
-    It is a file, whose suffix decides its format, a folder of Hugging Face datasets, a DataFrame of pandas or polars, a
-    Table of pyarrow, or a dict of columns. `table` names the table of an SQLite file.
-
-    Raises:
-        PrivacyError: the file is absent or damaged, a named column is not there or there twice, there are no rows, or a
-            package is not installed.
+    `given` is as in `data.table`; `table` names the table of an SQLite file.
     """
     path = Path(given) if hasattr(given, "__fspath__") or isinstance(given, str) else None
     name = f"the {type(given).__name__}" if path is None else path.name
@@ -48,23 +43,17 @@ def read_columns(
     if (table is not None) != is_sqlite:
         raise expected(function, "table", f"to be {'given' if is_sqlite else 'absent'} for {name}", repr(table))
     choose = partial(_chosen, function, name, names, others)
-    try:
+    with readable(function, name, "to be a readable table", "write it again; texts in UTF-8"):
         if path is None:
             columns = _held(given, choose)
         elif path.is_dir():
             columns = _held(_module(function, "datasets", path).Dataset.load_from_disk(f"{path}"), choose)
         elif is_sqlite:
             columns = _sqlite(function, path, f"{table}", choose)
+        elif path.suffix.lower() == ".csv":
+            columns = _csv(function, path, choose)
         else:
-            columns = (
-                _csv(function, path, choose) if path.suffix.lower() == ".csv" else _held(_arrow(function, path), choose)
-            )
-    except PrivacyError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
-        remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "write it again"
-        raise expected(function, name, "to be a readable table", got, remedy) from error
+            columns = _held(_arrow(function, path), choose)
     lengths = {column: len(values) for column, values in columns.items()}
     if len(set(lengths.values())) > 1:  # rows would be mixed up; the numbers are private
         got = f"other lengths than that of {next(iter(lengths))!r}"
@@ -96,10 +85,9 @@ def _require_table(function: str, path: Path) -> None:
 def _chosen(function: str, source: str, names: Sequence[str], others: bool, present: list[str]) -> list[str]:
     for name in names:
         if present.count(name) != 1:
+            condition = "to differ" if name in present else "to include every declared one"
             remedy = did_you_mean(name, present, f"correct the name; the columns are {', '.join(present)[:200]}")
-            condition, remedy = (
-                ("to differ", "rename one") if name in present else ("to include every declared one", remedy)
-            )
+            remedy = "rename one" if name in present else remedy
             raise expected(function, f"the columns of {source}", condition, repr(name), remedy)
     return list(dict.fromkeys(present if others else names))
 

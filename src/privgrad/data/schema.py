@@ -65,8 +65,7 @@ def is_nobody(name: str) -> bool:
 def key_of_user(user: Hashable) -> Hashable | None:
     """Return the key that all examples of a user share; None if the value names nobody.
 
-    Texts and numbers have the key of their name in a table, so "7 ", "7.0", 7 and 7.0 are one user. A tuple has the
-    keys of its parts, and each part must name something. Other values are their own keys.
+    Texts and numbers have the key of their name in a table, so "7 ", "7.0", 7 and 7.0 are one user.
     """
     given: Any = user
     value: Any = given.item() if isinstance(user, Tensor | np.generic) else given
@@ -87,8 +86,7 @@ class NoText(str):
 def text_of(value: Any) -> str:
     """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
 
-    A whole number has no decimal point, and True is "true". The same value from a CSV, an SQLite or a Parquet file has
-    the same text. Bytes, a list or a mapping, which are no single value, have a NoText.
+    The same value from a CSV, an SQLite or a Parquet file has the same text.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -376,10 +374,8 @@ def schema_of(
         remedy = "list the label's allowed values; for a number, give data.table bounds, and train it by fit_head"
         condition = "to be given" if classes is None else "to be absent next to bounds"
         raise where.wrong("classes", condition, classes, remedy)
-    if classes is not None:
-        _require_option(where, "classes", "classes", classes)
-    else:
-        _require_option(where, "bounds", "bounds", bounds)
+    option = "classes" if bounds is None else "bounds"
+    _require_option(where, option, option, classes if bounds is None else bounds)
     names, ends = tuple(map(text_of, classes or ())), bounds and (float(bounds[0]), float(bounds[1]))
     schema = Schema(read, label, names, unit, max_rows, row_id, ends)
     schema.check(where)
@@ -412,12 +408,10 @@ def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
 
 def _are_rising(values: Any, least: int, most: float = math.inf) -> bool:
     """Return whether values are a list of so many finite numbers, each above the one before."""
-    are_numbers = is_a(values, list, tuple) and all(
-        not isinstance(value, bool) and isinstance(value, Real) for value in values
-    )
-    if not are_numbers or not least <= len(values) <= most:
+    if not is_a(values, list, tuple) or any(isinstance(one, bool) for one in values):
         return False
-    return all(map(math.isfinite, values)) and all(low < high for low, high in pairwise(values))
+    are_finite = all(isinstance(one, Real) and math.isfinite(one) for one in values)
+    return are_finite and least <= len(values) <= most and all(low < high for low, high in pairwise(values))
 
 
 def _are_values(values: Any, least: int = 1) -> bool:

@@ -34,11 +34,7 @@ def is_rows(values: Any) -> bool:
 
 
 def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return the codes of one row or n rows exactly as `table` returns those of a file: (n, width).
-
-    Rows are by column name, and other columns than the inputs are not read. It raises PrivacyError if a row lacks a
-    column, or has a value that the schema does not declare.
-    """
+    """Return the codes of one row or n rows by column name, exactly as `table` returns those of a file: (n, width)."""
     given = [rows] if isinstance(rows, Mapping) else rows
     for number, row in enumerate(given, start=1):
         present = list(row) if schemas.is_a(row, Mapping) else []
@@ -81,10 +77,9 @@ def width_of(schema: Schema) -> int:
 
 
 def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0) -> None:
-    """Raise PrivacyError unless inputs can be codes of this schema: one code in each block, or a row of zeros.
+    """Raise PrivacyError unless inputs (..., width) can be codes of this schema: one in each block, or a row of zeros.
 
-    Inputs have shape (..., width). Codes of other columns with the same widths are not noticed, and a column of text is
-    not checked. `first` is the number of the first row, for errors.
+    Codes of other columns with the same widths are not noticed, and a column of text is not checked.
     """
     names = [column.name for column in schema.columns.values() for _ in column.blocks]
     if not names:
@@ -210,14 +205,11 @@ class _Content(NamedTuple):
 
 def require_split(where: Where, test: object, test_share: float, validation_share: float, split_key: str) -> None:
     """Raise PrivacyError unless the shares leave a training part, and the key fits the hash."""
-    for name, share in {"test_share": test_share, "validation_share": validation_share}.items():
-        if not 0 <= share < 1:
-            raise where.wrong(name, "to be in [0, 1)", share)
     if test is not None and test_share > 0:
         raise where.wrong("test_share", "to be 0 if test is given", test_share)
-    if test_share + validation_share >= 1:
-        got = f"{test_share} + {validation_share}"
-        raise where.wrong("test_share and validation_share", "to be below 1 together", got)
+    if not (test_share >= 0 and validation_share >= 0 and test_share + validation_share < 1):
+        got = f"{test_share} and {validation_share}"
+        raise where.wrong("test_share and validation_share", "to be >= 0, and below 1 together", got)
     if len(split_key.encode()) > _LONGEST_KEY:
         raise where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", described(split_key))
 
@@ -228,8 +220,7 @@ def require_every(where: Where, every: int | None, identifier: str | None, test:
         return
     require_integer(where.function, f"{where.prefix}test_every", every, 2)
     if test is not None or test_share > 0:
-        got = "test" if test is not None else f"test_share = {test_share}"
-        raise where.wrong("test_every", "to be given without test and test_share", got)
+        raise where.wrong("test_every", "to be absent if test or test_share is given", every)
     if identifier is None:
         raise where.wrong("row_id", "to be given for test_every", None, "give the column of row numbers, or test_share")
 
@@ -244,10 +235,7 @@ def require_training(function: str, name: str, unit: str, parts: Mapping[Part, S
 def divided(
     name: str, units: Iterable[tuple[str | bytes, Any]], *, every: int | None = None, **split: Any
 ) -> dict[Part, list[Any]]:
-    """Return the rows of the units of each part, by the arguments of `part_of`.
-
-    It raises PrivacyError if `every` is given, and an id is no integer.
-    """
+    """Return the rows of the units of each part, by the arguments of `part_of`."""
     parts: dict[Part, list[Any]] = {"train": [], "validation": [], "test": []}
     for key, rows in units:
         part = _part_of(key, **split)
