@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from privgrad.errors import PrivacyError, expected, require_choice, require_integer
+from privgrad.errors import PrivacyError, expected, readable, require_choice, require_integer
 from privgrad.features.extractor import Copies, Extractor, Rows
 from privgrad.progress import bars
 from privgrad.sampling.loading import require_alike
@@ -178,12 +178,8 @@ class _Folder:
         """Return all features, memory-mapped; changes stay in memory."""
         return torch.from_numpy(np.load(self.place / _FEATURES, mmap_mode="c", allow_pickle=False))
 
-    @contextmanager
-    def _undamaged(self, name: str) -> Generator[None]:
-        try:
-            yield
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(name, error) from error
+    def _undamaged(self, name: str) -> AbstractContextManager[None]:
+        return readable("cache", f"{self.place / name}", "to be undamaged", _REMEDY)
 
     def _damaged(self, name: str, problem: object) -> PrivacyError:
         return expected("cache", str(self.place / name), "to be undamaged", problem, _REMEDY)

@@ -95,8 +95,8 @@ class FrozenText(Extractor):
         self._model._apply(fn, recurse)  # moves to a device
         return super()._apply(fn, recurse)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"]
 
     def _pooled(self, ids: Sequence[Sequence[int]], width: int) -> Tensor:
         """Return the features of a few texts that have the same padded length."""

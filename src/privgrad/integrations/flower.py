@@ -196,8 +196,7 @@ class PrivateStrategy(Strategy):
         self._optimizer.load_state_dict(state["optimizer"])
         self._draws, self._lost = self._begin(), []
 
-    def _trained(self) -> dict[str, Tensor]:
-        """Return the trained parameters by name."""
+    def _trained(self) -> dict[str, Tensor]:  # parameters by name
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
