@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from benchmarks.heads import table
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting.accountant import Release
+from privgrad.accounting.accountant import Release, calibrate_noise_multiplier
 from privgrad.data import debian_texts
 from privgrad.diagnostics import RawGradientStats
 from privgrad.features import Public, TfIdf
@@ -100,9 +100,16 @@ def trained(task: Task, name: str, way: str, seed: int, factor: float) -> dict[s
     paid: dict[str, Any] = {"noise_multiplier": COUNTING, "num_examples": PLANS[name]["num_examples"], "seed": seed}
     counts = pg.release_histogram(labels, num_bins=task.classes, ledger=pg.Ledger(), **paid).clamp(min=FLOOR)
     relative, prior = counts.min() / counts, (counts / counts.sum()).float()
-    plan = pg.PrivacyPlan.for_budget(
-        max_grad_norm=norm, seed=seed, besides=[Release(COUNTING, 1.0, count=2)], **PLANS[name]
+    numbers = PLANS[name]
+    rate = numbers["expected_batch_size"] / numbers["num_examples"]
+    sigma = calibrate_noise_multiplier(
+        target_epsilon=numbers["target_epsilon"],
+        delta=numbers["delta"],
+        sample_rate=rate,
+        steps=numbers["steps"],
+        besides=[Release(COUNTING, 1.0, count=2)],
     )
+    plan = pg.PrivacyPlan(max_grad_norm=norm, seed=seed, sample_rate=rate, noise_multiplier=sigma, **numbers)
     weights = (relative**weighted).float()
 
     def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

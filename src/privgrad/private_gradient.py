@@ -207,7 +207,7 @@ class PrivateGradient:
         self._step = 0
         self._shares_draws = False  # in the last check of the loss
         self._due = False  # whether a number that the loss reads has changed since that check
-        self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
+        self._checked = set[tuple[frozenset[str], tuple[object, ...]]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()

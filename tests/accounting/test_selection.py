@@ -196,7 +196,9 @@ def test_the_number_of_runs_differs_from_call_to_call():
 
 def test_releases_from_a_generator_are_counted_each_time():
     one = Release(4.0, 0.05, count=100)
-    of_generator, plain = (Selection(releases, 4.0, 1.0) for releases in ((r for r in [one]), (one,)))
+    given: Any = (release for release in [one])
+    of_generator, plain = Selection(given, 4.0, 1.0), Selection((one,), 4.0, 1.0)
     assert of_generator == plain
     assert epsilon([of_generator], delta=1e-5) == epsilon([of_generator], delta=1e-5) == epsilon([plain], delta=1e-5)
-    assert Split(r for r in [[one], []]).groups == ((one,), ())
+    groups: Any = (group for group in [[one], []])
+    assert Split(groups).groups == ((one,), ())

@@ -21,6 +21,7 @@ from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
 from privgrad_lab import runner
 from privgrad_lab.build import encoder_folder, make_data
+from privgrad_lab.calls import Call
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers.reproduce import _beside_paper, _load, items, prepared, reproduce
 from privgrad_lab.records import candidate_of, claim, in_phase, own_text, read_records
@@ -322,7 +323,7 @@ def test_every_item_has_plans(name: str, smoke: bool):
 
 def test_no_two_methods_share_a_folder():
     def name(method: str) -> str:
-        return Run(MethodTable(name=method, optimizer="SGD"), Candidate(1.0, 0.1), 0, "final").name
+        return Run(MethodTable(name=method, optimizer=Call(use="SGD")), Candidate(1.0, 0.1), 0, "final").name
 
     names = [name(method) for method in ("a/1", "a_1", "a%2F1", "a 1", "AdaDPS, 1 % public")]
     assert len(set(names)) == 5

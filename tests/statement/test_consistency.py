@@ -151,7 +151,7 @@ def test_all_surfaces_show_the_same_facts(
     unit: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "png", lambda _: bytes(24))
-    changed = {"delta": 1e-3, "privacy_unit": unit} | (KINDS | OF_EXAMPLES)[name]
+    changed: dict[str, Any] = {"delta": 1e-3, "privacy_unit": unit} | (KINDS | OF_EXAMPLES)[name]
     options, more_steps = changed.pop("options", {}), changed.pop("more_steps", 0)
     if unit == "user":
         options = {"perturb": pg.perturb.SampleGradient("user")}

@@ -192,7 +192,8 @@ def test_a_statement_names_what_it_is_about_as_declared(tmp_path: Path):
 
 
 def test_a_page_is_like_that_of_a_report_and_boxes_what_is_no_guarantee():
-    for changed, boxed in (({}, 0), ({"seed": 1}, 1)):
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"seed": 1}, 1)]
+    for changed, boxed in cases:
         page = statement([trained(**changed)]).to_html()
         assert page.count('class="warning" role="note"') == boxed
         assert "prefers-color-scheme: dark" in page
