@@ -26,6 +26,7 @@ from privgrad.accounting.mechanisms import Split
 from privgrad.cli import app
 from privgrad.ledger import file as ledger_file
 from privgrad.ledger.budget import Budget, Commitment, cost_of
+from privgrad.ledger.ledger import Hold
 from privgrad.statement.text import budget_statement, statement
 
 ONE = Release(20.0, 1.0)
@@ -154,6 +155,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
     "a text for true": lambda line: [line | {"is_seeded": "false"}],
     "a day that is none": lambda line: [line | {"date": "yesterday"}],
     "a person who is a number": lambda line: [line | {"by": 3}],
+    "a release of no shape": lambda line: [line | {"released": "mean [[]], bound 1.0"}],
     "values of another name": lambda line: [line, {"draw": "b", "values": [1.0]}],
     "values twice": lambda line: [line, *2 * [{"draw": "a", "values": [1.0]}]],
     "values that are not finite": lambda line: [line, {"draw": "a", "values": [math.inf]}],
@@ -458,6 +460,28 @@ def test_a_training_that_dies_at_any_call_continues_and_costs_the_same(tmp_path:
     else:
         pytest.fail("the training never came to its end")
     assert call > 50
+
+
+def test_a_note_that_failed_is_written_by_the_next_attempt(tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise an emptied ledger would count as new after the training."""
+
+    def fails(*_: Any) -> None:
+        raise OSError("locked")
+
+    budget, plan, path = make(tmp_path, total_epsilon=50.0), make_plan(steps=2), tmp_path / "a.jsonl"
+    facts = plan.public_facts | {"research_seed": False}
+    with monkeypatch.context() as patch:
+        ledger = budget.open_ledger(path, plan)
+        patch.setattr(Budget, "_opened", fails)
+        with pytest.raises(OSError, match="locked"):
+            ledger.bind(facts)
+    ledger.limit_to(Hold(ledger.commitment or "", plan.release_of(2), "other"))  # adds nothing, takes nothing away
+    ledger.bind(facts)
+    ledger.charge(plan.release, draw="a:0", limit=plan.steps)
+    ledger.close()
+    path.write_bytes(b"")
+    with pytest.raises(pg.PrivacyError, match="which is empty"):
+        budget.open_ledger(path, plan)
 
 
 def test_a_kill_at_a_random_moment_leaves_a_valid_file(tmp_path: Path):

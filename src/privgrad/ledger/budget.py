@@ -4,6 +4,7 @@ import getpass
 import json
 import math
 import os
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.types import PrivacyUnit
 
 _LONGEST_FIRST_LINE = 1 << 16
+_RELEASED = re.compile(r"[a-z ]+ \[(\d+(, \d+)*)?\], bound .+")  # such as "sum [2, 3], bound 1.0"
 _PATIENCE = 30.0  # seconds to wait for another process that commits
 _MUCH_NOISE = 10_000.0  # with it, a release by itself costs almost nothing
 
@@ -263,7 +265,8 @@ class Budget:
                 not draw Poisson batches; or the name was committed for another ledger, or its ledger is missing.
         Privacy:
             One commitment pays for one ledger. If that file is lost, its releases are unknown, so a training that
-            begins again needs a new commitment.
+            begins again needs a new commitment. Continue a training that stopped before its first step by this method,
+            not by `Ledger(path)`: the first step notes in the budget that the ledger has begun.
         """
         function = "Budget.open_ledger"
         require_path(function, "path", path, "give ledger.jsonl in a run's folder")
@@ -469,6 +472,7 @@ def _commitment_of(line: Mapping[str, Any]) -> Commitment:
     texts = line["draw"], line["by"], line["released"], line["date"]
     _require(all(isinstance(text, str) for text in texts) and line["draw"], "a name and texts")
     date.fromisoformat(line["date"])
+    _require(not line["released"] or _RELEASED.fullmatch(line["released"]), "the kind, shape and bound of a release")
     _require(line["ledger"] is None or isinstance(line["ledger"], str), "the path of a ledger")
     _require(isinstance(line["is_seeded"], bool), "true or false")
     others = {name: line[name] for name in ("by", "date", "ledger", "is_seeded", "released")}

@@ -193,7 +193,8 @@ class Ledger:
                 got = "a ledger without a commitment" if held is None else f"{held.name}, {held.release}"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
                 raise expected("Budget.open_ledger", "ledger", condition, got, remedy)
-            self._hold = hold
+            if held is None or hold.on_begin is not None:
+                self._hold = hold
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
@@ -213,6 +214,7 @@ class Ledger:
                     facts["commitment"] = {"name": hold.name, "releases": hold.release.count, "budget": hold.budget}
                 self._append({"ledger_version": VERSION, "plan": facts})
                 self._begin(facts)
+                self._hold = hold  # with `on_begin`, until that has succeeded
             if hold is not None and hold.on_begin is not None:
                 hold.on_begin()
                 self._hold = replace(hold, on_begin=None)
