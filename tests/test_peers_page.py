@@ -58,8 +58,9 @@ def tiny(folder: Path, task: str) -> Task:
     return Task(folder)
 
 
+_LONG = {("privgrad", "example", "fashion-mnist")}  # takes 20 s; the other tasks of this script run
 CASES = [
-    (library, variant, task)
+    pytest.param(library, variant, task, marks=[pytest.mark.slow] if (library, variant, task) in _LONG else [])
     for library, variants in run.PLAN.items()
     for variant, tasks in variants.items()
     for task in tasks

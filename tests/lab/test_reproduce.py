@@ -60,7 +60,7 @@ def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_small() -> list[Any]:
     # Some of each kind; a few of the others take minutes.
-    quick = {"adadps/toy", "adadps/stackoverflow", "bam/table1", "heavy-tail/fig1", "dp-adam/fig3"}
+    quick = {"adadps/toy", "adadps/stackoverflow", "heavy-tail/fig1", "dp-adam/fig3"}
     return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in items() if n not in TABLES]
 
 

@@ -54,10 +54,11 @@ def read_columns(
             columns = _csv(function, path, choose)
         else:
             columns = _held(_arrow(function, path), choose)
-    lengths = {column: len(values) for column, values in columns.items()}
-    if len(set(lengths.values())) > 1:  # rows would be mixed up; the numbers are private
-        got = f"other lengths than that of {next(iter(lengths))!r}"
-        raise expected(function, f"the columns of {name}", "to have one length", got)
+    first, *others = columns
+    for other in others:
+        if len(columns[other]) != len(columns[first]):  # rows would be mixed up; the numbers are private
+            got = f"different lengths of {first!r} and {other!r}"
+            raise expected(function, f"the columns of {name}", "to have one length", got)
     if not any(columns.values()):
         raise expected(function, name, "to hold at least 1 row", 0)
     return name, {column: list(map(text_of, values)) for column, values in columns.items()}
