@@ -162,7 +162,7 @@ def require_nonnegative(function: str, name: str, value: float, remedy: str = ""
 def _is_finite(value: object) -> bool:
     """Return whether value is a number that floating point can hold; True and an integer of 400 digits are not."""
     try:
-        return isinstance(value, Real) and type(value) is not bool and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
 

@@ -443,9 +443,9 @@ def test_users_are_rows_of_their_own_examples():
         (((torch.zeros(2),), [None, "a"]), "the user of example 0 to be known, got None"),
         (((torch.zeros(2),), ["", "a"]), "the user of example 0 to be known, got ''"),
     ]
-    for given in ((torch.zeros(2), torch.zeros(2).numpy()), torch.zeros(2)):
+    for columns in ((torch.zeros(2), torch.zeros(2).numpy()), torch.zeros(2)):
         with pytest.raises((pg.PrivacyError, TypeError)):
-            by_user(given, [1, 1], cap=4, minimum=2)  # pyright: ignore[reportArgumentType]
+            by_user(columns, [1, 1], cap=4, minimum=2)  # pyright: ignore[reportArgumentType]
     for arguments, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"by_user: expected .*{message}"):
             by_user(*arguments, cap=4, minimum=2)

@@ -54,10 +54,10 @@ def read_columns(
             columns = _csv(function, path, choose)
         else:
             columns = _held(_arrow(function, path), choose)
-    first, *others = columns
-    for other in others:
-        if len(columns[other]) != len(columns[first]):  # rows would be mixed up; the numbers are private
-            got = f"different lengths of {first!r} and {other!r}"
+    first = next(iter(columns))
+    for column, values in columns.items():
+        if len(values) != len(columns[first]):  # rows would be mixed up; the numbers are private
+            got = f"different lengths of {first!r} and {column!r}"
             raise expected(function, f"the columns of {name}", "to have one length", got)
     if not any(columns.values()):
         raise expected(function, name, "to hold at least 1 row", 0)
