@@ -54,13 +54,13 @@ def read_columns(
             columns = _csv(function, path, choose)
         else:
             columns = _held(_arrow(function, path), choose)
+    if not any(columns.values()):
+        raise expected(function, name, "to hold at least 1 row", 0)
     first = next(iter(columns))
     for column, values in columns.items():
         if len(values) != len(columns[first]):  # rows would be mixed up; the numbers are private
             got = f"different lengths of {first!r} and {column!r}"
             raise expected(function, f"the columns of {name}", "to have one length", got)
-    if not any(columns.values()):
-        raise expected(function, name, "to hold at least 1 row", 0)
     return name, {column: list(map(text_of, values)) for column, values in columns.items()}
 
 
