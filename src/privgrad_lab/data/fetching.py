@@ -19,7 +19,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -27,9 +27,10 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, TypeVar
 
+from privgrad import errors
 from privgrad.accounting.calibration import cache
 from privgrad.data.schema import PathLike
-from privgrad.errors import PrivacyError, expected, require_integer
+from privgrad.errors import expected, require_integer
 
 T = TypeVar("T")
 _LARGEST = 1 << 30  # unpacked bytes, about ten times the largest list of Debian
@@ -154,15 +155,11 @@ def located(function: str, path: PathLike | None, name: str) -> Path:
     return folder
 
 
-@contextmanager
-def readable(function: str, file: object, condition: str, remedy: str = "fetch it again") -> Generator[None]:
+def readable(
+    function: str, file: object, condition: str, remedy: str = "fetch it again"
+) -> AbstractContextManager[None]:
     """Say which file is damaged, whatever reading it raises inside the block."""
-    try:
-        yield
-    except PrivacyError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        raise expected(function, f"{file}", condition, f"{type(error).__name__}: {error}", remedy) from error
+    return errors.readable(function, f"{file}", condition, remedy)
 
 
 def require_counts(function: str, **counts: int | None) -> None:
