@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import rounded_up, two_decimals_up
+from privgrad.accounting.mechanisms import Release, Selection, Split
 from privgrad.cli import app
+from privgrad.data import by_user
+from privgrad.federated import LocalUpdate
+from privgrad.heads import fit_head
 from privgrad.noise import Banded
-from privgrad.statement import statement
+from privgrad.statement import budget_statement, statement
 from privgrad.statement.facts import doubts
 
 pytest.importorskip("huggingface_hub")
@@ -64,7 +68,12 @@ OF_EXAMPLES: dict[str, dict[str, Any]] = {
     "more steps": {"steps": 2, "more_steps": 4},
     "two trainings": {"trainings": 2},
 }
-CASES = [(unit, name) for unit in ("example", "user") for name in KINDS] + [("example", name) for name in OF_EXAMPLES]
+OF_USERS: dict[str, dict[str, Any]] = {"local training": {"options": {"perturb": LocalUpdate(0.1, batch_size=2)}}}
+CASES = [
+    *((unit, name) for unit in ("example", "user") for name in KINDS),
+    *(("example", name) for name in OF_EXAMPLES),
+    *(("user", name) for name in OF_USERS),
+]
 
 # Sentences that must be on every surface, or on none.
 CAVEATS = (
@@ -112,13 +121,15 @@ def long_facts(text: str) -> dict[str, Any]:
 
 def trained(folder: Path, *, trainings: int, more_steps: int, options: dict[str, Any], plan: pg.PrivacyPlan) -> Any:
     """The last PrivateGradient of a model, and the files of all ledgers."""
-    model, paths = make_model(), list[Path]()
+    model, paths, data = make_model(), list[Path](), make_data()
+    if isinstance(options.get("perturb"), LocalUpdate):
+        data = by_user(data.tensors, range(len(data)), cap=2)
     for number in range(trainings):
         paths.append(folder / f"{number}.jsonl")
         for planned in (plan, *((replace(plan, steps=more_steps),) if more_steps else ())):
             private_grad = pg.PrivateGradient(model, loss_fn, planned, ledger=paths[-1], **options)
             made = private_grad.ledger.next_step
-            for batch in list(planned.batches(make_data(), start=made))[:2]:
+            for batch in list(planned.batches(data, start=made))[:2]:
                 private_grad(batch)
             private_grad.ledger.close()
     return private_grad, paths  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -151,10 +162,9 @@ def test_all_surfaces_show_the_same_facts(
     unit: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "png", lambda _: bytes(24))
-    changed: dict[str, Any] = {"delta": 1e-3, "privacy_unit": unit} | (KINDS | OF_EXAMPLES)[name]
-    options, more_steps = changed.pop("options", {}), changed.pop("more_steps", 0)
-    if unit == "user":
-        options = {"perturb": pg.perturb.SampleGradient("user")}
+    changed: dict[str, Any] = {"delta": 1e-3, "privacy_unit": unit} | (KINDS | OF_EXAMPLES | OF_USERS)[name]
+    of_unit = {"perturb": pg.perturb.SampleGradient("user")} if unit == "user" else {}
+    options, more_steps = changed.pop("options", of_unit), changed.pop("more_steps", 0)
     trainings, is_simulation = changed.pop("trainings", 1), changed.pop("simulated", False)
     plan = make_plan(**changed)
     plan = plan.scaled(1 / 2) if is_simulation else plan
@@ -196,6 +206,69 @@ def test_all_surfaces_show_the_same_facts(
     assert f"declared to have {plan.num_examples:,} {'people' if unit == 'user' else 'rows'}" in text
     assert is_simulation or f"Noise multiplier {plan.noise_multiplier:.4g}, clipping norm" in text
     assert ("one row was added" if unit == "user" else "one person was added") not in text
+
+
+RUN = Release(9.0, 0.25, count=5)
+BUDGETS: dict[str, list[list[Any]]] = {
+    "nothing": [],
+    "one training": [[RUN]],
+    "two trainings": [[RUN], [Release(12.0, 0.25, count=5)]],
+    "trainings that are compared": [[RUN, RUN]],
+    "a random number of runs": [[Selection((RUN,), 2.0, 1.0)]],
+    "two groups": [[Split(((RUN,), (Release(30.0, 1.0),)))]],
+    "little noise": [[Release(0.4, 0.25, count=5)]],
+}
+OF_BUDGETS = (
+    r"The data set has a budget: epsilon = [\d.]+ for everything together\.",
+    r"Nothing is committed yet\.",
+    r"Its only commitment costs epsilon = [\d.]+\.",
+    r"Its \d+ commitments cost epsilon = [\d.]+ together\.",
+    r"Quote epsilon = [\d.]+, the budget\.",
+    r"Quote this number\.",
+    r"because a number of runs is random",
+    r"So held-out \w+ have the same protection",
+    r"Alone it costs epsilon = [\d.]+\.",
+)
+
+
+def budget_words(text: str) -> dict[str, Any]:
+    return long_facts(text) | {one: sorted(set(re.findall(one, text))) for one in OF_BUDGETS}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_all_surfaces_of_a_budget_show_the_same_facts(unit: Any, name: str, tmp_path: Path) -> None:
+    path, total = tmp_path / "budget.jsonl", 50.0
+    budget = pg.Budget(path, total_epsilon=total, delta=1e-3, num_examples=32, privacy_unit=unit)
+    for number, releases in enumerate(BUDGETS[name]):
+        budget.commit(f"commitment {number}", releases, by="Ann")
+    said = budget_statement(budget)
+    text, spent = plain(f"{said}"), budget.spent()
+    shown = CliRunner().invoke(app, ["statement", str(path)], env={"COLUMNS": "80"})
+    table = CliRunner().invoke(app, ["budget", str(path)], env={"COLUMNS": "80"})
+    assert budget_words(plain(said.to_html())) == budget_words(plain(shown.stdout)) == budget_words(text)
+    if BUDGETS[name]:
+        pg.save(make_model(), tmp_path / "saved", ledger=path)
+        assert budget_words(plain((tmp_path / "saved" / "statement.txt").read_text())) == budget_words(text)
+    assert f"spent: epsilon {rounded_up(spent, 4)} of 50" in table.stdout
+    assert said.numbers["spent"] == spent
+    # Several commitments may have followed from results: the cap is the guarantee then.
+    assert said.numbers["epsilon"] == (total if len(BUDGETS[name]) > 1 else spent)
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_all_surfaces_of_a_head_show_the_same_facts(unit: Any, tmp_path: Path) -> None:
+    features, labels = make_data().tensors
+    numbers: dict[str, Any] = {"target_epsilon": 3.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": unit}
+    head = fit_head(features, labels, num_classes=3, source="public", output_dir=tmp_path / "run", **numbers)
+    head.save(tmp_path / "head")
+    path = tmp_path / "run" / "ledger.jsonl"
+    text = plain(f"{statement([pg.Ledger(path, read_only=True)])}")
+    shown = CliRunner().invoke(app, ["statement", str(path)], env={"COLUMNS": "80"})
+    saved = plain((tmp_path / "head" / "statement.txt").read_text())
+    assert long_facts(saved) == long_facts(plain(shown.stdout)) == long_facts(text)
+    assert long_facts(text)["size"][0] == rounded_up(head.privacy["epsilon"], 4)
+    assert head.privacy["privacy_unit"] == unit
 
 
 def test_there_are_forty_plans() -> None:
