@@ -264,6 +264,8 @@ def test_public_updates_refuse_numbers_out_of_range(kind: Any, options: dict[str
 
 
 def test_a_public_gradient_of_another_model_is_refused():
-    optimizer = pg.optim.RMSpropPub([("p", nn.Parameter(torch.zeros(2)))], public=lambda step: {}, lr=0.1)
+    optimizer = pg.optim.RMSpropPub(
+        [("p", nn.Parameter(torch.zeros(2)))], public=lambda step: {"p": torch.ones(1)}, lr=0.1
+    )
     with pytest.raises(pg.PrivacyError, match="public gradient of 'p' to have shape"):
         optimizer.step(grad=NoisyGradient({"p": torch.ones(2)}, 0.1))

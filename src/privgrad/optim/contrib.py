@@ -20,11 +20,8 @@ Numerator = Literal["private", "public"]
 
 
 def require_named_source(function: str, optimizer: PrivateOptimizer, recorded: str | None) -> None:
-    """Raise PrivacyError unless the ledger names the public data that the optimizer uses.
-
-    `recorded` holds the sources that the ledger names, "" for none; None without a ledger.
-    """
-    if not isinstance(optimizer, _WithPublic) or recorded is None:
+    """Raise PrivacyError unless the `recorded` side information of the ledger names the optimizer's public data."""
+    if not isinstance(optimizer, _WithPublic) or recorded is None:  # None: there is no ledger
         return
     source = getattr(optimizer.public, "source", None)
     if not recorded or (isinstance(source, str) and f"; {source}; " not in f"; {recorded}; "):
@@ -72,13 +69,10 @@ class _WithPublic(PrivateOptimizer):
         public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                own = public.get(name)
-                if own is None or own.shape != parameter.shape:
-                    condition, got = (
-                        f"to have shape {tuple(parameter.shape)}",
-                        None if own is None else tuple(own.shape),
-                    )
-                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, got)
+                own = public[name]
+                if own.shape != parameter.shape:
+                    condition = f"to have shape {tuple(parameter.shape)}"
+                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, tuple(own.shape))
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._move(group, parameter, gradient[name].to(wide), own.to(wide))
         for group in self.param_groups:

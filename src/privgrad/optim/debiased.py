@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import expected, require_choice, require_nonnegative, require_positive
+from privgrad.errors import require_choice, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, widened
 from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
 from privgrad.types import NoisyGradient
@@ -52,7 +52,8 @@ def debias(
     Returns:
         Tensor of the same shape and dtype, positive. Every entry is >= floor, except with "negative_only".
     Raises:
-        PrivacyError: noise_std is negative, floor is not positive, rule is unknown, or moment_sq is missing.
+        PrivacyError: noise_std is negative, floor is not positive, or rule is unknown.
+        TypeError: moment_sq is missing.
     Privacy:
         Post-processing of noisy gradients; uses public constants only.
     Reference:
@@ -67,9 +68,7 @@ def debias(
         return torch.where(difference > 0, difference, floor)
     if rule == "add":
         return difference.clamp_(min=0).add_(floor)
-    if moment_sq is None:
-        raise expected("debias", "moment_sq", "to be given", None, "pass the square of the first moment")
-    return torch.maximum(difference, moment_sq).add_(floor)
+    return torch.maximum(difference, cast(Tensor, moment_sq)).add_(floor)
 
 
 def require_denominator(noise_std: float | Tensor, floor: float | Tensor) -> None:

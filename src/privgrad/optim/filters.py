@@ -200,8 +200,6 @@ class LinearFilter:
     def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float, *, in_place: bool) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
 
-        The unit of a gradient is its noise_std over `spread`, the standard deviation of w.
-
         The state z holds sums of past values, times the last unit: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
         The memory of z_1 holds m and then the last z, so each pass moves the list on by one. The state of a mean is m.
         """
@@ -210,7 +208,9 @@ class LinearFilter:
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
-        unit = _unit_of(gradient.noise_std_of(name) / spread)
+        std = gradient.noise_std_of(name) / spread  # `spread` is that of w
+        # 1 where there is no noise
+        unit = std.where(std > 0, 1.0) if isinstance(std, Tensor) and std.dim() else float(std) or 1.0
         before = self._units.get(name, unit)
         self._units[name] = unit
         if isinstance(unit, Tensor) or isinstance(before, Tensor) or unit != before:  # the state keeps the new unit
@@ -231,13 +231,6 @@ class LinearFilter:
             y.copy_(made)
         state.append(state.pop(0))
         return out.to(given.dtype)
-
-
-def _unit_of(noise_std: float | Tensor) -> float | Tensor:
-    """Return the unit of a gradient: the standard deviation of its noise, or 1 where it has no noise."""
-    if not isinstance(noise_std, Tensor):
-        return noise_std or 1.0
-    return noise_std.where(noise_std > 0, 1.0) if noise_std.dim() else float(noise_std) or 1.0
 
 
 def _add(total: Tensor, given: Tensor, factor: float) -> None:

@@ -158,8 +158,7 @@ def _polynomial_of_rows(gram: Tensor, iterations: int) -> Tensor:
         product = step if product is None else step @ product
         if left:
             gram = step @ gram @ step
-    assert product is not None  # there is an iteration
-    return product
+    return cast(Tensor, product)
 
 
 def gathered(value: Any) -> Any:
@@ -167,11 +166,10 @@ def gathered(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value  # only a DTensor has it
 
 
-def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
+def sharded_like(value: Tensor, parameter: Any) -> Tensor:
     """Return a whole tensor, sharded as the parameter is."""
     if not hasattr(parameter, "full_tensor"):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # here: it slows the import of privgrad
+    from torch.distributed.tensor import distribute_tensor  # here: it slows the import of privgrad
 
-    assert isinstance(parameter, DTensor)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
