@@ -493,7 +493,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both units": (
         changed('precondition = { use = "public_adam", eps = 1e-5, noise_eps = [0.1, 1.0] }', index=SCALED),
-        r"methods\.scaled\.precondition: .* at most one of eps and noise_eps",
+        r"methods\.scaled\.precondition: .* eps to be absent next to noise_eps",
     ),
     "a unit of zero": (
         changed('precondition = { use = "public_rmsprop", noise_eps = [0.0, 1.0] }', index=SCALED),

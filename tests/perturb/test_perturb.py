@@ -391,9 +391,6 @@ def test_sat_refuses_the_state_of_another_model():
     private_grad.load_state_dict(state)
     with pytest.raises(pg.PrivacyError, match=r"SAT: expected its state to be of this model, got '0.weight'"):
         private_grad(later)
-    state["perturb"]["direction"]["0.weight"] = torch.full((4, 5), math.nan)
-    with pytest.raises(pg.PrivacyError, match="SAT: expected its state to hold finite tensors"):
-        private_grad.load_state_dict(state)
     for one, other in ((None, pg.perturb.SAT(0.4)), (pg.perturb.SAT(0.4), None)):
         saved = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=one).state_dict()
         with pytest.raises(pg.PrivacyError, match="the state of perturb"):

@@ -27,11 +27,8 @@ Radius = float | Callable[[int], float]
 class Perturbation(Contribution):
     """The base class of contributions whose gradients are computed at a distance `radius` from the weights.
 
-    Args:
-        radius: >= 0, in parameter units: a number, or a function step -> number, with steps counted from 0. Public: a
-            schedule may not depend on private data, and must always return the same number for the same step.
-    Raises:
-        PrivacyError: the radius is invalid.
+    The radius is >= 0, in parameter units: a number, or a function step -> number, with steps counted from 0. Public: a
+    schedule may not depend on private data, and must always return the same number for the same step.
     """
 
     def __init__(self, radius: Radius) -> None:
@@ -166,10 +163,10 @@ class SAT(Perturbation):
                 self._direction[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"direction": {name: value.clone() for name, value in self._direction.items()}}
+        return {"direction": _cloned(self._direction)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._direction = _finite("SAT", "direction", state)
+        self._direction = _cloned(state["direction"])
 
 
 class DiSK(Contribution):
@@ -209,7 +206,7 @@ class DiSK(Contribution):
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         _require_of(parameters, "DiSK", self._before)
-        self._now = {name: value.detach().clone() for name, value in parameters.items()}
+        self._now = _cloned(parameters)
         factor = (1 - self.weight) / self.weight
         # theta_{t-1} + (1 + factor) (theta_t - theta_{t-1}) = theta_t + factor (theta_t - theta_{t-1})
         points = {parameters[n]: torch.lerp(before, self._now[n], 1 + factor) for n, before in self._before.items()}
@@ -221,10 +218,10 @@ class DiSK(Contribution):
         self._before = self._now
 
     def state_dict(self) -> dict[str, Any]:
-        return {"before": {name: value.clone() for name, value in self._before.items()}}
+        return {"before": _cloned(self._before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = _finite("DiSK", "before", state)
+        self._before = _cloned(state["before"])
 
 
 class RawSAM(Perturbation):
@@ -255,13 +252,8 @@ def _require_of(parameters: Mapping[str, nn.Parameter], kind: str, held: Mapping
             raise expected(kind, "its state", "to be of this model", f"{name!r} of shape {tuple(value.shape)}", remedy)
 
 
-def _finite(kind: str, entry: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return copies of the tensors in one entry of a state; raise PrivacyError unless they are finite."""
-    copies = {name: value.clone() for name, value in state[entry].items()}
-    for name, value in copies.items():
-        if not bool(torch.isfinite(value).all()):
-            raise expected(kind, "its state", "to hold finite tensors", f"{entry} of {name!r} with inf or nan")
-    return copies
+def _cloned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_in, require_integer, require_positive
+from privgrad.errors import expected, require_in, require_positive
 from privgrad.gradient.transform import Provenance, Scales
 
 
@@ -85,9 +85,7 @@ def by_rank(
         Li et al. 2022 (AdaDPS), as in their code for StackOverflow.
     """
     counted = _features("by_rank", "counts", counts)
-    require_integer("by_rank", "frequent", frequent, 1)
-    if frequent > len(counted):
-        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, all features", frequent)
+    require_in("by_rank", "frequent", frequent, f"[1, {len(counted)}]")
     require_positive("by_rank", "multiplier", multiplier)
     scale = torch.full_like(counted, 1 / multiplier)
     scale[counted.argsort(descending=True, stable=True)[:frequent]] = 1.0
@@ -149,5 +147,5 @@ def _features(function: str, name: str, values: Any) -> Tensor:
 def _scales(function: str, scale: Tensor, parameter: str, dim: int, source: str, provenance: Provenance) -> Scales:
     """Return the Scales of one parameter, shaped to broadcast, with the provenance that the caller states."""
     if dim not in (0, 1):
-        raise expected(function, "dim", "to be 0 or 1", dim, "give 1 for the weight of a Linear, 0 for an embedding")
+        raise expected(function, "dim", "to be 1 for the weight of a Linear, 0 for an embedding", dim)
     return Scales({parameter: scale.unsqueeze(1 - dim)}, provenance=provenance, source=source)

@@ -122,9 +122,8 @@ class Inputs(Preconditioner):
             matrix = _inverse_power(name, moment.total / moment.rows, self.power, self.ridge, dtype)
             maps[name] = InputMap(matrix.to(parameters[name].device), bias, moment.transposed)
         if not maps:
-            remedy = "leave it out: it is for linear layers, convolutions, attention and recurrent layers"
-            got = f"{len(parameters)} parameters without"
-            raise expected("precondition.inputs", "the model", "to have a layer with inputs", got, remedy)
+            condition = "to have a layer with inputs: a linear, convolutional, attention or recurrent one"
+            raise expected("precondition.inputs", "the model", condition, f"{len(parameters)} parameters without")
         self.layers = dict.fromkeys(parameters, "unchanged")
         for name, own in maps.items():
             self.layers[name] = "inputs" if own.matrix.dim() == 2 else "inputs, diagonal"

@@ -41,8 +41,7 @@ class Moments(Preconditioner):
     ) -> None:
         name = f"precondition.{'raw_ideal' if gradient is None else 'public'}_{rule}"
         if eps is not None and noise_eps is not None:
-            got = f"eps {eps} and noise_eps {noise_eps}"
-            raise expected(name, "at most one of eps and noise_eps", "to be given", got)
+            raise expected(name, "eps", "to be absent next to noise_eps", eps)
         if eps is None and eps_inside:
             raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside)
         noise_eps = _NOISE_EPS if noise_eps is None else noise_eps
@@ -144,16 +143,15 @@ class Moments(Preconditioner):
         else:
             mean = raw_mean() if self.public is None else self.public(time)
         for name, value in mean.items():
+            wide = at_least_float32(value)
             if name not in self._exp_avg_sq:
-                self._exp_avg_sq[name] = torch.zeros_like(at_least_float32(value))
-            for part, h, square in blocks(self._exp_avg_sq[name], at_least_float32(value), squares.get(name)):
+                self._exp_avg_sq[name] = torch.zeros_like(wide)
+            for part, h, square in blocks(self._exp_avg_sq[name], wide, squares.get(name)):
                 part.mul_(keep)
                 part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
-        if self._rule == "adam":
-            for name, value in mean.items():
+            if self._rule == "adam":  # M = beta1 M + (1 - beta1) h
                 if name not in self._exp_avg:
-                    self._exp_avg[name] = torch.zeros_like(at_least_float32(value))
-                # M = beta1 M + (1 - beta1) h
+                    self._exp_avg[name] = torch.zeros_like(wide)
                 self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
-from privgrad.errors import expected, require_integer
+from privgrad.errors import expected, require_in, require_integer
 from privgrad.gradient.functional import require_losses, seeded, trainable
 from privgrad.processes import ALONE, Processes
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
@@ -66,9 +66,8 @@ class PublicGradient:
         self.examples = examples
         count = count_examples(self.examples)
         self._batch_size = count if batch_size is None else batch_size
-        require_integer("PublicGradient", "batch_size", self._batch_size, 1)
-        if self._batch_size > count:
-            raise expected("PublicGradient", "batch_size", f"to be at most {count} examples", batch_size)
+        require_integer("PublicGradient", "the number of examples", count, 1)
+        require_in("PublicGradient", "batch_size", self._batch_size, f"[1, {count}]")
         self.model, self.source = model, source
         self._loss_fn, self._count, self._seed = loss_fn, count, seed
         self._processes = processes
