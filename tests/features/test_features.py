@@ -372,12 +372,9 @@ def test_refused_files(tmp_path: Path):
         other.module[0].bias.add_(1)  # pyright: ignore
     given = {"small": frozen()}
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ft.load_extractor(folder), r"expected modules to hold the Frozen 'small', got \[\]; make it"),
-        (
-            lambda: ft.load_extractor(folder, modules={"smal": other}),
-            r"got \['smal'\]; did you mean 'small'\? Make it with",
-        ),
-        (lambda: ft.load_extractor(folder, modules={"small": ft.Hog()}), r"got 'small', a Hog; make it with"),
+        (lambda: ft.load_extractor(folder), r"expected modules to hold the Frozen 'small', got \{\}; make it"),
+        (lambda: ft.load_extractor(folder, modules={"smal": other}), r"got \{'smal': 'Frozen'\}; make it with"),
+        (lambda: ft.load_extractor(folder, modules={"small": ft.Hog()}), r"got \{'small': 'Hog'\}; make it with"),
         (lambda: ft.load_extractor(folder, modules={"small": other}), "expected the digest of"),
         (lambda: ft.load_extractor(tmp_path / "none", modules=given), "an undamaged .* got FileNotFoundError"),
         (lambda: ft.load_extractor(written(format=99), modules=given), "expected the format of .* to be 1, got 99"),
@@ -588,18 +585,18 @@ def test_refused_arguments():
         (lambda: ft.Hog()(rows[:, 0]), "Hog: expected rows to be images"),
         (lambda: ft.Hog()(rows[:0]), r"Hog: expected rows to have shape \(n, ...\), n >= 1"),
         (lambda: ft.Patches(PUBLIC, size=13), "Patches: expected public images to be at least 13"),
-        (lambda: ft.Whitened(ft.Hog(), PUBLIC, keep=10**4), "Whitened: expected keep to be at most"),
+        (lambda: ft.Whitened(ft.Hog(), PUBLIC, keep=10**4), "Whitened: expected keep to be in"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, power=0.6), "Whitened: expected power to be in"),
         (lambda: ft.Whitened(ft.Hog(), PUBLIC, ridge=0.0), "Whitened: expected ridge"),
         (lambda: ft.join((ft.Hog(), 0.0)), "join: expected a weight"),
-        (lambda: ft.join(ft.Hog(), rows), "join: expected blocks"),  # pyright: ignore
         (lambda: ft.silhouettes(0), "silhouettes: expected n"),
-        (lambda: ft.silhouettes(3, channels=2), "silhouettes: expected channels"),  # pyright: ignore
         (lambda: ft.Hog()(torch.full_like(rows, float("nan"))), "expected pixels to be in"),
     ]
     for call, message in wrong:
         with pytest.raises(pg.PrivacyError, match=message):
             call()
+    with pytest.raises(TypeError):
+        ft.join(ft.Hog(), rows)  # pyright: ignore
 
 
 def test_a_class_of_another_module_with_a_known_name_is_refused():

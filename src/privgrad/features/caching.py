@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from privgrad.errors import PrivacyError, expected, readable, require_choice, require_integer
+from privgrad.errors import expected, readable, require_choice, require_integer
 from privgrad.features.extractor import Copies, Extractor, Rows
 from privgrad.progress import bars
 from privgrad.sampling.loading import require_alike
@@ -140,10 +140,7 @@ class _Folder:
             if create:
                 path.touch(mode=0o600)  # the features are as private as the data
                 np.lib.format.open_memmap(path, mode="w+", dtype=self.facts["dtype"], shape=shape)
-            values = np.load(path, mmap_mode="r+", allow_pickle=False)
-        if values.shape != shape or values.dtype != self.facts["dtype"]:
-            raise self._damaged(_FEATURES, f"{values.dtype} of shape {values.shape}")
-        self.values = values
+            self.values = np.load(path, mmap_mode="r+", allow_pickle=False)
 
     def holds(self, index: int, start: int, digest: str) -> bool:
         """Return whether a block is finished; raise PrivacyError if its rows or its features have changed."""
@@ -154,7 +151,8 @@ class _Folder:
             condition = f"to be those of {self.place}"
             raise expected("cache", f"rows {start} and following", condition, f"rows of digest {digest}", _REMEDY)
         if line["features"] != _checksum(self.values[start : start + self.block]):
-            raise self._damaged(_FEATURES, f"changed bytes from row {start}")
+            got = f"changed bytes from row {start}"
+            raise expected("cache", f"{self.place / _FEATURES}", "to be undamaged", got, _REMEDY)
         return True
 
     def add(self, index: int, start: int, size: int, digest: str, features: np.ndarray) -> None:
@@ -180,9 +178,6 @@ class _Folder:
 
     def _undamaged(self, name: str) -> AbstractContextManager[None]:
         return readable("cache", f"{self.place / name}", "to be undamaged", _REMEDY)
-
-    def _damaged(self, name: str, problem: object) -> PrivacyError:
-        return expected("cache", str(self.place / name), "to be undamaged", problem, _REMEDY)
 
 
 @contextmanager

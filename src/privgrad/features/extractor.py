@@ -105,8 +105,8 @@ class Extractor(nn.Module, ABC):
         super().__init_subclass__(**keywords)
         known = EXTRACTORS.get(cls.__name__)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            got = f"{cls.__module__}.{cls.__qualname__}, but {known.__module__}.{known.__qualname__} exists"
-            raise expected("Extractor", "the class name", "to be new", got, "rename the class: it names saved files")
+            condition = f"to be new, as it names saved files ({known.__module__} has it)"
+            raise expected("Extractor", "the class name", condition, cls.__qualname__)
         EXTRACTORS[cls.__name__] = cls
 
     def __init__(self, source: str, **constants: Tensor) -> None:
@@ -149,8 +149,7 @@ class Extractor(nn.Module, ABC):
             raise expected(name, "rows", "to have shape (n, ...), n >= 1", got, "give one row as rows[None]")
         # One text would be taken letter by letter, and an array as the texts of its rows.
         if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(next(iter(rows)), str)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
-            raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
+            raise expected(name, "rows", "to be a tensor, or a list of texts", f"a {type(rows).__name__}")
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)
@@ -217,9 +216,8 @@ class Extractor(nn.Module, ABC):
         else:
             made = self._features(rows)
         if made.ndim != 2 or len(made) != len(rows) or not made.is_floating_point():
-            got = f"{made.dtype} of shape {tuple(made.shape)}"
             condition = f"to be floating point, of shape ({len(rows)}, width)"
-            raise expected(type(self).__name__, "features", condition, got)
+            raise expected(type(self).__name__, "features", condition, f"{made.dtype} of shape {tuple(made.shape)}")
         if (row := first_infinite(made)) is not None:
             got = "inf or NaN in " + ("the first or the last row" if start is None else f"row {start + row}")
             raise expected(type(self).__name__, "features", "to be finite", got)
@@ -265,8 +263,7 @@ class Extractor(nn.Module, ABC):
         changed = [key for key in after if key not in before or not torch.equal(after[key], before[key])]
         changed += [key for key, value in self.attributes().items() if attributes.get(key, self) is not value]
         if changed:
-            condition = "to stay as it is while features are computed"
-            raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
+            raise expected(name, "the state", "to stay as it is", f"a new value of {changed[0]}", _REMEDY)
 
 
 def digest_of(settings: str, tensors: Mapping[str, Tensor]) -> str:
@@ -281,10 +278,8 @@ def digest_of(settings: str, tensors: Mapping[str, Tensor]) -> str:
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
     """Return public rows with their source; raise PrivacyError if there is no source, or a second one."""
     if isinstance(public, Public) != (source is None):
-        condition = (
-            "to be absent next to a Public, which has one" if source is not None else "to be given for bare rows"
-        )
-        raise expected(where, "source", condition, source, "say in a few words where bare rows come from")
+        condition = "to be given for bare rows" if source is None else "to be absent next to a Public, which has one"
+        raise expected(where, "source", condition, source)
     return public if isinstance(public, Public) else Public(public, str(source))
 
 

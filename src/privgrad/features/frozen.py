@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.errors import did_you_mean, expected, readable, require_choice, require_integer, require_positive
+from privgrad.errors import expected, readable, require_choice, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Rows, digest_of
 from privgrad.features.pretrained import pretrained
 from privgrad.features.text import texts_of
@@ -74,8 +74,8 @@ class FrozenText(Extractor):
         made = super().rebuilt(config, parts)
         made._load()
         if (found := digest_of("", made._model.state_dict())) != made.weights:
-            remedy = f"restore those that {made.encoder} had"
-            raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
+            condition = f"to have digest {made.weights[:12]}, as when it was saved"
+            raise expected("FrozenText", f"the weights of {made.encoder}", condition, found[:12])
         return made
 
     def features(self, rows: Rows) -> Tensor:
@@ -169,15 +169,6 @@ class Frozen(Extractor):
             tolerance = 2e-2 if types & {torch.float16, torch.bfloat16} else tolerance
         self.tolerance = tolerance
         self.eval()
-
-    @classmethod
-    def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
-        """Raise PrivacyError: the weights are not saved, so the network must be given in `modules`."""
-        name = config["options"]["name"]
-        remedy = f"make it with the same code as before, and give modules={{{name!r}: Frozen(...)}}"
-        got = sorted(parts) if name not in parts else f"{name!r}, a {type(parts[name]).__name__}"
-        remedy = did_you_mean(next(iter(parts), ""), [] if name in parts else [name], remedy)
-        raise expected("load_extractor", "modules", f"to hold the {cls.__name__} {name!r}", got, remedy)
 
     def constants(self) -> dict[str, Tensor]:
         return {}

@@ -51,8 +51,6 @@ def _drawn(where: str, draw: Callable[..., Tensor], n: int, size: int, channels:
     """Return n images, which `draw` draws."""
     require_integer(where, "n", n, 1)
     require_integer(where, "size", size, 4)
-    if channels not in (1, 3):
-        raise expected(where, "channels", "to be 1 or 3", channels)
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([draw(min(_CHUNK, n - start), size, channels, generator) for start in range(0, n, _CHUNK)])
 
@@ -141,8 +139,7 @@ class Patches(Extractor):
         given = public_rows("Patches", public, source)
         images = require_images("Patches", given.rows)
         if min(images.shape[2:]) < size:
-            got = f"{tuple(images.shape[2:])} pixels"
-            raise expected("Patches", "public images", f"to be at least {size} wide and high", got)
+            raise expected("Patches", "public images", f"to be at least {size} wide and high", tuple(images.shape[2:]))
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(images), (_PATCHES,), generator=generator)
         tops = torch.randint(images.shape[2] - size + 1, (_PATCHES,), generator=generator)
@@ -254,8 +251,8 @@ class Scattering(Extractor):
 def require_images(where: str, rows: Any) -> Tensor:
     """Return rows as float32 images; raise PrivacyError unless they are images in [0, 1], or bytes."""
     if rows.ndim != 4 or rows.shape[1] not in (1, 3):
-        got, remedy = f"shape {tuple(rows.shape)}", "give (n, channels, height, width)"
-        raise expected(where, "rows", "to be images with 1 or 3 channels", got, remedy)
+        condition = "to be images with 1 or 3 channels, (n, channels, height, width)"
+        raise expected(where, "rows", condition, f"shape {tuple(rows.shape)}")
     images = rows.float() / 255 if rows.dtype == torch.uint8 else rows.float()
     if torch.compiler.is_exporting():  # an exported program cannot raise this error
         return images

@@ -121,8 +121,8 @@ def load_extractor(folder: str | os.PathLike[str], *, modules: Mapping[str, Extr
         made = _filled(_rebuilt(content["extractor"], modules or {}), safetensors().load_file(place / CONSTANTS))
         if made.digest() != content["digest"]:
             remedy = "give the same networks as before, and load with the version of privgrad that saved"
-            name, condition = f"the digest of {place}", f"to be {content['digest']}"
-            raise expected("load_extractor", name, condition, made.digest(), remedy)
+            condition = f"to be {content['digest']}"
+            raise expected("load_extractor", f"the digest of {place}", condition, made.digest(), remedy)
         return made
 
 
@@ -133,8 +133,11 @@ def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Ext
     if kind is None:
         remedy = did_you_mean(config["class"], sorted(EXTRACTORS), "import the module that defines it")
         raise expected("load_extractor", "the class", "to be defined", config["class"], remedy)
-    parts = {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
-    return kind.rebuilt(config, modules if issubclass(kind, Frozen) else parts)  # a Frozen is among modules, or refused
+    if issubclass(kind, Frozen):  # its weights are not saved
+        got = {key: type(module).__name__ for key, module in modules.items()}
+        remedy = f"make it with the same code as before, and give modules={{{name!r}: Frozen(...)}}"
+        raise expected("load_extractor", "modules", f"to hold the {kind.__name__} {name!r}", got, remedy)
+    return kind.rebuilt(config, {key: _rebuilt(part, modules) for key, part in config["parts"].items()})
 
 
 def _filled(extractor: Extractor, constants: Mapping[str, Tensor]) -> Extractor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_choice, require_integer
+from privgrad.errors import expected, require_choice, require_integer
 from privgrad.features.extractor import Extractor, Public, Rows, marks_of, public_rows
 from privgrad.features.whitened import unit_rows
 from privgrad.plugins import optional
@@ -26,13 +26,12 @@ def word_sequences(counts: Tensor, n: int, length: int, *, seed: int = 0) -> Pub
     Returns:
         Public rows, int64 (n, length).
     Raises:
-        PrivacyError: the counts have another shape or sign, or a number is out of its range.
+        PrivacyError: a number is out of its range.
+        RuntimeError: a count is negative, or all are 0.
     """
     require_integer("word_sequences", "n", n, 1)
     require_integer("word_sequences", "length", length, 1)
     require_integer("word_sequences", "seed", seed, 0)
-    if counts.dim() != 1 or bool((counts < 0).any()) or not bool((counts > 0).any()):
-        raise expected("word_sequences", "counts", "to be of shape (vocabulary,), >= 0, not all 0", described(counts))
     drawn = torch.multinomial(counts.double(), n * length, True, generator=torch.Generator().manual_seed(seed))
     return Public(drawn.view(n, length), f"{n:,} sequences of words drawn by public frequencies (seed {seed})")
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self, cast, overload
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_integer, require_positive
+from privgrad.errors import expected, require_in, require_positive
 from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of, public_rows
 from privgrad.types import PRIVATE_MOMENT
 
@@ -127,13 +127,10 @@ class Whitened(Extractor):
         keep: int | None,
     ) -> None:
         """Scale the directions by (l + ridge * mean l) ** -power, and keep at most `most` of them."""
-        if not 0 <= power <= 0.5:
-            raise expected("Whitened", "power", "to be in [0, 0.5]", power)
+        require_in("Whitened", "power", power, "[0, 0.5]")
         require_positive("Whitened", "ridge", ridge)
         chosen = most if keep is None else keep
-        require_integer("Whitened", "keep", chosen, 1)
-        if chosen > most:
-            raise expected("Whitened", "keep", f"to be at most {most}", chosen, "give more public rows")
+        require_in("Whitened", "keep", chosen, f"[1, {most}]", "give more public rows for more directions")
         values, vectors = eigenpairs
         scales = (values + ridge * values.sum() / most) ** -power
         directions = (vectors * scales)[:, :chosen].contiguous()
@@ -175,7 +172,9 @@ def join(*blocks: Any) -> Tensor | Extractor:
     Returns:
         Rows of norm 1, (n, sum of widths). For k one-hot columns, this divides each code by the square root of k.
     Raises:
-        PrivacyError: there are no blocks, their numbers of rows differ, or tensors and extractors are mixed.
+        PrivacyError: a weight is not positive, or a tensor is not of floating point.
+        RuntimeError: there are no blocks, or their numbers of rows differ.
+        TypeError: tensors and extractors are mixed.
     """
     pairs: list[tuple[Any, float | None]] = [block if isinstance(block, tuple) else (block, None) for block in blocks]
     weights = [weight for _, weight in pairs]
@@ -185,10 +184,6 @@ def join(*blocks: Any) -> Tensor | Extractor:
     parts = [part for part, _ in pairs]
     if parts and all(isinstance(part, Extractor) for part in parts):
         return Joined(parts, weights)
-    shapes = [tuple(part.shape) if isinstance(part, Tensor) else described(part) for part in parts]
-    if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
-        condition = "to be at least one tensor, all of shape (n, width), or extractors only"
-        raise expected("join", "blocks", condition, f"shapes {shapes}")
     return _joined(parts, weights)
 
 
