@@ -167,7 +167,7 @@ def test_any_function_of_a_data_set_can_be_audited():
     assert found.trials == sum(found.counts["any"][1::2]) == 8_000 - 8_000 // 6
     assert not audit.distinguish(users_game(0.1), trials=4_000, confidence=CERTAIN).passed
     assert audit.distinguish(users_game(1.0), trials=4_000, confidence=CERTAIN).bounds.keys() == {"any"}
-    with pytest.raises(PrivacyError, match="to move the released vector"):
+    with pytest.raises(PrivacyError, match="the move of canary 0 to have a positive"):
         audit.directions(lambda users: torch.zeros(3), honest.data, 1)
 
 
@@ -343,8 +343,8 @@ def test_bad_questions_are_refused():
         (lambda: audit.distinguish(game, confidence=1.0), "confidence"),
         (lambda: audit.distinguish(game, trials=79), "trials"),
         (lambda: audit.one_run(game, guessed=0.0), "guessed"),
-        (lambda: audit.method_game("SDG", "step", epsilon=1.0), "choose among factored"),
-        (lambda: audit.rows(["SDG"]), "choose among factored"),
+        (lambda: audit.method_game("SDG", "step", epsilon=1.0), "method to be 'factored'"),
+        (lambda: audit.rows(["SDG"]), "method to be 'factored'"),
         (lambda: audit.rows(confidence=95), "confidence"),
         (lambda: one_run_p_value(10, 5, 6, 1.0, 0.0), "correct"),
         (lambda: audit.epsilon_of_one_run(10, 5, 4, 1.5, 0.9), "delta"),

@@ -139,7 +139,7 @@ def test_sat_is_measured_along_what_was_released():
             p += 0.5 / math.sqrt(6)
     there = raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.1)
     assert {name: pytest.approx(value, rel=1e-5) for name, value in there.items()}.items() <= found.items()
-    with pytest.raises(pg.PrivacyError, match="examples to be at least one"):
+    with pytest.raises(pg.PrivacyError, match="the number of examples to be an integer >= 1"):
         raw_clipping_bias(model, loss_fn, (torch.zeros(0, 2), torch.zeros(0).long()), max_grad_norm=0.1)
 
 

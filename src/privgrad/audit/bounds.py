@@ -9,7 +9,7 @@ import numpy as np
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Release
-from privgrad.errors import expected, require_delta, require_integer
+from privgrad.errors import expected, require_delta, require_in, require_integer
 
 _DELTAS = tuple(float(delta) for delta in np.geomspace(0.6, 1e-3, 16))  # where the accountant's curve is evaluated
 _NOISES = range(-4, 17)  # k: the grid has the claimed noise times 2**(k / 8)
@@ -33,7 +33,7 @@ def clopper_pearson(errors: Any, trials: Any, confidence: float) -> Any:
     """
     from scipy import stats  # in functions: it takes longer to import than all of privgrad
 
-    require_confidence("clopper_pearson", confidence)
+    require_in("clopper_pearson", "confidence", confidence, "(0, 1)")
     errors, trials = np.asarray(errors, float), np.asarray(trials, float)
     bound = stats.beta.ppf(confidence, errors + 1, np.maximum(trials - errors, 1e-9))
     return np.where(errors >= trials, 1.0, bound)
@@ -197,7 +197,7 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
     require_delta("epsilon_of_one_run", delta)
-    require_confidence("epsilon_of_one_run", confidence)
+    require_in("epsilon_of_one_run", "confidence", confidence, "(0, 1)")
 
     def unlikely(epsilon: float) -> bool:
         return one_run_p_value(canaries, guesses, correct, epsilon, delta) < 1 - confidence
@@ -209,9 +209,3 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
         middle = (low + high) / 2
         low, high = (middle, high) if unlikely(middle) else (low, middle)
     return low
-
-
-def require_confidence(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is in (0, 1)."""
-    if not 0 < value < 1:
-        raise expected(function, "confidence", "to be in (0, 1)", value)

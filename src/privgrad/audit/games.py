@@ -12,7 +12,7 @@ from torch import Tensor
 
 from privgrad.accounting.accountant import Release
 from privgrad.audit import bounds
-from privgrad.errors import expected, require_integer
+from privgrad.errors import expected, require_in, require_integer
 from privgrad.processes import one_thread
 
 Tick = Callable[[], object]
@@ -107,8 +107,7 @@ def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any]
         moved = noiseless(data(alone)).double() - without
         length = math.sqrt(float(moved.square().sum()))
         if not 0 < length < math.inf:
-            condition = "to move the released vector by a positive finite length"
-            raise expected("directions", f"canary {index}", condition, length, "give it a gradient")
+            raise expected("directions", f"the move of canary {index}", "to have a positive finite length", length)
         rows.append(moved / length)
     return torch.stack(rows)
 
@@ -139,7 +138,7 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
     Reference:
         Nasr et al. 2021 (arXiv 2101.04535) and 2023 (arXiv 2302.07956).
     """
-    bounds.require_confidence("distinguish", confidence)
+    require_in("distinguish", "confidence", confidence, "(0, 1)")
     require_integer("distinguish", "trials", trials, 80)
     began, canaries = time.perf_counter(), len(game.directions)
     runs = max(2 * _CHOOSING, math.ceil(trials / canaries))
@@ -190,8 +189,7 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
-    if not 0 < guessed <= 1:
-        raise expected("one_run", "guessed", "to be in (0, 1]", guessed)
+    require_in("one_run", "guessed", guessed, "(0, 1]")
     began, canaries = time.perf_counter(), len(game.directions)
     included = np.random.default_rng().random((1, canaries)) < 0.5
     order = np.argsort(_scores(game, included, None)[0], kind="stable")

@@ -13,10 +13,9 @@ from torch.utils.data import TensorDataset
 from privgrad import optim, precondition
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Release
-from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
 from privgrad.clip import rules
-from privgrad.errors import did_you_mean, expected, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_in, require_integer, require_positive
 from privgrad.gradient.transform import Scales
 from privgrad.noise.banded import Banded
 from privgrad.optim.base import constructor_arguments
@@ -160,7 +159,8 @@ def method_game(
     Raises:
         PrivacyError: no method has this name, or a number is out of its range.
     """
-    method = METHODS[_known(name)]
+    require_choice("audit", "method", name, tuple(METHODS))
+    method = METHODS[name]
     if not method.is_shared and canaries is not None:
         method = replace(method, canaries=canaries)
     rate, steps = (1.0, 1) if mechanism == "step" else (_RATE, _STEPS)
@@ -207,11 +207,13 @@ def rows(
     Raises:
         PrivacyError: a name is unknown, or a number is out of its range.
     """
-    require_confidence("audit.rows", confidence)
+    require_in("audit.rows", "confidence", confidence, "(0, 1)")
     require_integer("audit.rows", "trials", trials, 1)
     for epsilon in epsilons:
         require_positive("audit.rows", "epsilon", epsilon, "1, 3 and 8 are usual")
-    chosen = list(METHODS) if methods is None else [_known(name) for name in methods]
+    chosen = list(METHODS if methods is None else methods)
+    for name in chosen:
+        require_choice("audit", "method", name, tuple(METHODS))
     single = [name for name in chosen if name in _ONE_RUN]
     left = (1 - confidence) / 2
     each, each_single = left / (2 * len(chosen) * len(epsilons)), left / max(1, len(single) * len(epsilons))
@@ -244,7 +246,7 @@ def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
         Each release is charged to the private_grad's ledger.
     """
     if private_grad.plan.seed is not None:
-        raise expected("one_step", "plan.seed", "to be None", private_grad.plan.seed, "leave out the seed of the plan")
+        raise expected("one_step", "plan.seed", "to be None", private_grad.plan.seed)
     beginning = private_grad.state_dict()
 
     def release(data: Any) -> Tensor:
@@ -257,13 +259,6 @@ def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
 def flat(values: Mapping[str, Tensor]) -> Tensor:
     """Return all tensors as one vector of float64."""
     return torch.cat([value.detach().flatten().double() for value in values.values()])
-
-
-def _known(name: str) -> str:
-    if name not in METHODS:
-        remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
-        raise expected("audit", "method", "to be a name in audit.METHODS", repr(name), remedy)
-    return name
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from privgrad.checks.model_and_loss import require_supported
 from privgrad.engine.factored import Factored
-from privgrad.errors import expected, require_positive
+from privgrad.errors import expected, require_integer, require_positive
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.functional import advanced, trainable
 from privgrad.perturb.points import SAT
@@ -54,19 +54,19 @@ def raw_clipping_bias(
     require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the max_grad_norm of the plan")
     require_supported(model)
     if isinstance(perturb, SAT) and released is None:
-        raise expected("raw_clipping_bias", "released", "to be given for SAT", None, "give the last released gradient")
+        raise expected("raw_clipping_bias", "released", "to be given for SAT", None)
     engine, parameters = Factored(model, loss_fn), trainable(model)
     chosen = SampleGradient() if perturb is None else perturb.begun()
     if released is not None:
         chosen.released(released)
-    if (count := count_examples(examples)) == 0:
-        raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
+    count = count_examples(examples)
+    require_integer("raw_clipping_bias", "the number of examples", count, 1)
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)]
     cut_off = 0.0
 
     def refuse() -> dict[str, Tensor]:  # a perturbation requests the mean gradient
-        raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", type(chosen).__name__, "use one of these")
+        raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", type(chosen).__name__)
 
     with advanced(model, keep=False), chosen.at(step, parameters, refuse):
         size = engine.microbatch_size(examples, count)

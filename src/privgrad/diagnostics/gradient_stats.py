@@ -120,9 +120,8 @@ class ReleasedStats:
             PrivacyError: it was filtered.
         """
         if gradient.is_filtered:  # a mean of gradients has a signal and a noise of its own
-            condition, got = "to be as released, without a filter", f"noise_gain = {gradient.noise_gain:.3g}"
-            remedy = "make ReleasedStats(private_grad): it observes the gradients before the filter of PrivateGradient"
-            raise expected("ReleasedStats.observe", "gradient", condition, got, remedy)
+            got, remedy = f"noise_gain = {gradient.noise_gain:.3g}", "make ReleasedStats(private_grad)"
+            raise expected("ReleasedStats.observe", "gradient", "to be as released, without a filter", got, remedy)
         self.steps += 1
         if (norms := gradient.norm_distribution) is not None:
             self._with_distribution += 1
@@ -177,10 +176,7 @@ _OF_NOISE: dict[SecondMoment, str] = {
 
 
 def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
-    """Return the result of `RawGradientStats.summary` in plain language. NOT private, as these numbers.
-
-    The root of the `second_moment` of released gradients divides the optimizer's step; "biased" is by the noise.
-    """
+    """Return the result of `RawGradientStats.summary` in plain language. NOT private, as these numbers."""
     if math.isnan(found["raw_clip_fraction"]):
         return "No example has been observed yet."
     ratio = found["raw_signal_to_noise"]
