@@ -18,7 +18,7 @@ from torch import Tensor
 
 from privgrad.accounting.mechanisms import Release
 from privgrad.checks.data import is_typed, warn_of_private_bound
-from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
+from privgrad.errors import expected, require_choice, require_delta, require_in, require_integer, require_positive
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Hold, Ledger
 from privgrad.noise.gaussian import add_noise, grid_of, noise_generator
@@ -32,7 +32,7 @@ _MOST_ROWS = 1 << 29
 _OFTEN = 0.05  # share of rows above the bound that may be an error
 _ROUNDED = 1.001  # times the bound: rows of norm 1 may be longer by rounding
 _SEVERAL = 1.5  # rows per unit that may be an error
-_LARGEST = 1e100  # bound, and one over the smallest: squares and quotients stay far inside of float64
+_BOUNDS = "[1e-100, 1e100]"  # squares and quotients stay far inside of float64
 Rows = Tensor | np.ndarray | Sequence[Any]
 
 
@@ -213,10 +213,7 @@ def _summed(
 ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
     """Return the shape of one row, and a function that warns of odd rows and returns their `exact` sum: PRIVATE."""
     # A number that somebody typed: a tensor would be computed from the data.
-    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
-    if not 1 / _LARGEST <= bound <= _LARGEST:
-        condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
-        raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
+    require_in(function, "bound", bound, _BOUNDS, "give the largest norm of a row, chosen without the data")
     values, shape = _rows(function, rows)
     norms = torch.cat([_norms(part / bound) for part in cast("tuple[Tensor, ...]", values.split(_CHUNK))])
     counted = norms.isfinite()
@@ -389,18 +386,19 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
     nothing, so its successor may draw other noise; afterwards its successor finds the values.
     """
     _require_valid(planned, where)
-    function, budget, name, seed = planned.function, where.budget, where.name, where.seed
+    function, budget, seed, ledger = planned.function, where.budget, where.seed, where.ledger
+    name = cast(str, where.name)  # of a release with a budget
     delta = budget.delta if budget is not None and where.delta is None else where.delta
-    release, facts = Release(float(planned.noise_multiplier), 1.0), planned.facts
-    is_given = isinstance(where.ledger, Ledger)
-    own = where.ledger if isinstance(where.ledger, Ledger) else None if where.ledger is None else Ledger(where.ledger)
+    sigma, facts, found = float(planned.noise_multiplier), planned.facts, None
+    release = Release(sigma, 1.0)
+    own = ledger if ledger is None or isinstance(ledger, Ledger) else Ledger(ledger)
     try:
         if own is not None:
-            if budget is not None and name is not None:
+            if budget is not None:
                 own.limit_to(Hold(name, release, budget.path.name))
             own.bind({**facts, "delta": delta, "research_seed": seed is not None})
-        found = None if own is None else own.values.get(_DRAW)
-        if budget is not None and name is not None:
+            found = own.values.get(_DRAW)
+        if budget is not None:
             what = f"{planned.kind} {facts['shape']}, bound {facts['max_grad_norm']!r}"
             budget.commit_release(name, release, released=what, is_seeded=seed is not None)
             found = budget.released(name) or found
@@ -408,10 +406,9 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
         if found is None:
             exact = ClippedSum({"sum": compute()}, planned.sensitivity)
             stream = RandomSource(seed).stream(f"{function} {name}")  # of its own: a later call draws other noise
-            sigma = float(planned.noise_multiplier)
             noisy = add_noise(exact, noise_multiplier=sigma, divisor=1, stream=stream, step=0, on_grid=True)
             found = [float(value) for value in noisy["sum"].numpy()]
-        if budget is not None and name is not None:
+        if budget is not None:
             found = budget.record(name, found)
         if is_recorded:
             record, other = "the release of this ledger" if own is None or own.path is None else f"{own.path}", "ledger"
@@ -426,6 +423,6 @@ def _release_once(planned: _Planned, compute: Callable[[], Tensor], where: _Wher
             digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
             own.charge(release, draw=_DRAW, limit=1, digest=digest, values=found)
     finally:
-        if own is not None and not is_given:
+        if own is not None and own is not ledger:
             own.close()
     return torch.tensor(found, dtype=torch.float64)

@@ -243,8 +243,8 @@ def test_a_death_at_any_write_charges_at_least_what_was_released(tmp_path: Path)
         ({"bound": math.inf}, "bound"),
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
         ({"noise_multiplier": "1"}, "noise_multiplier"),
-        ({"bound": 1e160}, "bound to be from 1e-100 to 1e\\+100"),
-        ({"bound": 1e-160}, "bound to be from 1e-100"),
+        ({"bound": 1e160}, "bound to be in .1e-100, 1e100."),
+        ({"bound": 1e-160}, "bound to be in"),
         ({"noise_multiplier": 1e-300}, "to give a grid"),
         ({"noise_multiplier": 1e12}, "noise_multiplier to be at most"),
         ({"num_examples": 0}, "num_examples"),
@@ -362,6 +362,6 @@ def test_a_public_bound_of_many_digits_that_rows_were_scaled_to_passes(tmp_path:
 
 @pytest.mark.parametrize("bound", [torch.tensor(29.0), True])
 def test_a_bound_that_nobody_typed_is_refused(bound: Any, tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match=r"bound to be a positive finite number, got .*chosen without the data"):
+    with pytest.raises(pg.PrivacyError, match=r"bound to be in .1e-100, 1e100., got .*chosen without the data"):
         pg.release_sum(np.ones((4, 2)), **NUMBERS | {"bound": bound}, ledger=tmp_path / "a.jsonl")
     assert not (tmp_path / "a.jsonl").exists()
