@@ -39,13 +39,10 @@ _LR = 1e-3  # weights stay near 0, so that no gradient changes its sign
 
 @dataclass(frozen=True)
 class Method:
-    """One method of the library, as it is audited.
+    """One method of the library, as it is audited."""
 
-    With the optimizer "SGD" the audit observes the released gradients; with any other one it observes the parameters
-    after the steps.
-    """
-
-    optimizer: str = "SGD"  # its name in optim.OPTIMIZERS
+    # Its name in optim.OPTIMIZERS. Of "SGD" the released gradients are observed, else the parameters after the steps.
+    optimizer: str = "SGD"
     private_grad: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})  # arguments by model
     layers: int = 1  # parallel linear layers, which share each example's gradient
     group_size: int = 1  # of the plan

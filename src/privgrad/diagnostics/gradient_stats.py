@@ -213,11 +213,7 @@ def released_verdict(found: Mapping[str, float]) -> str:
 
 
 def advice(ratio: float, clipped: float, doubt: float = 0.0, *, moved: bool = False) -> str:
-    """Return whether noise or clipping hurts, and the remedy.
-
-    `ratio` is the length of the signal over that of the noise; `clipped` the share of gradients that clipping shortened
-    (nan if unknown); `doubt` the largest error of this share that its noise explains; `moved` whether C changed.
-    """
+    """Return whether noise or clipping hurts, and the remedy; `doubt` is about `clipped`, and `moved` about C."""
     # At a fixed noise step, a smaller C loses nothing until nearly all gradients are clipped (docs/tuning.md). So this
     # does not count how much of their length is left.
     if ratio >= 1 and clipped - doubt > 0.95:

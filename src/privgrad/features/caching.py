@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -80,12 +80,9 @@ def cached(
 ) -> Tensor:
     """Return features as `cache` does; rows are compared with public ones by `copies`, and public rows by none."""
     count = len(data)
-    place = None if folder is None else Path(folder)
-    with bars(shown=progress) as shown, _locked(place) as log:
+    opened = nullcontext() if folder is None else _opened(Path(folder), extractor, count, dtype)
+    with bars(shown=progress) as shown, opened as store:
         task = shown.add_task("features", total=count, note="")
-        store = None
-        if place is not None and log is not None:
-            store = _Folder(place, log, {"extractor": extractor.digest(), "rows": count, "dtype": _DTYPES[dtype]})
         size = block if store is None else store.block or block
         made: list[Tensor] = []
         for index, start in enumerate(range(0, count, size)):
@@ -181,11 +178,8 @@ class _Folder:
 
 
 @contextmanager
-def _locked(place: Path | None) -> Generator[IO[str] | None]:
-    """Open the list of finished blocks of a folder, which is created if needed, for this process only."""
-    if place is None:
-        yield None
-        return
+def _opened(place: Path, extractor: Extractor, count: int, dtype: torch.dtype) -> Generator[_Folder]:
+    """Open a folder, which is created if needed, for this process only."""
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     (place / _BLOCKS).touch(mode=0o600)  # hashes of rows, and their number
     with (place / _BLOCKS).open("a+", encoding="utf-8") as log:
@@ -194,7 +188,7 @@ def _locked(place: Path | None) -> Generator[IO[str] | None]:
         except BlockingIOError as error:
             remedy = "wait for the other process, or give another folder"
             raise expected("cache", str(place), "to have no other writer", "a running process", remedy) from error
-        yield log
+        yield _Folder(place, log, {"extractor": extractor.digest(), "rows": count, "dtype": _DTYPES[dtype]})
 
 
 def _slice(data: Any, start: int, stop: int) -> Rows:

@@ -166,22 +166,13 @@ class Debiased(PrivateOptimizer):
         """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
 
         It is nan before the first step. For a sharded model only the coordinates of this process count.
-
-        Privacy:
-            Post-processing.
         """
         counts = self.floored().values()
         total = sum(coordinates for _, coordinates in counts)
         return sum(floored for floored, _ in counts) / total if total else math.nan
 
     def floored(self) -> dict[str, tuple[int, int]]:
-        """Return by parameter name the number of coordinates on their floor and the number of all coordinates.
-
-        Parameters that were never updated are left out.
-
-        Privacy:
-            Post-processing.
-        """
+        """Return by name the numbers of coordinates on their floor and of all, of parameters that were updated."""
         found: dict[str, tuple[int, int]] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):

@@ -83,7 +83,7 @@ class Inputs(Preconditioner):
             size = count_examples(examples)
             outputs: Any = module(examples) if forward is None else forward(module, examples)
             if getattr(outputs, "shape", ())[:1] != (size,):
-                got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+                got = getattr(outputs, "shape", type(outputs).__name__)
                 remedy = "give forward = (model, examples) -> a tensor, for instance model(examples).logits"
                 raise expected("precondition.inputs", "the outputs", f"to have leading dimension {size}", got, remedy)
             return outputs.reshape(size, -1).float().sum(1)
