@@ -546,9 +546,9 @@ def edit(path: Path, **changed: Any) -> None:
 
 
 def hold(folder: Path, ready: Any) -> None:
-    from privgrad.features.caching import _locked
+    from privgrad.features.caching import _opened
 
-    with _locked(folder):
+    with _opened(folder, ft.Hog(), 3, torch.float32):
         ready.set()
         time.sleep(60)
 

@@ -1,6 +1,7 @@
 """Every method of the library as a game, with a tiny model and worst-case canaries and other examples."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +19,6 @@ from privgrad.clip import rules
 from privgrad.errors import expected, require_choice, require_in, require_integer, require_positive
 from privgrad.gradient.transform import Scales
 from privgrad.noise.banded import Banded
-from privgrad.optim.base import constructor_arguments
 from privgrad.perturb import points as perturb
 from privgrad.perturb.local_training import LocalUpdate
 from privgrad.plan import PrivacyPlan
@@ -329,7 +329,7 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
         private_grad.load_state_dict(beginning)
         # The further arguments that the constructor may take. With a density of 1, the weight of each canary moves.
         further = {"horizon": steps, "public": _public(model), "density": 1.0}
-        taken: dict[str, Any] = {name: further[name] for name in further if name in constructor_arguments(kind)}
+        taken: Any = {name: further[name] for name in inspect.signature(kind.__init__).parameters if name in further}
         optimizer = kind(model.named_parameters(), lr=_LR, **taken)
         released: list[Tensor] = []
         sampler = plan.sampler(data)

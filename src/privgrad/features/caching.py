@@ -104,9 +104,9 @@ class _Folder:
 
     def __init__(self, place: Path, log: IO[str], facts: dict[str, Any]) -> None:
         self.place, self.log, self.facts = place, log, facts
-        self.block: int | None = None
+        self.block = 0  # rows of a block; 0 before the first one is written
         self.lines: dict[int, dict[str, Any]] = {}
-        self.values: np.ndarray | None = None
+        self.values: Any = None
         if (place / _HEADER).exists():
             self._open()
         elif (place / _FEATURES).exists():
@@ -142,7 +142,7 @@ class _Folder:
     def holds(self, index: int, start: int, digest: str) -> bool:
         """Return whether a block is finished; raise PrivacyError if its rows or its features have changed."""
         line = self.lines.get(index)
-        if line is None or self.values is None or self.block is None:
+        if line is None:
             return False
         if line["data"] != digest:
             condition = f"to be those of {self.place}"
@@ -162,9 +162,8 @@ class _Folder:
             partial.replace(self.place / _HEADER)
             self.block = size
             self._map(features.shape[1], create=True)
-        values = cast(np.memmap[Any, Any], self.values)
-        values[start : start + len(features)] = features
-        values.flush()
+        self.values[start : start + len(features)] = features
+        self.values.flush()
         self.log.write(json.dumps({"block": index, "data": digest, "features": _checksum(features)}) + "\n")
         self.log.flush()
         os.fsync(self.log.fileno())

@@ -1,6 +1,5 @@
 """The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -340,9 +339,3 @@ def _no_noise_step(function: str, why: str) -> PrivacyError:
 def widened(parameter: Tensor) -> Tensor:
     """Return zeros shaped like a parameter, in float32 or wider, for the state of this package's optimizers."""
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-
-
-def constructor_arguments(kind: Any) -> list[str]:
-    """Return the arguments of an optimizer's constructor in their order; where it takes `**kwargs`, those of a base."""
-    signatures = (list(inspect.signature(cls.__init__).parameters) for cls in kind.__mro__)
-    return next(names[1:] for names in signatures if "kwargs" not in names)

@@ -59,7 +59,8 @@ def debias(
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), eq. (3); docs/mathematics.md (5.2) and (5.3).
     """
-    require_denominator(noise_std, floor)
+    require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
+    require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
     difference = exp_avg_sq_hat - noise_std**2
     if rule == "max":
         return difference.clamp_(min=floor)
@@ -69,12 +70,6 @@ def debias(
     if rule == "add":
         return difference.clamp_(min=0).add_(floor)
     return torch.maximum(difference, cast(Tensor, moment_sq)).add_(floor)
-
-
-def require_denominator(noise_std: float | Tensor, floor: float | Tensor) -> None:
-    """Raise PrivacyError if noise_std is negative or floor is not positive."""
-    require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
-    require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
 
 
 def noise_floor(noise_std: float | Tensor, multiple: float) -> float | Tensor:
@@ -219,7 +214,6 @@ class Debiased(PrivateOptimizer):
                     for parts in blocks(*one):  # which stay in the cache of the processor
                         self._move(group, coefficients, _Moved(*parts), _ON_TENSOR)
                     continue
-                require_denominator(one.std, one.floor)
                 lists.setdefault(coefficients, []).append(one)
                 held += parameter.numel()
                 if held >= AT_ONCE:  # the denominators of a list take as much memory as its parameters

@@ -298,11 +298,9 @@ def _moment(rows_NI: Tensor, wide: int, *, constant: bool) -> Tensor:
 
 def _with_shared_matrices(maps: Mapping[str, InputMap]) -> dict[str, InputMap]:
     """Return the maps with one matrix in place of equal ones, so that layers with the same inputs map them once."""
-    known: list[Tensor] = []
     shared: dict[str, InputMap] = {}
     for name, own in maps.items():
-        same = next((matrix for matrix in known if torch.equal(matrix, own.matrix)), own.matrix)
-        known = known if same is not own.matrix else [*known, same]
+        same = next((other.matrix for other in shared.values() if torch.equal(other.matrix, own.matrix)), own.matrix)
         shared[name] = replace(own, matrix=same)
     return shared
 
