@@ -319,7 +319,6 @@ class _Planned:
 
     @property
     def function(self) -> str:
-        """The public function that makes this release."""
         return f"release_{self.kind.replace(' ', '_')}"
 
     @property

@@ -240,7 +240,6 @@ class _Scores:
         return len(self.out) - below[0], below[1]
 
     def rates(self, wrong_out: Any, wrong_in: Any, confidence: float) -> tuple[Any, Any]:
-        """Return upper bounds on both error rates."""
         of_out = bounds.clopper_pearson(wrong_out, len(self.out), confidence)
         return of_out, bounds.clopper_pearson(wrong_in, len(self.in_), confidence)
 

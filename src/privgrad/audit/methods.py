@@ -90,12 +90,10 @@ def _scaled(model: nn.Module) -> dict[str, Any]:
 
 
 def _by(rule: Callable[..., precondition.Preconditioner], **options: Any) -> Callable[[nn.Module], dict[str, Any]]:
-    """Return a `Method.private_grad` that preconditions by this rule."""
     return lambda model: {"precondition": rule(_public(model), **options)}
 
 
 def _with(**arguments: Any) -> Callable[[nn.Module], dict[str, Any]]:
-    """Return a `Method.private_grad` that gives these arguments to every model."""
     return lambda model: dict(arguments)
 
 

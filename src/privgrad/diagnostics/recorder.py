@@ -79,7 +79,6 @@ class RawRecorder:
 
 
 def _counts(values: Tensor) -> list[int]:
-    """Return the number of values in each bin of `_EDGES`."""
     inside = values.double().cpu().clamp(_EDGES[0], _EDGES[-1])
     counts = torch.histogram(inside, torch.tensor(_EDGES, dtype=torch.float64)).hist
     return cast("list[int]", counts.long().tolist())

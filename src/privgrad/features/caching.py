@@ -153,7 +153,6 @@ class _Folder:
         return True
 
     def add(self, index: int, start: int, size: int, digest: str, features: np.ndarray) -> None:
-        """Write a block, and then its line."""
         if self.values is None:
             header = {"format": _FORMAT, **self.facts, "width": features.shape[1], "block": size}
             partial = self.place / f"{_HEADER}.partial"

@@ -48,7 +48,6 @@ def pink_noise(n: int, size: int = 28, *, channels: Literal[1, 3] = 1, seed: int
 
 
 def _drawn(where: str, draw: Callable[..., Tensor], n: int, size: int, channels: int, seed: int) -> Tensor:
-    """Return n images, which `draw` draws."""
     require_integer(where, "n", n, 1)
     require_integer(where, "size", size, 4)
     generator = torch.Generator().manual_seed(seed)

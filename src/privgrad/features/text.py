@@ -133,6 +133,5 @@ class TfIdf(Extractor):
 
 
 def _counter(options: Mapping[str, Any], **more: Any) -> Any:
-    """Return scikit-learn's vectorizer of counts with the options of an extractor."""
     module = optional("TfIdf", "scikit-learn", "sklearn.feature_extraction.text", "pip install scikit-learn")
     return module.CountVectorizer(ngram_range=tuple(options["ngrams"]), analyzer=options["analyzer"], **more)

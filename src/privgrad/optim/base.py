@@ -281,7 +281,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._require_noise_step(function, group)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if an option is out of its range."""
         for option, interval in self._intervals.items():
             if option in group:
                 require_in(type(self).__name__, option, group[option], interval, is_pair=option == "betas")
@@ -299,14 +298,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
 
     def _each(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter, dict[str, Any]]]:
-        """Yield each trainable parameter, with its group, its name and its state."""
         for group in self.param_groups:
             for name, parameter in self._active(group):
                 yield group, name, parameter, self.state[parameter]
 
     @staticmethod
     def _active(group: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and the parameters of a group that are trainable."""
         pairs = zip(group["param_names"], group["params"], strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
 
@@ -332,7 +329,6 @@ def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by
 
 
 def _no_noise_step(function: str, why: str) -> PrivacyError:
-    """Return the error for a noise step of an optimizer that has none."""
     return expected(function, "noise_step", "to be absent for an optimizer without one", why, "give lr in its place")
 
 

@@ -64,7 +64,6 @@ class _WithPublic(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
-        """Compute the public gradient once, then move each parameter by both gradients."""
         require_named_source(f"{type(self).__name__}.step", self, gradient.side_information)
         public = self.public(self.param_groups[0]["steps"])
         for group in self.param_groups:
@@ -250,7 +249,6 @@ class MicroAdam(PrivateOptimizer):
 
     @staticmethod
     def _step_of(group: Mapping[str, Any], state: Mapping[str, Any], like: Tensor) -> Tensor:
-        """Return the step of one parameter, flat, from the entries of the last steps."""
         t, window = state["step"], group["window"]
         ages = [(t - 1 - row) % window for row in range(window)]
         moments = list[Tensor]()

@@ -245,7 +245,6 @@ class RawSAM(Perturbation):
 
 
 def _require_of(parameters: Mapping[str, nn.Parameter], kind: str, held: Mapping[str, Tensor]) -> None:
-    """Raise PrivacyError unless each tensor of a state fits the parameter of its name."""
     for name, value in held.items():
         if name not in parameters or value.shape != parameters[name].shape:
             remedy = "load the state into the same model, or freeze parameters before the first step"

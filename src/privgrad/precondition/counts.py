@@ -145,7 +145,6 @@ def _features(function: str, name: str, values: Any) -> Tensor:
 
 
 def _scales(function: str, scale: Tensor, parameter: str, dim: int, source: str, provenance: Provenance) -> Scales:
-    """Return the Scales of one parameter, shaped to broadcast, with the provenance that the caller states."""
     if dim not in (0, 1):
         raise expected(function, "dim", "to be 1 for the weight of a Linear, 0 for an embedding", dim)
     return Scales({parameter: scale.unsqueeze(1 - dim)}, provenance=provenance, source=source)
