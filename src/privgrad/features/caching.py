@@ -104,7 +104,7 @@ class _Folder:
 
     def __init__(self, place: Path, log: IO[str], facts: dict[str, Any]) -> None:
         self.place, self.log, self.facts = place, log, facts
-        self.block = 0  # rows of a block; 0 before the first one is written
+        self.block = 0  # rows of a block; 0 without a header
         self.lines: dict[int, dict[str, Any]] = {}
         self.values: Any = None
         if (place / _HEADER).exists():
@@ -153,7 +153,7 @@ class _Folder:
         return True
 
     def add(self, index: int, start: int, size: int, digest: str, features: np.ndarray) -> None:
-        if self.values is None:
+        if not self.block:  # the first block that is written
             header = {"format": _FORMAT, **self.facts, "width": features.shape[1], "block": size}
             partial = self.place / f"{_HEADER}.partial"
             partial.touch(mode=0o600)
