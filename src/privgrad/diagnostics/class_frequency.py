@@ -31,8 +31,8 @@ def by_frequency(
         Kunstner et al. 2024 (arXiv 2402.19449), groups by frequency.
     """
     if bool(((labels < 0) | (labels >= len(counts))).any()):  # a negative one would count for a class at the end
-        got = f"{int(labels.min())} to {int(labels.max())}"
-        raise expected("by_frequency", "labels", f"to be in [0, {len(counts)})", got, "give a count for each class")
+        ends = f"{int(labels.min())} to {int(labels.max())}"
+        raise expected("by_frequency", "labels", f"to be in [0, {len(counts)})", ends)
     keys: Any = counts if edges is None else torch.bucketize(counts, torch.tensor(sorted(edges)), right=True)
     groups: list[dict[str, float]] = []
     for key in keys.unique().flip(0):

@@ -61,7 +61,7 @@ def texts_of(rows: Rows) -> Sequence[str]:
         return rows
     if rows.dtype != torch.int8 or rows.ndim != 2:
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
-        raise expected("texts_of", "rows", "to be texts, or int8 of shape (n, length)", got, "call text_rows(texts, n)")
+        raise expected("texts_of", "rows", "to be texts, or rows of `text_rows`, int8 (n, length)", got)
     return [row.tobytes().rstrip(b"\0").decode("utf-8", "ignore") for row in rows.cpu().numpy()]
 
 

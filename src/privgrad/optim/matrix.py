@@ -100,9 +100,8 @@ class MuonBC(Muon):
 
     def _update(self, gradient: NoisyGradient) -> None:
         if gradient.is_filtered or gradient.noise_memory is not None:  # the noise of the momentum would be another
-            got = f"noise_gain = {gradient.noise_gain:.3g}"
-            remedy = "leave out the filter and the noise with memory, or take Muon"
-            raise expected("MuonBC.step", "grad", "to have independent noise at each step", got, remedy)
+            condition = "to have independent noise at each step, without a filter or memory"
+            raise expected("MuonBC.step", "grad", condition, f"noise_gain = {gradient.noise_gain:.3g}")
         super()._update(gradient)
 
     def _step_of(self, moment: Tensor, group: Group, state: State, name: str, noise_std: float | Tensor) -> Tensor:

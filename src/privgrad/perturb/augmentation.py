@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_choice, require_in, require_integer
+from privgrad.errors import require_choice, require_in, require_integer
 from privgrad.gradient.functional import require_losses
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -65,9 +65,7 @@ def shift_and_flip(
         De et al. 2022 shift and flip horizontally. The BAM paper does each with probability 0.5 and flips vertically.
     """
     size, _, height, width = images.shape
-    require_integer("shift_and_flip", "pixels", pixels, 0)
-    if pixels >= min(height, width):
-        raise expected("shift_and_flip", "pixels", f"to be below {min(height, width)}", pixels)
+    require_in("shift_and_flip", "pixels", pixels, f"[0, {min(height, width)})")
     require_in("shift_and_flip", "probability", probability, "[0, 1]")
     if flip is not None:
         require_choice("shift_and_flip", "flip", flip, get_args(Flip))

@@ -83,9 +83,8 @@ class LocalUpdate(Contribution):
         """Yield the updates of all users, in chunks of at most `size` users, each with its number of users."""
         *tensors, count_U = _require_users(examples)
         counts, most = cast("list[int]", count_U.tolist()), tensors[0].shape[1]
-        if counts and not 0 <= min(counts) <= max(counts) <= most:
-            wrong = next(count for count in counts if not 0 <= count <= most)
-            raise expected("LocalUpdate", "counts", f"to be from 0 to {most}", wrong)
+        if outside := [count for count in counts if not 0 <= count <= most]:
+            raise expected("LocalUpdate", "counts", f"to be from 0 to {most}", outside[0])
         # The width and the number of a user's mini-batches depend on that user's own count only, and so does the
         # arithmetic of the update. Users with few examples have narrow mini-batches, which hold less filling.
         narrow, lr = -(-self.batch_size // 4), self.lr(step)

@@ -90,9 +90,8 @@ class Moments(Preconditioner):
     def begun(self, model: nn.Module) -> "Moments":
         """Return a copy without moments; raise PrivacyError if the public gradient is of a different model."""
         if self.public is not None and self.public.model is not model:
-            remedy = "construct PublicGradient and PrivateGradient with the same model object"
             got = f"a gradient of a different {type(self.public.model).__name__}"
-            raise expected("precondition", "gradient", "to be of the model that is trained", got, remedy)
+            raise expected("precondition", "gradient", "to be of the model object that is trained", got)
         twin = copy.copy(self)
         twin._begin()
         return twin

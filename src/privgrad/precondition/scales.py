@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,12 +66,12 @@ def fixed(scales: Scales, *, source: str | None = None) -> Preconditioner:
     # The text becomes a fact of the ledger, and a resumed run must have equal facts: do not change it.
     recorded = "; ".join(part for part in (f"{scales.provenance}: {scales.source}", source) if part)
     is_public = scales.provenance != "private-derived"
-    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, recorded, is_public=is_public)
+    return Fixed(dict(scales), recorded, is_public=is_public)
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     """Return 1 / A with the parameter's shape and device, in float32 or wider."""
-    real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
-    whole = real.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.shape)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    whole = scale.to(parameter.device, dtype).expand(parameter.shape)
     require_scales(name, whole)
     return whole.reciprocal().contiguous()
