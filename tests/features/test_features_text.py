@@ -48,7 +48,7 @@ def test_rows_that_are_no_texts_are_refused():
     with pytest.raises(pg.PrivacyError, match="length"):
         text_rows(["a"], 0)
     for rows in (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int8)):
-        with pytest.raises(pg.PrivacyError, match=r"rows to be texts, or int8 of shape \(n, length\)"):
+        with pytest.raises(pg.PrivacyError, match="rows to be texts, or rows of"):
             texts_of(rows)
 
 
