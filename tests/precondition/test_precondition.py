@@ -428,7 +428,7 @@ def test_public_and_private_are_not_mixed_up():
         public(model, batch_size=11)
     with pytest.raises(AttributeError, match="source"):
         pg.precondition.public_rmsprop(make_data())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(pg.PrivacyError, match="same model"):
+    with pytest.raises(pg.PrivacyError, match="the model object that is trained"):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(), precondition=RULES["adam"](public(model)))
     broken = TensorDataset(torch.full((2, 5), torch.nan), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(pg.PrivacyError, match="finite"):

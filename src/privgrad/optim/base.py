@@ -316,7 +316,8 @@ def _number(value: Any) -> Any:
 def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by_noise: set[str]) -> None:
     """Raise PrivacyError unless each name has a value, and a finite noise_std >= 0; > 0 for the names in by_noise."""
     if missing := [name for name in names if name not in gradient]:
-        got, remedy = f"none of {', '.join(missing)}", "give the optimizer and PrivateGradient the same model"
+        got = f"a gradient without {', '.join(missing)}"
+        remedy = "give the optimizer and PrivateGradient the same model"
         raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
     for name in names:
         noise = gradient.noise_std_of(name)
