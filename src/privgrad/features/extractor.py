@@ -149,7 +149,8 @@ class Extractor(nn.Module, ABC):
             raise expected(name, "rows", "to have shape (n, ...), n >= 1", got, "give one row as rows[None]")
         # One text would be taken letter by letter, and an array as the texts of its rows.
         if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(next(iter(rows)), str)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected(name, "rows", "to be a tensor, or a list of texts", f"a {type(rows).__name__}")
+            got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
+            raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)
