@@ -7,11 +7,11 @@ condition is left out. See `expected`.
 import difflib
 import math
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 SUGGESTED = (  # a remedy for a resumed run with other numbers
     "numbers of pg.suggest change with the first weights: type them, or call torch.manual_seed before the model is made"
@@ -55,8 +55,6 @@ def expected(
 ) -> PrivacyError:
     """Return an error with the library's standard message; the caller raises it.
 
-    The message reads `FUNCTION: expected NAME CONDITION, got GOT; REMEDY.`, or ends after GOT.
-
     Args:
         function: public name of the function or class that the user called.
         name: the argument or quantity that is wrong, in the user's words.
@@ -64,11 +62,9 @@ def expected(
         got: the actual value, of the kind that the condition names: a number, a name, a type, a shape or an index.
             Compute it if it is not at hand. Never a pronoun or a filler such as "another", "others", "more" or
             "none". Use `described` where the type of the value may be the mistake.
-        remedy: one imperative sentence that tells the user how to repair the call, without a capital letter at its
-            start and without a period at its end. It must work as written. None where the condition says it already.
-        error: class of the error.
-    Returns:
-        The error, not raised.
+        remedy: one imperative sentence that repairs the call as written, without a capital letter and a period. None
+            where the condition says it already.
+        error: its class.
     """
     message = f"{function}: expected {name} {condition}, got {_text(got)}{'; ' if remedy else ''}{remedy}"
     return error(message if message.endswith("?") else f"{message}.")
@@ -81,10 +77,7 @@ def described(value: object) -> str:
     """
     if value is None or isinstance(value, bool | int | float):
         return _text(value)
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:
-        text = "a number of more digits than Python writes out"
+    text = " ".join(_text(value, repr).split())
     return f"{text if len(text) <= 60 else text[:60] + '...'}, a {type(value).__name__}"
 
 
@@ -121,10 +114,10 @@ def readable(function: str, name: str, condition: str, remedy: str) -> Generator
         raise expected(function, name, condition, f"{type(error).__name__}: {told[0]}", remedy) from error
 
 
-def _text(value: object) -> str:
+def _text(value: object, written: Callable[[object], str] = str) -> str:
     """Return a value as text; Python refuses to write out an integer of thousands of digits."""
     try:
-        return f"{value}"
+        return written(value)
     except ValueError:
         return "a number of more digits than Python writes out"
 
@@ -137,15 +130,9 @@ def require_positive(function: str, name: str, value: float, remedy: str = "") -
 
 def require_max_grad_norm(function: str, value: float, noise_multiplier: float) -> None:
     """Raise PrivacyError unless a clipping norm, of a plan or of one step, is within `limits_of_norm`."""
-    require_positive(function, "max_grad_norm", value, "give the clip norm C")
-    least, most = limits_of_norm(noise_multiplier)
-    if value < least:
-        remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
-        raise expected(function, "max_grad_norm", f"to be at least {least:g}", value, remedy)
-    if value > most:
-        name = "noise_multiplier * max_grad_norm"
-        condition = f"to be at most {_LARGEST_NOISE_STD:g}"
-        raise expected(function, name, condition, noise_multiplier * value)
+    remedy = "give the clip norm C; for smaller gradients, whose squares float32 rounds to 0, rescale the loss"
+    require_in(function, "max_grad_norm", value, f"[{_SMALLEST_NORM}, inf)", remedy)
+    require_in(function, "noise_multiplier * max_grad_norm", noise_multiplier * value, f"[0, {_LARGEST_NOISE_STD:g}]")
 
 
 def limits_of_norm(noise_multiplier: float) -> tuple[float, float]:
@@ -190,9 +177,9 @@ def require_delta(function: str, value: float) -> None:
 
 
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
-    """Raise PrivacyError unless value is an integer (not a float or bool) that is at least minimum.
+    """Raise PrivacyError unless value is an integer (no bool) >= minimum, below 1e308 for float arithmetic.
 
-    With a minimum, the value must also be below 1e308, so that float arithmetic can hold it. -math.inf: no minimum.
+    -math.inf: neither minimum nor maximum.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         condition = "to be an integer" + (f" >= {minimum}" if minimum > -math.inf else "")
@@ -216,9 +203,8 @@ def require_callable(function: str, name: str, value: object, remedy: str = "") 
         raise expected(function, name, "to be a function", described(value), remedy)
 
 
-def require_path(function: str, name: str, value: object, remedy: str = "") -> None:
+def require_path(function: str, name: str, value: Any, remedy: str = "") -> None:
     """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
-    candidate: object = value
-    path = os.fspath(cast("str | os.PathLike[str]", candidate)) if isinstance(candidate, str | os.PathLike) else ""
+    path: str = os.fspath(value) if isinstance(value, str) or hasattr(value, "__fspath__") else ""
     if not path or "\0" in path:
         raise expected(function, name, "to be a path", described(value), remedy)
