@@ -16,27 +16,16 @@ def optional(function: str, name: str, module: str, remedy: str, purpose: str = 
 
 
 def from_lab(name: str) -> Any:
-    """Return what privgrad_lab registers under a name of the entry points `privgrad.lab`.
-
-    Raises:
-        PrivacyError: the package, or something that it imports, is not installed.
-    """
-    remedy = "pip install 'privgrad[experiments]'"
-    found = entry_points(group="privgrad.lab", name=name)
-    if not found:
-        raise expected("privgrad", f"{name!r} of privgrad_lab", "to be installed", f"{len(found)} entry points", remedy)
+    """Return what privgrad_lab registers under a name of the entry points `privgrad.lab`."""
     try:
-        return next(iter(found)).load()
-    except ImportError as error:
-        raise expected("privgrad", "what experiments need", "to be installed", error, remedy) from error
+        return entry_points(group="privgrad.lab")[name].load()
+    except (KeyError, ImportError) as error:  # KeyError: no such entry
+        remedy = "pip install 'privgrad[experiments]'"
+        raise expected("privgrad", "what experiments need", "to be installed", f"{error}", remedy) from error
 
 
 def lab_attribute(entry: str, module: str, name: str) -> Any:
-    """Return a name that a module of the library lends from a module of the lab, for the module's `__getattr__`.
-
-    Raises:
-        AttributeError: the lab does not have it either.
-    """
+    """Return a name that a module of the library lends from a module of the lab, for the module's `__getattr__`."""
     lent = None if name.startswith("_") else from_lab(entry)
     if lent is None or name not in lent.__all__:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
