@@ -49,29 +49,16 @@ class Processes:
     def all_succeed(self, *, step: int = 0, weights: Sequence[float] = ()) -> AbstractContextManager[None]:
         """Return a context for this process's part of a step. It ends once the parts of all processes have succeeded.
 
-        Args:
-            step: index of the step; must be equal in all processes.
-            weights: from `fingerprint`; must agree in all processes.
-        Raises:
-            PrivacyError: a different process failed, is at a different step, or has other weights. An error of this
-                process's own part is raised as it is.
+        It raises PrivacyError if another process failed, is at another step, or has other weights (`fingerprint`).
         """
-        del step, weights
         return nullcontext()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum the values over all processes, by name. PRIVATE. Only the first process gets a meaningful result.
-
-        Args:
-            values: values with the same names, shapes and dtypes in all processes. Their memory may be overwritten.
-        """
+        """Sum the values over all processes, by name, in the first one. PRIVATE. Their memory may be overwritten."""
         return values
 
     def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
-        """Return the first process's gradient in all processes.
-
-        The memory of the gradients of the other processes may be overwritten.
-        """
+        """Return the first process's gradient in all processes. The memory of the others' may be overwritten."""
         return gradient
 
     def broadcast_object(self, value: T) -> T:
@@ -80,21 +67,17 @@ class Processes:
 
     def begin(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the first process to all processes."""
-        del model
 
     def fingerprint(self, model: nn.Module) -> Sequence[float]:
         """Return a few numbers that agree in all processes as long as all update the model alike."""
-        del model
         return ()
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is not sharded: plain parameters, complete in each process."""
-        del model
         return nullcontext()
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Shard complete values like the tensors of the same names. Values of a different shape stay complete."""
-        del like
         return values
 
     def gather_state(self, state: T) -> T:
@@ -106,11 +89,8 @@ ALONE = Processes()
 
 
 def require_all_processes(function: str, processes: Processes) -> None:
-    """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
-
-    Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more
-    privacy than any of their ledgers records.
-    """
+    """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one."""
+    # Each would draw its own noise for its own sum. A mean of their gradients would cost more than any ledger records.
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes.count == 1 and is_initialized and (count := torch.distributed.get_world_size()) > 1:
         remedy = "pass processes=privgrad.training.distributed.Distributed()"
@@ -120,13 +100,8 @@ def require_all_processes(function: str, processes: Processes) -> None:
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
     """Process all blocks, with as many threads as torch uses: each thread takes the next block until none is left.
 
-    Returns when all threads have ended, or raises the error of a thread.
-
-    Args:
-        work: called once per thread, with the blocks that this thread takes. It may reuse buffers between blocks. The
-            assignment of blocks to threads is random, so the result must not depend on it.
-        blocks: the blocks; each goes to one thread.
-        numbers: how many numbers all blocks hold together. Threads are not started for few numbers.
+    `work` is called once per thread, and may reuse buffers between blocks. Which thread takes which block is random.
+    Few `numbers`, of all blocks together, start no thread.
     """
     queue = deque(blocks)
     threads = min(torch.get_num_threads(), len(queue), numbers // _NUMBERS_A_THREAD)
@@ -147,12 +122,9 @@ def _taken(queue: deque[T]) -> Iterator[T]:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 1 GiB of freed memory, so that each step reuses the memory of the last one.
-
-    By default glibc returns freed memory to the system as soon as the end of the heap holds twice the largest block
-    that was freed so far. Each step of a model of a few million parameters then spends 2 to 6 % of its time on page
-    faults. Other C libraries keep their own rules, and so does glibc if the environment sets its thresholds.
-    """
+    """Let glibc keep up to 1 GiB of freed memory, unless the environment sets its thresholds."""
+    # By default it returns memory as soon as the end of the heap holds twice the largest block that was freed so far.
+    # Each step of a model of a few million parameters then spends 2 to 6 % of its time on page faults.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and not os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc accepts; larger blocks are always returned
@@ -171,19 +143,14 @@ def one_thread() -> Generator[None]:
 
 
 def is_on_processor(x: Tensor) -> bool:
-    """Return whether a tensor is on the CPU.
-
-    Elsewhere each kernel and each look at a result costs a fixed time. Few large ones are faster there, even if they
-    compute more.
-    """
+    """Return whether a tensor is on the CPU. Elsewhere few large kernels are faster, even if they compute more."""
     return x.device.type in _PROCESSORS
 
 
 def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """Split tensors into aligned blocks for elementwise work; each tuple holds one block per tensor.
+    """Split tensors into aligned blocks, which stay in cache, and repeat other values: one tuple for each block.
 
-    Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
-    tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
+    The tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]

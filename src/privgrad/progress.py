@@ -13,12 +13,7 @@ class _Notes(Progress):
 
 
 def bars(*, shown: bool | Progress) -> Progress:
-    """Return progress bars. Create each task with a field `note`, the text at the end of its line.
-
-    Args:
-        shown: whether to show them. If standard error is not a terminal, only the final state is printed. A Progress is
-            returned as it is.
-    """
+    """Return progress bars, or those that are given. Create each task with a field `note`, the end of its line."""
     if isinstance(shown, Progress):
         return shown
     columns = (

@@ -28,12 +28,9 @@ from privgrad.errors import expected
 
 
 def set_states(key: bytes) -> None:
-    """Give the global random streams of torch (on the CPU), numpy and Python whole states from a key.
+    """Give the global random streams of torch (on the CPU), numpy and Python whole states from a key, for one use.
 
     numpy must draw from a Mersenne Twister, as it does in `numpy_and_python_kept`.
-
-    Args:
-        key: 32 bytes, for one use only.
     """
     torch.default_generator.set_state(torch_state(key))
     of_numpy: Any = ("MT19937", mersenne_words(key, "numpy").tolist(), 624)
@@ -43,10 +40,9 @@ def set_states(key: bytes) -> None:
 
 @contextmanager
 def numpy_and_python_kept() -> Generator[None]:
-    """Restore the states of numpy's and Python's global random streams afterwards.
+    """Restore the states of numpy's and Python's global random streams after the block, in which numpy's is MT19937.
 
-    Inside, numpy draws from a Mersenne Twister, also if the program has chosen another generator. Neither library keeps
-    a normal for its next call, so that every draw changes `numpy_and_python_states`.
+    In it, neither library keeps a normal for its next call, so that every draw changes `numpy_and_python_states`.
     """
     held, of_python = get_bit_generator(), random.getstate()
     of_numpy: Any = np.random.get_state(legacy=False)
@@ -65,10 +61,7 @@ def numpy_and_python_kept() -> Generator[None]:
 
 
 def numpy_and_python_states() -> tuple[Any, Any]:
-    """Return the states of numpy's and Python's global random streams, which can be compared with `==`.
-
-    A normal that either keeps for its next call is left out.
-    """
+    """Return the states of numpy's and Python's global random streams, without normals that they keep, for `==`."""
     of_numpy: Any = get_bit_generator().state
     if of_numpy["bit_generator"] == "MT19937":
         of_numpy = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
@@ -85,10 +78,8 @@ os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 def this_process() -> tuple[int, int]:
-    """Return an identity that a fork changes: the process id, and the number of forks that led to this process.
-
-    The process id alone is not enough: in a new namespace a child may have the same id as its parent.
-    """
+    """Return an identity that a fork changes: the process id, and the number of forks that led to this process."""
+    # In a new namespace, a child may have the same id as its parent.
     return os.getpid(), len(_forks)
 
 
@@ -128,12 +119,9 @@ class RandomSource:
 
 
 class Stream:
-    """A stateless source of draws by step from one key: the same step gives the same draws.
+    """A stateless source of draws by step from one key of 32 secret bytes: the same step gives the same draws.
 
     A stream cannot be copied, pickled or used in a forked process, because a second holder would repeat its draws.
-
-    Args:
-        key: 32 secret bytes.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -222,19 +210,14 @@ class Stream:
         """Raise PrivacyError in a fork of the process that made the stream."""
         if this_process() != self._process:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
-            condition = f"to be used only in process {self._process[0]}, which made it"
-            raise expected("Stream", "a random stream", condition, f"process {os.getpid()}, its fork", remedy)
+            got = f"fork {os.getpid()}"
+            raise expected("Stream", "a random stream", f"to stay in process {self._process[0]}", got, remedy)
 
 
 def mersenne_words(key: bytes, name: str) -> np.ndarray:
-    """Return a whole state of a Mersenne Twister from a key of 32 secret bytes: shape (624,), uint32.
+    """Return a whole state of a Mersenne Twister from a key, for one use: shape (624,), uint32; independent by name.
 
-    torch (on the CPU), numpy and Python draw from this algorithm. torch keeps 32 bits of a seed, few enough to try them
-    all.
-
-    Args:
-        key: for one use only.
-        name: of the library; each name has independent words.
+    A seed would not do: torch keeps 32 bits of it, few enough to try them all.
     """
     return _derived(key, name).uint64(0, 312).view(np.uint32)
 

@@ -158,11 +158,9 @@ def _registered(leaf: object) -> bool:
 
 
 def part_of(examples: Any, rows: slice) -> Any:
-    """Return rows of a batch, in memory of their own.
+    """Return rows of a batch, in memory of their own."""
 
-    A model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
-    """
-
+    # A model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
     def own(leaf: Tensor) -> Tensor:
         part = leaf[rows]
         is_whole = part.layout is torch.strided and part.untyped_storage().nbytes() == part.numel() * part.itemsize
@@ -172,11 +170,7 @@ def part_of(examples: Any, rows: slice) -> Any:
 
 
 def count_examples(examples: Any) -> int:
-    """Return the number of examples: the leading dimension that all their tensors share.
-
-    Raises:
-        PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
-    """
+    """Return the number of examples: the leading dimension that all their tensors share."""
     leaves = tree_leaves(examples)
     if any(map(_registered, leaves)):
         return count_examples(examples)
