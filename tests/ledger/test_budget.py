@@ -313,7 +313,7 @@ def test_an_empty_file_does_not_stand_for_a_lost_ledger(tmp_path: Path, fast: No
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"sampling": "fixed"}, "whose epsilon is a guarantee"),
+        ({"sampling": "fixed"}, "to draw Poisson batches"),
         ({"privacy_unit": "user"}, "to be 'example'"),
         ({"noise_multiplier": 0.05}, "to be at most"),
     ],

@@ -212,7 +212,7 @@ REFUSED = {
     "loaded_in_one": _UPDATE,
     "cast_by_fsdp": "under torch.autocast(device, torch.bfloat16)",
     "other_record": "give PrivateGradient(..., ledger=) from the start",
-    "other_ledger": "give a ledger to the first process only",
+    "other_ledger": "ledger to be given to the first process only",
 }
 
 

@@ -19,7 +19,6 @@ from privgrad.accounting.calibration import noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     BudgetExceededError,
-    described,
     expected,
     require_choice,
     require_delta,
@@ -41,25 +40,15 @@ _MUCH_NOISE = 10_000.0  # with it, a release by itself costs almost nothing
 
 @dataclass(frozen=True)
 class Commitment:
-    """The most that a training, or one other release, may cost.
+    """The most that a training, or one other release, may cost."""
 
-    Attributes:
-        name: unique in the budget.
-        releases: all releases that it may make.
-        by: the person who committed it.
-        date: when, in UTC, as YYYY-MM-DD.
-        ledger: the absolute path of the ledger that the releases are charged to; None if it was not given.
-        is_seeded: whether a research seed makes the noise predictable.
-        released: the kind, shape and bound of a single release by `releases`; "" for trainings.
-    """
-
-    name: str
-    releases: tuple[Release | Selection | Split, ...]
-    by: str
-    date: str
-    ledger: str | None = None
-    is_seeded: bool = False
-    released: str = ""
+    name: str  # unique in the budget
+    releases: tuple[Release | Selection | Split, ...]  # all that it may make
+    by: str  # the person who committed it
+    date: str  # in UTC, as YYYY-MM-DD
+    ledger: str | None = None  # the absolute path of the ledger that the releases are charged to, if it was given
+    is_seeded: bool = False  # whether a research seed makes the noise predictable
+    released: str = ""  # the kind, shape and bound of a single release by `releases`; "" for trainings
 
     @property
     def count(self) -> int:
@@ -139,9 +128,6 @@ class Budget:
             condition = f"to be as recorded ({', '.join(str(self._facts[name]) for name in differing)})"
             got = ", ".join(str(given[name]) for name in differing)
             remedy = "give the recorded one: a second budget for the same data would break the cap"
-            if "privacy_unit" in differing:
-                unit = self._facts["privacy_unit"]
-                remedy = f"set privacy_unit = {unit!r} if one row holds all data of a {unit}; {remedy}"
             raise expected("Budget", ", ".join(differing), condition, got, remedy)
 
     def __repr__(self) -> str:
@@ -202,8 +188,7 @@ class Budget:
         """
         require_rate("Budget.calibrate", sample_rate)
         require_integer("Budget.calibrate", "steps", steps, 1)
-        found = self._noise_left(sample_rate, steps)
-        if found is None:
+        if (found := self._noise_left(sample_rate, steps)) is None:
             name = f"the epsilon of all commitments with a release of noise multiplier {_MUCH_NOISE:,.0f}"
             condition = f"to be at most {rounded_up(self.total_epsilon)}"
             remedy = "train on public data, or on new data"
@@ -270,18 +255,12 @@ class Budget:
         """
         function = "Budget.open_ledger"
         require_path(function, "path", path, "give ledger.jsonl in a run's folder")
-        if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected(function, "plan", "to be a PrivacyPlan", described(plan), "make one: PrivacyPlan(...)")
         self.require_covered(function, plan.num_examples, plan.privacy_unit)
-        condition = "to be one whose epsilon is a guarantee"
-        got = f"sampling {plan.sampling!r}"
         if plan.simulates is not None:
-            raise expected(function, "plan", condition, "a plan made by scaled()", "simulate without a budget")
-        if not plan.is_covered:
-            raise expected(function, "plan", condition, got, "draw Poisson batches")
-        if plan.sampling != "poisson":  # the filter of a budget needs RDP
-            condition = "to have batches whose RDP is known, which a budget adds up"
-            raise expected(function, "plan", condition, got, "draw Poisson batches without truncation")
+            condition, got = "to be one whose epsilon is a guarantee", "a plan made by scaled()"
+            raise expected(function, "plan", condition, got, "simulate without a budget")
+        if plan.sampling != "poisson":  # the filter of a budget adds up RDP, which is known for no other batches
+            raise expected(function, "plan", "to draw Poisson batches", f"sampling {plan.sampling!r}")
         place = Path(path).absolute()
         release = plan.release_of(plan.steps)
         wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)
@@ -346,7 +325,7 @@ class Budget:
     def _commit(self, wanted: Commitment) -> None:
         """Write a commitment, unless it is there already."""
         if not wanted.name:
-            raise expected("Budget.commit", "name", "to be a text", described(wanted.name), "name the training")
+            raise expected("Budget.commit", "name", "to be a text", repr(wanted.name))
         if not any(mechanisms_of("Budget.commit", own) for own in each_group("Budget.commit", wanted.releases)):
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
         with self._opened() as (file, state):
@@ -399,13 +378,9 @@ class Budget:
         return state
 
     def _require_same_file(self, file: LedgerFile) -> None:
-        """Raise PrivacyError unless the file holds the last line that this object has seen.
-
-        Another file, or an older copy, lacks commitments that were made. They would be forgotten.
-        """
-        if self._head and not file.went_through(self._head):
-            remedy = "restore the file from its newest copy"
-            got = f"the last line {file.head or None}"
+        """Raise PrivacyError unless the file holds the last line that this object has seen."""
+        if self._head and not file.went_through(self._head):  # an older copy would forget commitments that were made
+            remedy, got = "restore the file from its newest copy", f"the last line {file.head or None}"
             raise expected("Budget", f"{self.path}", "to hold all lines that it held before", got, remedy)
 
 
@@ -521,8 +496,9 @@ def require_facts(facts: Mapping[str, Any]) -> None:
     require_integer("Budget", "num_examples", facts["num_examples"], 1)
     require_choice("Budget", "privacy_unit", facts["privacy_unit"], get_args(PrivacyUnit))
     if facts["delta"] > 1 / facts["num_examples"]:
-        condition = f"to be at most 1 / num_examples = {1 / facts['num_examples']:g}"
-        raise expected("Budget", "delta", condition, facts["delta"], "give a smaller delta")
+        raise expected(
+            "Budget", "delta", f"to be at most 1 / num_examples = {1 / facts['num_examples']:g}", facts["delta"]
+        )
 
 
 def cost_of(commitments: Sequence[Commitment], *, delta: float, total_epsilon: float) -> float:

@@ -7,11 +7,8 @@ from privgrad.ledger.ledger import Ledger
 
 
 def require_no_budget(function: str, ledgers: Iterable[Ledger]) -> None:
-    """Raise PrivacyError if a budget holds the releases of a ledger.
-
-    Tuning may have chosen this training, and the epsilon of a chosen training alone is no guarantee. That of the budget
-    is one.
-    """
+    """Raise PrivacyError if a budget holds the releases of a ledger."""
+    # Tuning may have chosen this training, and the epsilon of a chosen training alone is no guarantee.
     for ledger in ledgers:
         if ledger.commitment is not None:
             got = f"{ledger.path or 'a ledger'}, which is part of {ledger.commitment!r} in the budget {ledger.budget}"
@@ -30,12 +27,10 @@ def require_one_promise(function: str, ledgers: Iterable[Ledger]) -> str:
     if len(promises) > 1:
         got = " and ".join(sorted(promises))
         raise expected(function, "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately")
-    seen = set[str]()
-    for ledger in ledgers:  # if two charge one draw, their costs do not add up as those of separate draws do
-        if shared := seen & ledger.draws:
-            remedy = "draw batches of its own for each training; one draw for two gradients costs more than both"
-            raise expected(function, "ledgers", "to share no draw", f"{len(shared)} draws in two ledgers", remedy)
-        seen |= ledger.draws
+    draws = [ledger.draws for ledger in ledgers]
+    if shared := sum(map(len, draws)) - len(set[str]().union(*draws)):
+        remedy = "draw batches of its own for each training; one draw for two gradients costs more than both"
+        raise expected(function, "ledgers", "to share no draw", f"{shared} draws in two ledgers", remedy)
     return str(facts[0].get("privacy_unit", "example"))
 
 

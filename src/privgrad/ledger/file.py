@@ -27,6 +27,7 @@ from weakref import WeakSet
 from privgrad.errors import PrivacyError, expected, file_problem
 
 VERSION = 3
+TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"  # a remedy
 _LONGEST_LINE = 1 << 24  # bytes; a file that is not a ledger must not fill the memory
 _WAIT = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
@@ -47,10 +48,9 @@ def is_in_use(path: Path) -> bool:
 
 
 class LedgerFile:
-    """The lines of a ledger on disk, and the lock of their one writer; errors are as in Ledger.
+    """The lines of a ledger on disk, and the lock of their one writer, for which it waits `patience` seconds.
 
-    With `read_only`, it takes no lock and refuses every new line. `accept` gets the number and the content of each line
-    of the file, and raises an error if it is not valid. `patience` is how many seconds it waits for the lock.
+    `accept` gets the number and the content of each line of the file, and raises an error if it is not valid.
     """
 
     def __init__(
@@ -135,12 +135,10 @@ class LedgerFile:
         path = self.path
         condition = "to be a readable file" if read_only else "to be a writable file"
         try:
-            if path.exists() and not path.is_file():  # to open a pipe would block
-                got = f"the folder {path}" if path.is_dir() else f"{path}, which is not a regular file"
+            problem = file_problem(path)
+            if (problem and read_only) or (path.exists() and not path.is_file()):  # to open a pipe would block
+                got = f"{path}, which {problem or 'is not a regular file'}"
                 raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
-            if read_only and (problem := file_problem(path)):
-                remedy = "give a ledger's path: ledger.jsonl in a run's folder"
-                raise expected("Ledger", "path", condition, f"{path}, which {problem}", remedy)
             if not read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 created = os.O_CREAT if self._create else 0
@@ -170,8 +168,7 @@ class LedgerFile:
                 line, body = _parsed(raw), raw.removesuffix(b"\n")
                 if number == 1 and "ledger_version" in line and line["ledger_version"] != VERSION:
                     got = f"version {str(line['ledger_version'])[:20]}"
-                    remedy = "resume with the privgrad that wrote it, or start a new ledger and add up both epsilons "
-                    remedy += "and both deltas"
+                    remedy = f"resume with the privgrad that wrote it, or {TWO_LEDGERS}"
                     raise expected("Ledger", f"line 1 of {self.path}", f"to have ledger version {VERSION}", got, remedy)
                 sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:

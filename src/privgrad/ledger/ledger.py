@@ -26,42 +26,35 @@ from privgrad.errors import (
     require_path,
     require_rate,
 )
-from privgrad.ledger.file import VERSION, LedgerFile, not_open
+from privgrad.ledger.file import TWO_LEDGERS, VERSION, LedgerFile, not_open
 from privgrad.processes import Processes
 from privgrad.rng import this_process
 from privgrad.types import SamplingScheme
 
-# Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
-_PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
-_DERIVED = {"noise_generator"}
 # A ledger knows this of its releases, wherever it keeps them.
 _RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
-_TWO_LEDGERS = "start a new ledger and add up both epsilons and both deltas"
-_KEEP = f"keep the plan, or {_TWO_LEDGERS}"
+_KEEP = f"keep the plan, or {TWO_LEDGERS}"
+_DRAW_ON = "draw plan.batches(..., start=private_grad.ledger.next_step)"
 _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
     "simulates": "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own",
     "noise_multiplier": f"{_KEEP}; for more steps, PrivacyPlan(noise_multiplier={{sigma}}, steps=..., ...) keeps the "
     "noise (the noise follows from target_epsilon, delta, steps, sample_rate and correlation: was one changed?)",
     "max_grad_norm": f"{_KEEP}; {SUGGESTED}",
+    "adaptive_clip": f"give the same adaptive_clip as when the ledger began, or {TWO_LEDGERS}",
+    "norm_statistic": f"give the same norm_bins as when the ledger began, or {TWO_LEDGERS}",
 }
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A ledger's part of a budget. The first line of the ledger records it for all later holders.
+    """A ledger's part of a budget. The first line of the ledger records it for all later holders."""
 
-    Attributes:
-        name: of the commitment in the budget.
-        release: the kind of all releases of the ledger; its count is the most that the ledger accepts.
-        budget: the name of the budget's file.
-        plan_facts: what the plan must state in `bind`, besides the numbers of the release.
-        on_begin: is called by `bind` once the first line is on disk, before any release. Called again, it does nothing.
-    """
-
-    name: str
-    release: Release
-    budget: str = field(compare=False)
+    name: str  # of the commitment in the budget
+    release: Release  # the kind of all releases; its count is the most that the ledger accepts
+    budget: str = field(compare=False)  # the name of the budget's file
+    # What the plan must state in `bind`, besides the numbers of the release.
     plan_facts: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    # `bind` calls it once the first line is on disk, before any release. Called again, it does nothing.
     on_begin: Callable[[], None] | None = field(default=None, compare=False)
 
 
@@ -230,9 +223,8 @@ class Ledger:
             if processes.rank == 0:
                 return
             if self.path is not None or self.releases > len(first["_draws"]):
-                condition, remedy = f"to be none in process {processes.rank}", "give a ledger to the first process only"
-                got = f"{self.releases} releases in {self.path or 'memory'}"
-                raise expected("PrivateGradient", "the ledger", condition, got, remedy)
+                got = f"process {processes.rank} with {self.releases} releases in {self.path or 'memory'}"
+                raise expected("PrivateGradient", "ledger", "to be given to the first process only", got)
             vars(self).update(first)
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
@@ -251,8 +243,7 @@ class Ledger:
         if is_known:
             if repeatable:
                 return
-            remedy = "take the next batch of the iterator; to continue with a new one, draw "
-            remedy += "plan.batches(..., start=private_grad.ledger.next_step)"
+            remedy = f"take the next batch of the iterator; to continue with a new one, {_DRAW_ON}"
             got = f"draw {draw}, which is already charged"
             raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
         most = most_participations(limit, self._bands)
@@ -262,9 +253,9 @@ class Ledger:
             limited = f"the {most} releases that the budget holds for {self._hold.name}"
         if participations > most:
             remedy = "stop here, or make a plan with more steps, at a higher epsilon; to resume an interrupted run, "
-            remedy += "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)"
-            got = participations
-            raise expected("Ledger.charge", "releases", f"to be at most {limited}", got, remedy, BudgetExceededError)
+            remedy += f"load its model and {_DRAW_ON}"
+            name, condition = "releases", f"to be at most {limited}"
+            raise expected("Ledger.charge", name, condition, participations, remedy, BudgetExceededError)
 
     def charge(
         self,
@@ -341,8 +332,9 @@ class Ledger:
         """Hold the ledger's lock from lookup to write, so that no other thread charges in between."""
         if this_process() != self._process:
             remedy = "open a ledger in the process that charges: neither would know of the other's releases"
-            condition = f"to be charged by process {self._process[0]}, which opened it"
-            raise expected("Ledger", "a ledger", condition, f"process {os.getpid()}, its fork", remedy)
+            raise expected(
+                "Ledger", "a ledger", f"to stay in process {self._process[0]}", f"fork {os.getpid()}", remedy
+            )
         with self._turn:
             yield
 
@@ -409,11 +401,6 @@ def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Non
     differing = [name for name, value in given.items() if held.get(name) != value]
     if not differing:
         return
-    parts = [name for name in _PARTS if name in differing]
-    if parts and not {*differing} - _PARTS.keys() - _DERIVED:  # the plan is the same
-        name, old, new = _PARTS[parts[0]], held.get(parts[0]), given[parts[0]]
-        remedy = f"give the same {name} as when the ledger began, or {_TWO_LEDGERS}"
-        raise expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
     remedy = next((remedy for name, remedy in _REMEDIES.items() if name in differing), _KEEP)
     remedy = remedy.format(sigma=held.get("noise_multiplier"))
     if "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
@@ -438,12 +425,10 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_committed(hold: Hold, plan_facts: Mapping[str, Any]) -> None:
-    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger.
-
-    The first line holds all facts of the committed plan, so that a hold which was read from it needs no others.
-    """
+    """Raise PrivacyError if a plan is not the one that a budget holds for its ledger."""
     kind = hold.release
     numbers = {"noise_multiplier": kind.noise_multiplier, "sample_rate": kind.sample_rate, "sampling": kind.scheme}
+    # A hold that was read from the first line needs no other facts: the line holds all of the committed plan.
     for fact, value in {**numbers, **hold.plan_facts}.items():
         if plan_facts.get(fact) != value:
             condition = f"to be {value!r}, as committed for {hold.name}"
