@@ -23,47 +23,33 @@ _FOR_TEXT = ("plans", "stops", "commitments", "has_changed", "is_each", "trainin
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The public facts that a statement, a report and a card say. None: not known, or not for this kind of record.
+    """The public facts that a statement, a report and a card say. None: not known, or not for this kind of record."""
 
-    Attributes:
-        epsilon: of all that is stated together; with `is_each`, the largest of several trainings, each alone.
-        total_epsilon, spent: of a budget.
-        attack_success: the largest share of members that an attacker finds at `false_positive_rate`.
-        at_least: whether there may be more units than `num_examples`.
-        groups_of_people: whether some releases are from separate groups of people.
-        digests: of the ledgers, or of the budget; None in the place of a ledger in memory.
-        plans: what each ledger records of its plan, with `made`, its releases, and `participations`, the most of them
-            that one unit took part in.
-        trainings: the number of plans that are stated together.
-        stops: planned and released steps of each ledger that has fewer than planned.
-        has_changed: whether a number of planned steps changed.
-        commitments: of a budget, each with its epsilon alone.
-    """
-
-    epsilon: float
+    epsilon: float  # of all that is stated together; with `is_each`, the largest of several trainings, each alone
     epsilon_rdp: float | None = None
-    total_epsilon: float | None = None
+    total_epsilon: float | None = None  # of a budget, as `spent`
     spent: float | None = None
     delta: float
-    attack_success: float | None = None
+    attack_success: float | None = None  # the largest share of members that an attacker finds at false_positive_rate
     false_positive_rate: float = _FALSE_POSITIVES
     releases: int
     seeded_releases: int = 0
     covered_by_accountant: bool | None = True
     privacy_unit: str
     num_examples: int | None = None
-    at_least: bool | None = None
-    groups_of_people: bool | None = None
-    digests: Sequence[str | None] | None = None
+    at_least: bool | None = None  # whether there may be more units than num_examples
+    groups_of_people: bool | None = None  # whether some releases are from separate groups of people
+    digests: Sequence[str | None] | None = None  # of the ledgers, or of the budget; None for a ledger in memory
     file: str | None = None
     date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
     versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _SOFTWARE})
+    # What each ledger records of its plan, with `made`, its releases, and `participations`, the most of one unit.
     plans: Sequence[Mapping[str, Any]] = ()
-    trainings: int = 1
-    stops: Sequence[tuple[int, int]] = ()
-    has_changed: bool = False
+    trainings: int = 1  # the number of plans that are stated together
+    stops: Sequence[tuple[int, int]] = ()  # planned and released steps of each ledger that has fewer than planned
+    has_changed: bool = False  # whether a number of planned steps changed
     is_each: bool = False
-    commitments: Sequence[tuple[Commitment, float]] = ()
+    commitments: Sequence[tuple[Commitment, float]] = ()  # of a budget, each with its epsilon alone
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -117,10 +103,8 @@ class Facts:
     @property
     def sources(self) -> list[str]:
         """The other data that the trainings used, as declared, each on one line."""
-        given = (str(plan["side_information"]) for plan in self.plans if plan.get("side_information"))
-        return list(
-            dict.fromkeys(" ".join(source.split()) for source in given)
-        )  # a line of its own would look like ours
+        given = [str(plan["side_information"]).split() for plan in self.plans if plan.get("side_information")]
+        return list(dict.fromkeys(map(" ".join, given)))  # a line of its own would look like ours
 
 
 def ledger_facts(
@@ -132,9 +116,7 @@ def ledger_facts(
     if delta is None:
         delta = recorded_delta(function, ledgers)
     require_delta(function, delta)
-    plans = [
-        {**ledger.plan_facts, "made": ledger.releases, "participations": ledger.participations} for ledger in ledgers
-    ]
+    plans = [{**one.plan_facts, "made": one.releases, "participations": one.participations} for one in ledgers]
     charged = [release for ledger in ledgers for release in ledger.charged]
     is_covered = all(plan["sampling"] in COVERED for plan in plans)
     options: dict[str, Any] = {"assume_poisson": not is_covered}
@@ -218,9 +200,5 @@ def released_beside(plan: Mapping[str, Any]) -> str | None:
         "Count": "a noisy count of gradients within C",
         "Histogram": "a noisy histogram of the gradients' norms",
     }
-    recorded = plan.get("norm_statistic")
-    return (
-        f"{kinds.get(str(recorded).partition('(')[0], 'noisy numbers on their norms')}, {recorded}"
-        if recorded
-        else None
-    )
+    recorded = str(plan.get("norm_statistic") or "")
+    return f"{kinds.get(recorded.partition('(')[0], 'noisy numbers on their norms')}, {recorded}" if recorded else None

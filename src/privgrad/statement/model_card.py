@@ -31,10 +31,8 @@ def write_privacy(
 ) -> None:
     """Write the privacy of a training, and of all others of its model, to the folder of the model.
 
-    README.md is created if absent. If it exists, the section of an earlier call is replaced, and the rest is kept,
-    except for the lines of the Trainer's own draft that name an optimizer and a learning rate. `rates` are at the peak
-    of the schedule. `updates` are fewer than the released gradients if an interruption lost some, or if the weights of
-    an earlier step were loaded.
+    README.md keeps all but an earlier section, and the optimizer and rate of the Trainer's draft. `rates` are at the
+    peak of the schedule. `updates` count those behind the weights: some released gradients may be lost or come later.
     """
     plan, own = private_grad.plan, private_grad.ledger
     ledgers = [own, *(other for other in ledgers_of(private_grad.model) if not covers(own, other))]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.accounting.accountant import rounded_up
-from privgrad.errors import described, expected
+from privgrad.errors import described, expected, readable
 from privgrad.features.saving import require_place, safetensors, usual_mode, written_whole
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
@@ -120,16 +120,13 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
     if getattr(model, "saves_itself", False):
         raise expected("load", "model", "to be no Head", "a Head", "call Head.load(folder), which returns the head")
     place = Path(folder)
-    try:
+    with readable("load", f"{place}", "to hold a saved model", "give the folder that pg.save wrote"):
         facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
         version, digest = facts["format"], facts["weights"]["sha256"]
         found = _digest(place / WEIGHTS)
         sections = tuple(Section(part["heading"], tuple(part["sentences"])) for part in facts["statement"])
         numbers = {name: math.inf if value is None else value for name, value in facts["numbers"].items()}
         about = About(**facts.get("about", {}))  # absent in folders of older versions
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got, remedy = f"{type(error).__name__}: {error}", "give the folder that pg.save wrote"
-        raise expected("load", f"{place}", "to hold a saved model", got, remedy) from error
     if version != _FORMAT:
         raise expected("load", f"the format of {place}", f"to be {_FORMAT}, of this version of privgrad", version)
     if found != digest:
