@@ -130,7 +130,7 @@ def test_a_schedule_that_cannot_be_is_refused(given: dict[str, Any], message: st
 
 
 def test_a_warm_up_in_quotes_is_an_error():
-    with pytest.raises(TypeError):
+    with pytest.raises(pg.PrivacyError, match=r"got '0\.05', a str"):
         pg.Schedule(warmup="0.05")  # pyright: ignore[reportArgumentType]
 
 

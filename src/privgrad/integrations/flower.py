@@ -200,10 +200,8 @@ class PrivateStrategy(Strategy):
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
-        """Warn once if no update of a round counts, and once if most look like weights, as FedAvg's clients send.
-
-        A small cohort of users who are offline, or a local training that brings the weights near 0, warns wrongly.
-        """
+        """Warn once if no update of a round counts, and once if most look like weights, as FedAvg's clients send."""
+        # A small cohort of users who are offline, or a local training that brings the weights near 0, warns wrongly.
         if updates:
             self._lost = []
         elif reasons:

@@ -66,10 +66,7 @@ def local_base_of(model: nn.Module) -> str | None:
 # Cost: it reads the labels once. It sees lists of dicts and datasets.Dataset only.
 # Refuses wrongly: no case is known.
 def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> None:
-    """Raise PrivacyError if a data set that shows its columns has no labels, or one that the classifier cannot learn.
-
-    The message names a row: it is NOT private.
-    """
+    """Raise PrivacyError (NOT private: it names a row) if a data set with columns lacks labels or has wrong ones."""
     data = dataset.dataset if isinstance(dataset, ClassRates) else dataset
     columns = _columns_of(data)
     label = next((name for name in _LABELS if name in columns), None)

@@ -122,10 +122,8 @@ def plan_of(
 
 
 def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
-    """Note the releases of Opacus so far on the parameters that they moved, and each later one.
-
-    Without a plan, the records hold no delta, and no claim of Poisson sampling, which only a loader shows.
-    """
+    """Note the releases of Opacus so far on the parameters that they moved, and each later one."""
+    # Without a plan, the records hold no delta, and no claim of Poisson sampling, which only a loader shows.
     inner: torch.optim.Optimizer = optimizer.original_optimizer
 
     def note(*_: Any) -> None:

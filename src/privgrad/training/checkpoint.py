@@ -20,10 +20,7 @@ _MOVING = {"last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint: torch's file, followed by a digest that torch.load ignores.
-
-    A process killed at any moment leaves the old file or the new one.
-    """
+    """Write a checkpoint, the old file or the new one if killed: torch's, with a digest that torch.load ignores."""
     unfinished = path.with_suffix(".partial")
     unfinished.unlink(missing_ok=True)  # of a killed process, with another mode perhaps
     # Only the owner may read the file, because it holds the duration of the training.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.checks.model_and_loss import require_supported
 from privgrad.clip.clipping import Clipping, Flat
 from privgrad.clip.rules import Automatic
-from privgrad.errors import expected
+from privgrad.errors import expected, require_integer, require_positive
 from privgrad.gradient.functional import evaluating, gradients, named_modules, preserved, seeded, trainable
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
@@ -105,8 +105,7 @@ def suggest(
     """
     require_model("suggest", model)
     require_supported(model)
-    if plan.noise_multiplier == 0:
-        raise expected("suggest", "plan.noise_multiplier", "to be > 0", 0.0, "without noise there is no noise step")
+    require_positive("suggest", "plan.noise_multiplier", plan.noise_multiplier, "without noise there is no noise step")
     if isinstance(public_batch, Batch):
         remedy = "give public examples: a suggestion from private ones would be a release without noise"
         raise expected("suggest", "public_batch", "to be public", "a batch of a privacy plan", remedy)
@@ -149,8 +148,8 @@ def _count(public_batch: Any) -> int:
             remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
             got = "a number for an example" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
-    if (count := count_examples(public_batch)) == 0:
-        raise expected("suggest", "public_batch", "to hold a few hundred examples", 0)
+    count = count_examples(public_batch)
+    require_integer("suggest", "the number of public examples", count, 1)
     return count
 
 

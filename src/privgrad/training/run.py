@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from privgrad.errors import BudgetExceededError, described, expected, require_choice, require_integer
+from privgrad.errors import (
+    BudgetExceededError,
+    described,
+    expected,
+    require_choice,
+    require_integer,
+    require_nonnegative,
+)
 from privgrad.gradient.functional import trainable
 from privgrad.ledger.ledger import Ledger, release_of
 from privgrad.ledger.lineage import note_training
@@ -76,8 +83,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         require_integer("EarlyStopping", "patience", self.patience, 1)
         require_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
-        if not 0 <= self.min_delta < math.inf:
-            raise expected("EarlyStopping", "min_delta", "to be a finite number >= 0", self.min_delta)
+        require_nonnegative("EarlyStopping", "min_delta", self.min_delta)
         if self.data not in get_args(StopData):
             remedy = 'evaluate on public examples; or release a noisy score (release_mean) and give data="released"; '
             remedy += "or pay for tuning (docs/private-tuning.md)"
@@ -106,10 +112,7 @@ class EarlyStopping:
 
 
 def charge_unused(private_grad: PrivateGradient) -> None:
-    """Charge all steps that the plan has left, without a release; the training is then complete.
-
-    The epsilon of all planned steps covers a stop that depends on results.
-    """
+    """Charge all steps that the plan has left, without a release: their epsilon covers a stop by results."""
     plan, ledger = private_grad.plan, private_grad.ledger
     if plan.seed is not None:  # such a run has no guarantee
         return

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from privgrad.errors import expected, require_choice, require_integer
+from privgrad.errors import require_choice, require_in, require_integer
 
 Decay = Literal["constant", "linear", "cosine"]
 
@@ -34,8 +34,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require_choice("Schedule", "decay", self.decay, get_args(Decay))
-        if not 0 <= self.warmup < 1:
-            raise expected("Schedule", "warmup", "to be in [0, 1)", self.warmup, "give a share of the steps")
+        require_in("Schedule", "warmup", self.warmup, "[0, 1)", "give a share of the steps")
         object.__setattr__(self, "warmup", float(self.warmup))  # a checkpoint cannot hold numpy scalars
 
     def of(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
