@@ -19,6 +19,7 @@ from privgrad.accounting.calibration import noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     BudgetExceededError,
+    PrivacyError,
     expected,
     require_choice,
     require_delta,
@@ -189,14 +190,12 @@ class Budget:
         require_rate("Budget.calibrate", sample_rate)
         require_integer("Budget.calibrate", "steps", steps, 1)
         if (found := self._noise_left(sample_rate, steps)) is None:
-            name = f"the epsilon of all commitments with a release of noise multiplier {_MUCH_NOISE:,.0f}"
-            condition = f"to be at most {rounded_up(self.total_epsilon)}"
             remedy = "train on public data, or on new data"
             if len(self.commitments) == 1:  # see docs/budget.md
                 remedy += "; next time, leave a tenth of epsilon to a second commitment, or commit both as one"
             least = self.spent(besides=[Release(_MUCH_NOISE, 1.0)])
-            got = f"{rounded_up(least)}, of which {rounded_up(self.spent())} is committed"
-            raise expected("Budget.calibrate", name, condition, got, remedy, BudgetExceededError)
+            what = f"a release of noise multiplier {_MUCH_NOISE:,.0f}"
+            raise self._exceeded("Budget.calibrate", what, least, self.spent(), remedy)
         return found
 
     def left(self, *, sample_rate: float = 1.0, steps: int = 1) -> float:
@@ -338,12 +337,17 @@ class Budget:
             before = list(state.commitments.values())
             cost = self._cost([*before, wanted])
             if not cost <= self.total_epsilon:
-                name = f"the epsilon of all commitments with {wanted.name}"
-                condition = f"to be at most {rounded_up(self.total_epsilon)}"
-                got = f"{rounded_up(cost)} ({rounded_up(self._cost(before))} without it)"
                 remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
-                raise expected("Budget.commit", name, condition, got, remedy, BudgetExceededError)
+                raise self._exceeded("Budget.commit", wanted.name, cost, self._cost(before), remedy)
             file.append(_line_of(wanted))
+
+    def _exceeded(self, function: str, what: str, cost: float, without: float, remedy: str) -> PrivacyError:
+        name, got = (
+            f"the epsilon of all commitments with {what}",
+            f"{rounded_up(cost)} ({rounded_up(without)} without it)",
+        )
+        condition = f"to be at most {rounded_up(self.total_epsilon)}"
+        return expected(function, name, condition, got, remedy, BudgetExceededError)
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:
         """Return the noise multiplier of a training that uses all that is left; None if there is none."""

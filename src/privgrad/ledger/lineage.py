@@ -64,8 +64,7 @@ _OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary
 def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | None = None) -> None:
     """Note that the releases of a ledger move the weights of a model, until these and their copies are deleted.
 
-    It keeps the ledger, whatever else becomes of it, and opens no file. `moved` has the names of the parameters that
-    move; None: the trainable ones. Modules without any, such as a frozen
+    `moved` has the names of the parameters that move; None: the trainable ones. Modules without any, such as a frozen
     encoder, get no note. Call it again at each step: a part may be unfrozen or added at any time.
     """
     named = model.named_parameters()
