@@ -188,16 +188,17 @@ def _released(optimizer: Any) -> NoisyGradient:
     return NoisyGradient(values, noise_std=float(optimizer.noise_multiplier * optimizer.max_grad_norm) / divisor)
 
 
-def _noised(optimizer: Any, name: str, parameter: nn.Parameter) -> Tensor:
+def _noised(optimizer: Any, name: str, parameter: Any) -> Tensor:
     """Return a parameter's .grad, or raise PrivacyError if it does not hold new noise of Opacus."""
-    # Opacus marks a sum after it added the noise; with several processes, only the first adds noise. A sum that an
-    # earlier step used does not describe the present .grad.
     summed = getattr(parameter, "summed_grad", None)
-    marked = hasattr(summed, "_processed") or getattr(optimizer, "rank", 0) > 0
-    if parameter.grad is None or summed is None or not marked or hasattr(summed, "_served"):
-        got = "no gradient" if parameter.grad is None else "no sum of Opacus"
-        if parameter.grad is not None and summed is not None:
-            got = "a sum that an earlier step used" if hasattr(summed, "_served") else "a sum without noise"
+    faults = {
+        "no gradient": parameter.grad is None,
+        "no sum of Opacus": summed is None,
+        "a sum that an earlier step used": hasattr(summed, "_served"),  # it does not describe the present .grad
+        # Opacus marks a sum after it added the noise; with several processes, only the first adds noise.
+        "a sum without noise": not hasattr(summed, "_processed") and getattr(optimizer, "rank", 0) == 0,
+    }
+    if got := next((fault for fault, is_so in faults.items() if is_so), None):
         remedy = "step Opacus' optimizer, after a backward pass through its module"
         raise expected("connect", f"the gradient of {name!r}", "to hold Opacus' noise", got, remedy)
     return parameter.grad
