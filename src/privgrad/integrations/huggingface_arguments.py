@@ -238,7 +238,7 @@ def make_optimizer(
     """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments."""
     named, decays = list(model.named_parameters()), set(decayed)
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
-    rates: dict[str | None, dict[str, Any]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
+    rates: dict[str | None, dict[str, Any]] = {None: {"noise_step": noise_step}}
     if noise_step is not None:
         require_positive("PrivateTrainer", "noise_step", noise_step, "give 0.0025, or 0.01 for random weights")
     elif not _is_default(args, "learning_rate"):

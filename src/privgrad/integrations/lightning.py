@@ -108,7 +108,6 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._options = dict(private_options or {})
         self._metrics: list[tuple[str, Metric]] = []  # of the module
         self._further: tuple[Any, ...] = ()  # arguments of the module's training_step, besides the batch
-        self._resumed = False
 
     @property
     def _trainer(self) -> Trainer:

@@ -141,8 +141,7 @@ def said_of_loaded(model: nn.Module) -> list[str]:
 def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
     """Warn if the model had private trainings that a ledger, which begins now, does not count."""
     others = [one for one in ledgers_of(model) if not covers(ledger, one)]
-    if ledger.budget:  # it counts all ledgers that it opened
-        others = [one for one in others if one.budget != ledger.budget]
+    others = [one for one in others if one.budget != ledger.budget or not one.budget]  # it counts all that it opened
     loaded = said_of_loaded(model)
     if not (others or loaded):
         return
