@@ -21,7 +21,7 @@ def from_lab(name: str) -> Any:
         return entry_points(group="privgrad.lab")[name].load()
     except (KeyError, ImportError) as error:  # KeyError: no such entry
         remedy = "pip install 'privgrad[experiments]'"
-        raise expected("privgrad", "what experiments need", "to be installed", f"{error}", remedy) from error
+        raise expected("privgrad", f"{name!r} of privgrad_lab", "to be installed", error, remedy) from error
 
 
 def lab_attribute(entry: str, module: str, name: str) -> Any:

@@ -21,7 +21,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 0.0}, "max_grad_norm"),
     ({"max_grad_norm": -1.0}, "max_grad_norm"),
     ({"max_grad_norm": math.inf}, "max_grad_norm"),
-    ({"max_grad_norm": 1e-12}, "at least 1e-10"),
+    ({"max_grad_norm": 1e-12}, r"in \[1e-10, inf\), got 1e-12; .*rescale the loss"),
     ({"noise_multiplier": torch.tensor(1.0)}, "noise_multiplier"),
     ({"max_grad_norm": math.nan}, "max_grad_norm"),
     ({"noise_multiplier": -1.0}, "noise_multiplier"),

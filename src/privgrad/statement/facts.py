@@ -43,7 +43,7 @@ class Facts:
     file: str | None = None
     date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
     versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _SOFTWARE})
-    # What each ledger records of its plan, with `made`, its releases, and `participations`, the most of one unit.
+    # Each ledger's record of its plan, with `made`, its releases, and `participations`, the most of one unit.
     plans: Sequence[Mapping[str, Any]] = ()
     trainings: int = 1  # the number of plans that are stated together
     stops: Sequence[tuple[int, int]] = ()  # planned and released steps of each ledger that has fewer than planned
