@@ -342,11 +342,11 @@ class Budget:
             file.append(_line_of(wanted))
 
     def _exceeded(self, function: str, what: str, cost: float, without: float, remedy: str) -> PrivacyError:
-        name, got = (
+        name, condition = (
             f"the epsilon of all commitments with {what}",
-            f"{rounded_up(cost)} ({rounded_up(without)} without it)",
+            f"to be at most {rounded_up(self.total_epsilon)}",
         )
-        condition = f"to be at most {rounded_up(self.total_epsilon)}"
+        got = f"{rounded_up(cost)} ({rounded_up(without)} without it)"
         return expected(function, name, condition, got, remedy, BudgetExceededError)
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:
