@@ -15,9 +15,9 @@ from test_own_data import COLUMNS as OTHERS
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.findings import raw_findings
 from privgrad.data.table import row_codes
 from privgrad_lab.build import make_data
+from privgrad_lab.data.findings import of_table
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.runner import train
 
@@ -229,7 +229,7 @@ def test_wrong_dates_are_one_clear_error_and_a_finding_each(tmp_path: Path):
             load(path, columns=columns)
     found = {
         one.what.partition(":")[0]: (one.column, one.rows, one.blocks)
-        for one in raw_findings(path, columns=needed, **own)
+        for one in of_table(path, None, columns=needed, **own)[1]
     }
     assert found["missing"] == ("stay", (4, 8), True)
     assert found["no two dates"] == ("stay", (6,), True)
@@ -272,7 +272,7 @@ def test_an_experiment_trains_on_dates(tmp_path: Path):
     made = check_spec(spec({"file": "visits.csv", **OWN, "test_share": 0.25}), tmp_path / "own.toml")
     (record,) = train(made, tmp_path / "out", progress=False)
     assert 0 <= record["test_accuracy"] <= 1
-    told = raw_findings(tmp_path / "visits.csv", **OWN)
+    told = of_table(tmp_path / "visits.csv", None, **OWN)[1]
     assert {one.what for one in told if one.column == "admitted"} == {"missing"}
 
 

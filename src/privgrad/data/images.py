@@ -12,7 +12,7 @@ from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import ROW, Fault, PathLike, Positive, Where
-from privgrad.data.table import Share, divided, report, require_split, require_training
+from privgrad.data.table import Share, Split, report, require_training
 from privgrad.errors import PrivacyError, described, did_you_mean, expected, readable, require_integer
 from privgrad.plugins import optional
 
@@ -71,11 +71,10 @@ def image_folder(
         Classes, size and max_rows must be public. An input depends on one unit only.
     """
     require_images(Where("image_folder"), classes, size, channels, unit, max_rows)
-    require_split(Where("image_folder"), test, test_share, validation_share, split_key)
+    split = Split(Where("image_folder"), None, test, test_share, validation_share, split_key)
     folder = Path(path)
     own = units_of(folder, classes, unit, max_rows)
-    shares: dict[str, Any] = {"test_share": test_share, "validation_share": validation_share}
-    parts: dict[Any, list[list[Image]]] = divided(f"{folder}", own, split_key=split_key, **shares)
+    parts: dict[Any, list[list[Image]]] = split.parts(f"{folder}", own)
     require_training("image_folder", f"{folder}", "image" if unit == ROW else "person", parts)
     if test is not None:
         other = units_of(Path(test), classes, unit, max_rows)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -170,11 +171,9 @@ def table(
     where = Where("table")
     declared: dict[str, Any] = {"columns": columns, "label": label, "classes": classes, "bounds": bounds}
     schema = schemas.schema_of(where, **declared, unit=unit, max_rows=max_rows, row_id=row_id)
-    require_split(where, test, test_share, validation_share, split_key)
-    require_every(where, test_every, schema.identifier, test, test_share)
+    split = Split(where, schema.identifier, test, test_share, validation_share, split_key, test_every)
     own = _read(schema, path, table)
-    shares = {"test_share": test_share, "validation_share": validation_share}
-    chosen = divided(own.name, own.units, every=test_every, split_key=split_key, **shares)
+    chosen = split.parts(own.name, own.units)
     require_training("table", own.name, "unit", chosen)
     parts: dict[Any, Any] = {part: _tensors(schema, own, rows) for part, rows in chosen.items()}
     if test is not None:
@@ -203,26 +202,57 @@ class _Content(NamedTuple):
     units: list[tuple[str, list[int]]]
 
 
-def require_split(where: Where, test: object, test_share: float, validation_share: float, split_key: str) -> None:
-    """Raise PrivacyError unless the shares leave a training part, and the key fits the hash."""
-    if test is not None and test_share > 0:
-        raise where.wrong("test_share", "to be 0 if test is given", test_share)
-    if not (test_share >= 0 and validation_share >= 0 and test_share + validation_share < 1):
-        got = f"{test_share} and {validation_share}"
-        raise where.wrong("test_share and validation_share", "to be >= 0, and below 1 together", got)
-    if len(split_key.encode()) > _LONGEST_KEY:
-        raise where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", described(split_key))
+@dataclass(frozen=True)
+class Split:
+    """How units are divided into parts, by the arguments of `table`."""
 
+    where: Where
+    identifier: str | None  # the column that names the unit
+    test: object = None
+    test_share: float = 0.0
+    validation_share: float = 0.0
+    split_key: str = ""
+    test_every: int | None = None
 
-def require_every(where: Where, every: int | None, identifier: str | None, test: object, test_share: float) -> None:
-    """Raise PrivacyError unless `test_every` is absent, or alone decides the test part of units that have an id."""
-    if every is None:
-        return
-    require_integer(where.function, f"{where.prefix}test_every", every, 2)
-    if test is not None or test_share > 0:
-        raise where.wrong("test_every", "to be absent if test or test_share is given", every)
-    if identifier is None:
-        raise where.wrong("row_id", "to be given for test_every", None, "give the column of row numbers, or test_share")
+    def __post_init__(self) -> None:
+        shares, every = (self.test_share, self.validation_share), self.test_every
+        if self.test is not None and self.test_share > 0:
+            raise self.where.wrong("test_share", "to be 0 if test is given", self.test_share)
+        if not (min(shares) >= 0 and sum(shares) < 1):
+            got = f"{shares[0]} and {shares[1]}"
+            raise self.where.wrong("test_share and validation_share", "to be >= 0, and below 1 together", got)
+        if len(self.split_key.encode()) > _LONGEST_KEY:
+            got = described(self.split_key)
+            raise self.where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", got)
+        if every is not None:
+            require_integer(self.where.function, "test_every", every, 2)
+            if self.test is not None or self.test_share > 0:
+                raise self.where.wrong("test_every", "to be absent if test or test_share is given", every)
+            if self.identifier is None:
+                remedy = "give the column of row numbers, or test_share"
+                raise self.where.wrong("row_id", "to be given for test_every", None, remedy)
+
+    def part(self, unit: str | bytes) -> Part:
+        """Return the part of a unit from a keyed hash of this unit alone, unless `test_every` decides."""
+        if self.test_every is not None and int(unit) % self.test_every == self.test_every - 1:
+            return "test"
+        content = unit.encode("utf-8", "surrogatepass") if isinstance(unit, str) else unit
+        digest = hashlib.blake2b(content, digest_size=8, key=self.split_key.encode()).digest()
+        place = int.from_bytes(digest) / 2**64
+        if place < self.test_share:
+            return "test"
+        return "validation" if place < self.test_share + self.validation_share else "train"
+
+    def parts(self, name: str, units: Iterable[tuple[str | bytes, Any]]) -> dict[Part, list[Any]]:
+        """Return the rows of the units of each part."""
+        parts: dict[Part, list[Any]] = {"train": [], "validation": [], "test": []}
+        for key, rows in units:
+            try:
+                parts[self.part(key)].append(rows)
+            except ValueError as error:  # of int
+                condition = f"to have integer ids in {name} for test_every"
+                raise expected("table", "units", condition, repr(key), "give test_share in its place") from error
+        return parts
 
 
 def require_training(function: str, name: str, unit: str, parts: Mapping[Part, Sequence[object]]) -> None:
@@ -230,23 +260,6 @@ def require_training(function: str, name: str, unit: str, parts: Mapping[Part, S
     if not parts["train"]:
         remedy = "lower test_share and validation_share, or give more data"
         raise expected(function, f"the training part of {name}", f"to hold at least 1 {unit}", 0, remedy)
-
-
-def divided(
-    name: str, units: Iterable[tuple[str | bytes, Any]], *, every: int | None = None, **split: Any
-) -> dict[Part, list[Any]]:
-    """Return the rows of the units of each part, by the arguments of `part_of`."""
-    parts: dict[Part, list[Any]] = {"train": [], "validation": [], "test": []}
-    for key, rows in units:
-        part = _part_of(key, **split)
-        if every is not None:
-            try:
-                part = "test" if int(key) % every == every - 1 else part
-            except ValueError as error:
-                condition = f"to have integer ids in {name} for test_every"
-                raise expected("table", "units", condition, repr(key), "give test_share in its place") from error
-        parts[part].append(rows)
-    return parts
 
 
 def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0.0, split_key: str = "") -> Part:
@@ -261,17 +274,8 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
     Privacy:
         Adding or removing another unit does not change the part. How many units a part has is private.
     """
-    require_split(Where("part_of"), None, test_share, validation_share, split_key)
-    name = schemas.person_of(unit) if isinstance(unit, str) else unit
-    return _part_of(name, test_share=test_share, validation_share=validation_share, split_key=split_key)
-
-
-def _part_of(unit: str | bytes, *, test_share: float, validation_share: float, split_key: str) -> Part:
-    content = unit.encode("utf-8", "surrogatepass") if isinstance(unit, str) else unit
-    place = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=split_key.encode()).digest()) / 2**64
-    if place < test_share:
-        return "test"
-    return "validation" if place < test_share + validation_share else "train"
+    split = Split(Where("part_of"), None, None, test_share, validation_share, split_key)
+    return split.part(schemas.person_of(unit) if isinstance(unit, str) else unit)
 
 
 def _read(schema: Schema, given: Any, table: str | None) -> _Content:

@@ -12,15 +12,16 @@ from rich.table import Table
 from privgrad import data as loaders
 from privgrad.accounting.accountant import rounded_up
 from privgrad.cli.console import STDOUT, print_json
-from privgrad.data import findings
-from privgrad.data.findings import RawFinding, RawSize
 from privgrad.errors import expected
 from privgrad_lab import old_spelling
 from privgrad_lab.build import find_loader
+from privgrad_lab.data import findings
+from privgrad_lab.data.findings import RawFinding, RawSize
 from privgrad_lab.load_spec import check_spec, read_tables
 
 _IMAGES = ("classes", "size", "channels", "unit", "max_rows")
 _SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
+_SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 
 
 def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
@@ -44,7 +45,7 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
     declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
     declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
-    split = {key: data[key] for key in findings.SPLIT if key in data}
+    split = {key: data[key] for key in _SPLIT if key in data}
     privacy: object = tables.get("privacy")
     counted: object = cast("dict[str, Any]", privacy).get("num_examples") if isinstance(privacy, dict) else None
     found: dict[str, list[RawFinding]] = {}
@@ -52,9 +53,8 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     for name, own in ((data.get("file") or data.get("folder"), split), (data.get("test"), None)):
         if name is not None:
             place = path.parent / Path(f"{name}").expanduser()
-            several = (findings.raw_findings if is_table else findings.raw_image_findings)(place, **declared)
-            size = (findings.raw_table_size if is_table else findings.raw_folder_size)(place, declared, own)
-            found[place.name] = several + findings.raw_count_findings(size, counted)
+            size, several = (findings.of_table if is_table else findings.of_folder)(place, own, **declared)
+            found[place.name] = several + findings.of_count(size, counted)
             sizes[place.name] = size
     if isinstance(privacy, dict) and (too_large := _of_delta(cast("dict[str, Any]", privacy))):
         found[path.name] = too_large
@@ -74,7 +74,7 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
         else:
             STDOUT.print(f"{name}: {fits}.", highlight=False)
     if isinstance(counted, int):
-        ill = [name for name, size in sizes.items() if findings.raw_count_findings(size, counted)]
+        ill = [name for name, size in sizes.items() if findings.of_count(size, counted)]
         verdict = f"does NOT suit the training part: see {', '.join(ill)}." if ill else "suits the training part."
         STDOUT.print(f"num_examples = {counted:,} {verdict}", highlight=False)
     else:
