@@ -351,33 +351,30 @@ def encoder_folder(name: str | None) -> str:
 
 
 def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
-    """Raise PrivacyError unless the public count suits the number of training examples.
-
-    It is at most this number where sizes are private, and equal to it otherwise.
-    """
-    count, are_private = len(loaded.train), _has_private_sizes(given, loaded)
+    """Raise PrivacyError unless the public count is that of the training examples; where it is private, only warn."""
+    count = len(loaded.train)
+    if not _has_private_sizes(given, loaded):
+        if count != num_examples:
+            held_out = f"{given.validation} for validation and {given.public} public ones"
+            condition = f"to be {count}, the training examples of {loaded.name} without {held_out}"
+            raise expected("make_data", "privacy.num_examples", condition, num_examples)
+        return
     are_persons = loaded.by_person or len(loaded.train.tensors) > 2
     units, far = "persons" if are_persons else "examples", _FAR[are_persons]
-    if are_private and num_examples > count:
-        # The remedy names no number: one that comes from the data is not public.
-        remedy = (
-            "lower it to a number that is known without the data, such as the planned size of a study, or to a count "
-            "with noise, by release_sum of ones"
-        )
-        condition = f"to be at most the number of training {units} of {loaded.name}"
-        raise expected("make_data", "privacy.num_examples", condition, num_examples, remedy)
-    if are_private and count > far * num_examples:
+    told = f"NOT PRIVATE: {loaded.name} has "
+    if num_examples > count:
         warnings.warn(
-            f"NOT PRIVATE: {loaded.name} has more than {far} times as many training {units} as num_examples = "
-            f"{num_examples:,}, so the model gets more noise than it needs. Raise it if a public number allows",
+            f"{told}fewer training {units} than num_examples = {num_examples:,}. Epsilon holds, but sample rate, batch "
+            "size and delta follow from num_examples. Lower it to a number that is known without the data, or to a "
+            "count with noise, by release_sum of ones",
             stacklevel=3,
         )
-    if not are_private and count != num_examples:
-        condition = (
-            f"to be {count}, the training examples of {loaded.name} without {given.validation} for validation and "
-            f"{given.public} public ones"
+    elif count > far * num_examples:
+        warnings.warn(
+            f"{told}more than {far} times as many training {units} as num_examples = {num_examples:,}, so the model "
+            "gets more noise than it needs. Raise it if a public number allows",
+            stacklevel=3,
         )
-        raise expected("make_data", "privacy.num_examples", condition, num_examples)
 
 
 def _has_private_sizes(given: DataTable, data: DataSet) -> bool:
@@ -393,7 +390,7 @@ def sizes_text(given: DataTable, data: DataSet, plan: PrivacyPlan) -> str:
     """Return the name and the public sizes of the data; where sizes are private, the plan's count alone."""
     units = " persons" if data.by_person else " users" if plan.privacy_unit == "user" else ""
     if _has_private_sizes(given, data):
-        return f"{data.name}: {plan.num_examples:,} training{units or ' examples'} or more, the public count"
+        return f"{data.name}: {plan.num_examples:,} training{units or ' examples'}, the public count"
     return (
         f"{data.name}: {len(data.train):,} training{units}, {len(data.validation):,} validation, "
         f"{len(data.test):,} test examples" + (f", {len(data.public):,} public" if data.public else "")
