@@ -3,8 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -15,8 +14,10 @@ from torch import nn
 from privgrad.checks.model_and_loss import Problem, find_problems
 from privgrad.cli.console import STDOUT, AsJson, print_json, print_table
 from privgrad.engine.explanation import REMEDY_OF_UNUSED, Explanation, explain
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected, readable
 from privgrad.plugins import from_lab
+
+_SELF = "privgrad doctor"
 
 
 def doctor(
@@ -55,13 +56,13 @@ def doctor(
     """
     if factory.endswith(".toml"):
         if batch is not None:
-            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch))
+            raise expected(_SELF, "batch", "to be absent for a TOML file", repr(batch))
         raise typer.Exit(from_lab("examine")(Path(factory), as_json=as_json, rewrite=rewrite))
     if rewrite:
-        raise expected("privgrad doctor", "--rewrite", "to be given with a TOML file", repr(factory))
+        raise expected(_SELF, "--rewrite", "to be given with a TOML file", repr(factory))
     model = _made("factory", factory)
     if not isinstance(model, nn.Module):
-        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__)
+        raise expected(_SELF, "factory", "to return an nn.Module", type(model).__name__)
     problems = find_problems(model)
     found = _tried(model, batch, engine) if batch is not None and not problems else None
     if found is not None:
@@ -105,20 +106,10 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(pair) != 2 or not callable(pair[0]):
         remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
-        raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", kind, remedy)
-    with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
-        return explain(model, *pair, engine=cast("Any", engine))
-
-
-@contextmanager
-def _one_line(name: str, condition: str, remedy: str = "") -> Generator[None]:
-    try:
-        yield
-    except PrivacyError:
-        raise
-    except Exception as error:
-        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".: ")
-        raise expected("privgrad doctor", name, condition, got, remedy) from error
+        raise expected(_SELF, "batch", "to return (loss_fn, examples)", kind, remedy)
+    condition = "to return examples as the model and loss_fn take them"
+    with readable(_SELF, "batch", condition, "return a batch of tensors"):
+        return explain(model, *pair, engine=cast(Any, engine))
 
 
 def _made(name: str, given: str) -> object:
@@ -128,9 +119,9 @@ def _made(name: str, given: str) -> object:
     if Path(given).exists():
         remedy = "for data, give a TOML file whose table `data` names it (docs/own-data.md), else MODULE:FUNCTION"
     if not separator or not attribute or not all(module_name.split(".")):
-        raise expected("privgrad doctor", name, "to be MODULE:NAME", repr(given), remedy)
+        raise expected(_SELF, name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())
-    with _one_line(name, "to be importable", remedy):
+    with readable(_SELF, name, "to be importable", remedy):
         found = getattr(importlib.import_module(module_name), attribute)
-    with _one_line(name, "to be a function without arguments that does not fail"):
+    with readable(_SELF, name, "to be a function without arguments that does not fail", ""):
         return found() if callable(found) and not isinstance(found, nn.Module) else found
