@@ -5,6 +5,7 @@ Private examples may enter a training only through the losses of `metrics.losses
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad import features, models, precondition
 from privgrad.data import DataSet, image_folder, table
-from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
+from privgrad.data.dataset import have_most_rows_in_common
 from privgrad.errors import expected
 from privgrad.features.pretrained import pretrained
 from privgrad.gradient.functional import evaluating
@@ -92,10 +93,13 @@ def make_data(spec: Spec) -> DataSet:
     Raises:
         PrivacyError: the data are not available, or do not suit the model, the unit, num_examples or the metrics.
     """
-    loaded = with_public(load(spec.data, spec.model.encoder), spec.data.public)
+    loaded = load(spec.data, spec.model.encoder)
+    if spec.data.public:
+        loaded = with_public(loaded, spec.data.public)
     if spec.data.elsewhere is not None:
         loaded = with_other_public(loaded, load(spec.data.elsewhere, spec.model.encoder))
-    loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    if spec.data.reconstruct:
+        loaded = to_reconstruct(loaded)
     if loaded.schema is not None and loaded.schema.bounds is not None:
         remedy = "train it in Python, by data.table and fit_head with bounds"
         raise expected("make_data", "the label", "to be a class", f"a number within {loaded.schema.bounds}", remedy)
@@ -108,6 +112,36 @@ def make_data(spec: Spec) -> DataSet:
     require_count(spec.data, loaded, spec.privacy.num_examples)
     require_suited(spec, loaded)
     return loaded
+
+
+def with_public(data: DataSet, count: int) -> DataSet:
+    """Return the data set with the last `count` training examples moved to `public`."""
+    inputs, labels, *counts = data.train.tensors
+    kept = len(labels) - count
+    if counts or kept < 1:
+        most = "0 for data by user" if counts else f"below {len(labels)}, all training examples"
+        raise expected("data", "public", f"to be {most}", count)
+    private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
+    return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
+
+
+def with_other_public(data: DataSet, other: DataSet) -> DataSet:
+    """Return the data set with the training part of another one as `other_public`; only exact copies are refused."""
+    if other.input_shape != data.input_shape:
+        raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape)
+    if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
+        condition = "to share at most half of its inputs with the training examples"
+        raise expected("data", "elsewhere", condition, f"copies in {other.name}")  # their number is private
+    return replace(data, other_public=other.train)
+
+
+def to_reconstruct(data: DataSet) -> DataSet:
+    """Return the data set with every input as its own label."""
+    if len(data.train.tensors) > 2 or data.by_person:
+        raise expected("data", "reconstruct", "to be false for data by user", True)
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
+    own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
+    return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)
 
 
 def _require_suited(spec: Spec, loaded: DataSet) -> None:

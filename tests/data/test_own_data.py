@@ -17,9 +17,9 @@ from torch import nn
 import privgrad as pg
 from privgrad import data, models
 from privgrad.accounting.calibration import cache
-from privgrad.data.dataset import NO_LABEL, with_public
+from privgrad.data.dataset import NO_LABEL
 from privgrad.features import Bins, OneHot, join, unit_rows
-from privgrad_lab.build import make_data, make_model
+from privgrad_lab.build import make_data, make_model, with_public
 from privgrad_lab.data.tabular import _CATEGORIES
 from privgrad_lab.load_spec import check_spec, load_spec
 from privgrad_lab.metrics import constants, losses_for, outcomes, unit_scores

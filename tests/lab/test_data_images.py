@@ -13,7 +13,7 @@ from test_data_fetching import checksums_of, redirect
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.dataset import to_reconstruct, with_public
+from privgrad_lab.build import to_reconstruct, with_public
 from privgrad_lab.data import images
 from privgrad_lab.data.fetching import SOURCES
 

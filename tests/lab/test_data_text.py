@@ -17,9 +17,9 @@ from test_models import save_encoder
 import privgrad as pg
 from privgrad import data
 from privgrad.accounting.calibration import cache
-from privgrad.data.dataset import NO_LABEL, with_public
+from privgrad.data.dataset import NO_LABEL
 from privgrad_lab import runner
-from privgrad_lab.build import make_data, preconditioner
+from privgrad_lab.build import make_data, preconditioner, with_public
 from privgrad_lab.data.fetching import SOURCES
 from privgrad_lab.data.text import _basic_english
 from privgrad_lab.load_spec import check_spec

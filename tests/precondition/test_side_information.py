@@ -11,9 +11,8 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.dataset import with_other_public
 from privgrad.precondition.counts import by_rank, frequencies, tfidf
-from privgrad_lab.build import make_data
+from privgrad_lab.build import make_data, with_other_public
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.report.metadata import metadata_of
 from privgrad_lab.report.page import write_report

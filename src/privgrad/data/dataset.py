@@ -4,7 +4,7 @@ The loaders must take care that `other_public`, `public_inputs` and `public_coun
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,6 @@ from privgrad.gradient.transform import Provenance
 
 NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
 _MOST_COLUMNS = 2**24  # up to here float32 holds every integer
-_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def packed(matrix: Any) -> Tensor:
@@ -36,13 +35,12 @@ def packed(matrix: Any) -> Tensor:
     Privacy:
         L depends on the private rows: NOT private, and never released.
     """
-    is_tensor = isinstance(matrix, Tensor)
-    if not (matrix.layout in _LAYOUTS and not matrix.dense_dim() if is_tensor else hasattr(matrix, "tocoo")):
-        got, remedy = matrix.layout if is_tensor else type(matrix).__name__, "use nn.Linear for dense input"
-        raise expected("packed", "matrix", "to be a scipy sparse matrix or a torch sparse tensor", got, remedy)
-    shape = tuple(matrix.shape)
-    if len(shape) != 2 or shape[1] > _MOST_COLUMNS:
-        raise expected("packed", "matrix", f"to have shape (n, V), V at most {_MOST_COLUMNS}", shape)
+    is_tensor, shape = isinstance(matrix, Tensor), tuple(getattr(matrix, "shape", ()))
+    is_sparse = matrix.layout != torch.strided and not matrix.dense_dim() if is_tensor else hasattr(matrix, "tocoo")
+    if not is_sparse or len(shape) != 2 or shape[1] > _MOST_COLUMNS:
+        condition = f"to be a sparse matrix of shape (n, V), V at most {_MOST_COLUMNS}"
+        got = f"a {type(matrix).__name__} of shape {shape}"
+        raise expected("packed", "matrix", condition, got, "use nn.Linear for dense input")
     if is_tensor:
         coalesced = matrix.detach().to_sparse_coo().coalesce()
         rows, columns = coalesced.indices().numpy()
@@ -97,10 +95,11 @@ def by_user(
     keys = list(map(key_of_user, named))
     if None in keys:
         place = keys.index(None)
-        got = repr(named[place])
-        raise expected("by_user", f"the user of example {place}", "to be known", got, "leave the example out")
-    if not columns or any(len(column) != len(keys) for column in columns):
-        got = f"{len(keys)} users and tensors of lengths {[len(column) for column in columns]}"
+        name, got = f"the user of example {place}", repr(named[place])
+        raise expected("by_user", name, "to be known", got, "leave the example out")
+    lengths = [len(column) for column in columns]
+    if set(lengths) != {len(keys)}:
+        got = f"{len(keys)} users and tensors of lengths {lengths}"
         raise expected("by_user", "users", "to have one entry per example", got)
     rows = rows_by_key(keys).values()
     kept = sorted((own for own in rows if len(own) >= minimum), key=len, reverse=True)
@@ -192,63 +191,25 @@ def split(
 ) -> DataSet:
     """Return a DataSet whose validation part is the end of the training part, of `validation` examples.
 
-    num_classes = None is one more than the largest training label.
+    num_classes = None is one more than the largest training label. `test` may be `train`; then nothing is held out.
     """
     inputs, labels = train
-    kept = len(labels) - validation
-    if validation < 0 or kept < 1:
-        raise expected("data", "validation", f"to be from 0 to {len(labels) - 1}", validation)
+    most, kept = 0 if test is train else len(labels) - 1, len(labels) - validation
+    if not 0 <= validation <= most:
+        raise expected("data", "validation", f"to be from 0 to {most}", validation)
+    private = TensorDataset(inputs[:kept], labels[:kept])
     return DataSet(
         name=name,
-        train=TensorDataset(inputs[:kept], labels[:kept]),
+        train=private,
         validation=TensorDataset(inputs[kept:], labels[kept:]),
-        test=TensorDataset(*test),
+        test=private if test is train else TensorDataset(*test),
         num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
         input_shape=tuple(inputs.shape[1:]),
         **options,
     )
 
 
-def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> DataSet:
-    """Return a DataSet of unequal classes whose training set is also its test set, as none is left to generalize to."""
-    examples = TensorDataset(inputs, labels)
-    nothing = TensorDataset(inputs[:0], labels[:0])
-    return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())
-
-
-def with_public(data: DataSet, count: int) -> DataSet:
-    """Return the data set with the last `count` training examples moved to `public`."""
-    if count == 0:
-        return data
-    inputs, labels, *counts = data.train.tensors
-    kept = len(labels) - count
-    if counts or kept < 1:
-        most = "0 for data by user" if counts else f"below {len(labels)}, all training examples"
-        raise expected("data", "public", f"to be {most}", count)
-    private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
-    return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
-
-
-def with_other_public(data: DataSet, other: DataSet) -> DataSet:
-    """Return the data set with the training part of another one as `other_public`; only exact copies are refused."""
-    if other.input_shape != data.input_shape:
-        raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape)
-    if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
-        condition = "to share at most half of its inputs with the training examples"
-        raise expected("data", "elsewhere", condition, f"copies in {other.name}")  # their number is private
-    return replace(data, other_public=other.train)
-
-
 def have_most_rows_in_common(one: Tensor, other: Tensor) -> bool:
     """Return whether more than half of the different rows of the smaller tensor are in the other one."""
     ones, others = ({hash(row.tobytes()) for row in rows.numpy()} for rows in (one, other))
     return len(ones & others) > min(len(ones), len(others)) // 2  # fewer may be equal by chance, such as empty texts
-
-
-def to_reconstruct(data: DataSet) -> DataSet:
-    """Return the data set with every input as its own label."""
-    if len(data.train.tensors) > 2 or data.by_person:
-        raise expected("data", "reconstruct", "to be false for data by user", True)
-    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
-    own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
-    return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

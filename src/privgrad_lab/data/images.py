@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from privgrad.accounting.calibration import cache
-from privgrad.data.dataset import DataSet, split, whole
+from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, require_integer
 from privgrad_lab.data.fetching import located, readable
@@ -86,8 +86,6 @@ def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0,
         Lecuyer use. Deviation: their table of classes is not published; this one has the same totals.
     """
     require_integer("barcode", "scale", scale, 1)
-    if validation != 0:
-        raise expected("barcode", "validation", "to be 0, because the training set is the test set", validation)
     if path is None:
         folder, origin = _fashion_folder(None)
         name = f"barcode Fashion-MNIST ({origin})"
@@ -115,7 +113,8 @@ def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0,
     inputs[:, 0, :_BITS] = 255.0 * (code[labels, None] >> torch.arange(_BITS) & 1)
     std = inputs.std(0)
     inputs = (inputs - inputs.mean(0)) / torch.where(std > 0, std, 1.0)
-    return whole(f"{name}, {len(sizes)} classes", inputs[:, None], labels, num_classes=len(sizes))
+    name, whole = f"{name}, {len(sizes)} classes", (inputs[:, None], labels)
+    return split(name, whole, whole, validation, num_classes=len(sizes), frequency_edges=())
 
 
 def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
