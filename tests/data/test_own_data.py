@@ -167,10 +167,7 @@ def category(**changed: Any) -> dict[str, Any]:
 WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": {}}, r"columns to be a table of columns, got \{\}"),
     ({"columns": {"age": {"kind": "ignore"}}}, "columns to hold an input column, got 1 ignored columns"),
-    (
-        {"columns": {"age": {}}},
-        "columns.age.kind to be one of number, days_between, category, date, text, ignore, got None",
-    ),
+    ({"columns": {"age": {}}}, "columns.age.kind to be 'number', 'days_between', .* or 'ignore', got None"),
     ({"columns": {"age": {"kind": "numbr"}}}, "columns.age.kind .* got 'numbr'; did you mean 'number'"),
     ({"columns": {"age": {"kind": ["number"]}}}, r"columns.age.kind .* got \['number'\]"),
     ({"columns": number(binz=3)}, "keys of columns.age to be known for kind number, got 'binz'; did you mean 'bins'"),

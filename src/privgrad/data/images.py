@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet, have_most_rows_in_common
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import ROW, Fault, PathLike, Positive, Where
-from privgrad.data.table import Share, Split, report, require_training
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, readable, require_integer
+from privgrad.data.schema import ROW, Fault, PathLike, Positive
+from privgrad.data.table import Share, Split, in_both, report, require_training
+from privgrad.errors import described, did_you_mean, expected, readable, require_integer
 from privgrad.plugins import optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -70,8 +70,8 @@ def image_folder(
     Privacy:
         Classes, size and max_rows must be public. An input depends on one unit only.
     """
-    require_images(Where("image_folder"), classes, size, channels, unit, max_rows)
-    split = Split(Where("image_folder"), None, test, test_share, validation_share, split_key)
+    require_images("image_folder", classes, size, channels, unit, max_rows)
+    split = Split("image_folder", None, test, test_share, validation_share, split_key)
     folder = Path(path)
     own = units_of(folder, classes, unit, max_rows)
     parts: dict[Any, list[list[Image]]] = split.parts(f"{folder}", own)
@@ -79,12 +79,12 @@ def image_folder(
     if test is not None:
         other = units_of(Path(test), classes, unit, max_rows)
         if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
-            raise _in_both("persons", f"{len(shared)} of them in both", Path(test), folder)
+            raise in_both("image_folder", "persons", Path(test).name, folder.name, f"{len(shared)} of them in both")
         parts["test"] = [images for _, images in other]
     form = size, channels, max_rows, standardize
     made: dict[str, Any] = {name: _tensors(units, *form) for name, units in parts.items()}
     if test is not None and have_most_rows_in_common(made["train"].tensors[0], made["test"].tensors[0]):
-        raise _in_both("images", "copies", Path(test), folder)
+        raise in_both("image_folder", "images", Path(test).name, folder.name, "copies")
     return DataSet(
         name=folder.name,
         **made,
@@ -97,22 +97,17 @@ def image_folder(
     )
 
 
-def _in_both(what: str, got: str, test: Path, folder: Path) -> PrivacyError:
-    remedy = f"leave them out of one folder, or give test_share in place of {test.name}"
-    return expected("image_folder", f"{what} of {test.name}", f"to differ from those of {folder.name}", got, remedy)
-
-
-def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
+def require_images(function: str, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
     """Raise PrivacyError unless the declaration of a folder is complete."""
     are_names = schemas.is_a(classes, list, tuple) and all(isinstance(name, str) and name for name in classes)
     if not are_names or len(set(classes)) < max(2, len(classes)):
-        raise where.wrong("classes", "to be at least two different names", described(classes))
-    require_integer(where.function, f"{where.prefix}size", size, 1)
+        raise expected(function, "classes", "to be at least two different names", described(classes))
+    require_integer(function, "size", size, 1)
     if isinstance(channels, bool) or channels not in (1, 3):
-        raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
-    schemas.require_unit(where, unit, max_rows)
+        raise expected(function, "channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
+    schemas.require_unit(function, unit, max_rows)
     if unit == FILE_NAME:
-        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit))
+        raise expected(function, "unit", f"to be a column apart from {FILE_NAME}", repr(unit))
 
 
 def units_of(

@@ -19,7 +19,7 @@ import numpy as np
 from annotated_types import Ge
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.errors import described, did_you_mean, expected, require_choice
 from privgrad.features import Bins, OneHot, text_rows
 
 PathLike = str | os.PathLike[str]
@@ -29,7 +29,8 @@ Positive = Annotated[int, Ge(1)]
 ROW = "row"  # the unit of a table whose every row is protected by itself
 _DATE = re.compile(r"\d{4}-\d\d-\d\d\b")
 _WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
-# Marks of a missing value, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
+# Marks of a missing name, reduced to letters and digits: those of R, pandas, SQL, JSON, spreadsheets and surveys.
+# All rows with one of them would be one unit, although they belong to many people.
 _NOBODY = {
     *("na", "nan", "nana", "nat", "snan", "qnan", "1qnan", "1ind"),
     *("none", "null", "nil", "undef", "undefined", "empty", "blank"),
@@ -53,20 +54,14 @@ def person_of(text: str) -> str:
 
 
 def is_nobody(name: str) -> bool:
-    """Return whether a text marks a missing name, such as "", "NA", "<NA>", "None" or "?", in any case.
-
-    All rows with such a text would be one unit, although they belong to many people.
-    """
+    """Return whether a text marks a missing name, such as "", "NA", "<NA>", "None" or "?", in any case."""
     lowered = unicodedata.normalize("NFKC", name).strip().casefold()
     letters = "".join(letter for letter in lowered if letter.isalnum())
     return not letters or lowered in _WHOLE_MARKS or (letters in _NOBODY and lowered not in _NAMES)
 
 
 def key_of_user(user: Hashable) -> Hashable | None:
-    """Return the key that all examples of a user share; None if the value names nobody.
-
-    Texts and numbers have the key of their name in a table, so "7 ", "7.0", 7 and 7.0 are one user.
-    """
+    """Return the key of a user: the name in a table for texts and numbers; None if the value names nobody."""
     given: Any = user
     value: Any = given.item() if isinstance(user, Tensor | np.generic) else given
     if is_a(value, list, tuple):
@@ -84,10 +79,7 @@ class NoText(str):
 
 
 def text_of(value: Any) -> str:
-    """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
-
-    The same value from a CSV, an SQLite or a Parquet file has the same text.
-    """
+    """Return the text of a value, the same one from a CSV, an SQLite or a Parquet file; "" for None and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool):
@@ -289,16 +281,6 @@ def read_names(texts: Sequence[str], *, unique: bool) -> tuple[list[str], list[F
     ]
 
 
-class Where(NamedTuple):
-    """The place of a declaration, for errors: the function, and what precedes the names of its arguments."""
-
-    function: str
-    prefix: str = ""
-
-    def wrong(self, name: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
-        return expected(self.function, f"{self.prefix}{name}", condition, got, remedy)
-
-
 @dataclass(frozen=True)
 class Schema:
     """A declaration of a table; see `data.table` for its attributes. `schema_of` makes and checks it."""
@@ -338,23 +320,9 @@ class Schema:
             return Column(self.label, {"kind": "class", "values": self.classes})
         return Column(self.label, {"kind": "bounded", "range": self.bounds})
 
-    def check(self, where: Where) -> None:
-        """Raise PrivacyError unless the parts of the declaration go together."""
-        if len(self.columns) > 1 and any(column.kind == "text" for column in self.columns.values()):
-            remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
-            raise where.wrong("columns", "to hold a column of text alone", ", ".join(self.columns), remedy)
-        require_unit(where, self.unit, self.max_rows, self.row_id)
-        person = self.unit if self.by_person else None
-        for role, name in (("label", self.label), ("unit", person), ("row_id", self.row_id)):
-            if name in (*self.columns, *self.inputs):
-                remedy = f"remove it from columns: it is no input, because it is the {role}"
-                raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
-        if self.label == self.identifier:
-            raise where.wrong("label", "to differ from the unit", repr(self.label), "name the column of the classes")
-
 
 def schema_of(
-    where: Where,
+    function: str,
     *,
     columns: Any,
     label: Any,
@@ -365,37 +333,46 @@ def schema_of(
     bounds: Any = None,
 ) -> Schema:
     """Return the schema of a table, by arguments of `data.table`; raise PrivacyError if they do not make one."""
-    _require_option(where, "columns", "columns", columns)
-    read = {name: column for name in columns if (column := _column(where, name, columns[name])) is not None}
+    _require_option(function, "columns", "columns", columns)
+    read = {name: column for name in columns if (column := _column(function, name, columns[name])) is not None}
     if not read:
-        raise where.wrong("columns", "to hold an input column", f"{len(columns)} ignored columns")
-    _require_option(where, "label", "label", label)
+        raise expected(function, "columns", "to hold an input column", f"{len(columns)} ignored columns")
+    _require_option(function, "label", "label", label)
     if (classes is None) == (bounds is None):
         remedy = "list the label's allowed values; for a number, give data.table bounds, and train it by fit_head"
         condition = "to be given" if classes is None else "to be absent next to bounds"
-        raise where.wrong("classes", condition, classes, remedy)
+        raise expected(function, "classes", condition, classes, remedy)
     option = "classes" if bounds is None else "bounds"
-    _require_option(where, option, option, classes if bounds is None else bounds)
+    _require_option(function, option, option, classes if bounds is None else bounds)
     names, ends = tuple(map(text_of, classes or ())), bounds and (float(bounds[0]), float(bounds[1]))
     schema = Schema(read, label, names, unit, max_rows, row_id, ends)
-    schema.check(where)
+    if len(read) > 1 and any(column.kind == "text" for column in read.values()):
+        remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
+        raise expected(function, "columns", "to hold a column of text alone", ", ".join(read), remedy)
+    require_unit(function, unit, max_rows, row_id)
+    for role, name in (("label", label), ("unit", unit if schema.by_person else None), ("row_id", row_id)):
+        if name in (*read, *schema.inputs):
+            remedy = f"remove it from columns: it is no input, because it is the {role}"
+            raise expected(function, role, "to be a column apart from the inputs", repr(name), remedy)
+    if label == schema.identifier:
+        raise expected(function, "label", "to differ from the unit", repr(label), "name the column of the classes")
     return schema
 
 
-def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
+def require_unit(function: str, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
     """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
-    _require_option(where, "unit", "unit", unit)
+    _require_option(function, "unit", "unit", unit)
     if unit == ROW and max_rows is not None:
         remedy = "leave it out, or name the column that identifies a person as unit"
-        raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
+        raise expected(function, "max_rows", 'to be absent for unit "row"', max_rows, remedy)
     if unit != ROW and not _is_whole(max_rows, 1):
         remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped. "
         remedy += f'If each person has one row, set unit = "row", and for a table row_id = "{unit}"'
         if unit.lower() in ("rows", "example", "examples"):  # hardly a column
             remedy = f'set unit = "row" to protect each row by itself; for a column {unit!r}, give max_rows'
-        raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
+        raise expected(function, "max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
-        raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id))
+        raise expected(function, "row_id", 'to be absent unless unit is "row"', repr(row_id))
 
 
 def _is_name(value: Any) -> bool:
@@ -467,34 +444,34 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _require_option(where: Where, place: str, key: str, value: Any) -> None:
+def _require_option(function: str, place: str, key: str, value: Any) -> None:
     suits, condition, remedy = _OPTIONS[key]
     if not suits(value):
-        raise where.wrong(place, condition, described(None if value is ... else value), remedy)
+        raise expected(function, place, condition, described(None if value is ... else value), remedy)
 
 
-def _column(where: Where, name: str, table: Any) -> Column | None:
+def _column(function: str, name: str, table: Any) -> Column | None:
     """Return a declared column, with all of its options; None for a column that is ignored."""
     place = f"columns.{name}"
-    _require_option(where, place, "table", table)
+    _require_option(function, place, "table", table)
     kinds, kind = [one for one in _KINDS if " " not in one], table.get("kind")
-    if kind not in kinds:
-        raise where.wrong(f"{place}.kind", f"to be one of {', '.join(kinds)}", repr(kind), did_you_mean(kind, kinds))
+    require_choice(function, f"{place}.kind", kind, kinds)
     by_edges = f"{kind} with edges"
     of = by_edges if "edges" in table and by_edges in _KINDS else f"{kind}"
     own: dict[str, Any] = {**_KINDS[of], **table}
     for key, value in own.items():
         if key not in _KINDS[of]:
             remedy = did_you_mean(key, [*_KINDS[of]], f"choose one of {', '.join(_KINDS[of])}")
-            raise where.wrong(f"keys of {place}", f"to be known for kind {of}", repr(key), remedy)
+            raise expected(function, f"keys of {place}", f"to be known for kind {of}", repr(key), remedy)
         if value != _KINDS[of][key] or value is ...:
-            _require_option(where, f"{place}.{key}", key, value)
+            _require_option(function, f"{place}.{key}", key, value)
     own |= {key: list(own[key]) for key in ("as", "dates") if key in own}
     years = own.get("range") if kind == "date" else None
     if kind == "date" and (
         ("year" in own["as"]) != bool(years) or any(year not in range(1, 10_000) for year in years or ())
     ):
-        raise where.wrong(f"{place}.range", "to be the first and the last year if as has year, else absent", years)
+        condition = "to be the first and the last year if as has year, else absent"
+        raise expected(function, f"{place}.range", condition, years)
     if kind == "category":
         own["values"] = list(map(text_of, own["values"]))
     if "edges" in own:
@@ -502,7 +479,7 @@ def _column(where: Where, name: str, table: Any) -> Column | None:
     if "bins" in own:
         (low, high), bins, log = (own.pop(key) for key in ("range", "bins", "log"))
         if log and low < 0:
-            raise where.wrong(f"{place}.range", "to begin at 0 or above for log = true", low)
+            raise expected(function, f"{place}.range", "to begin at 0 or above for log = true", low)
         own["edges"] = list(Bins.equal(low, high, bins, log=log).edges)
     if years:
         own["range"] = list(map(int, years))

@@ -18,8 +18,8 @@ from privgrad.checks.data import warn_of_private_bound
 from privgrad.data import schema as schemas
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import Frame, read_columns
-from privgrad.data.schema import Column, Fault, PathLike, Positive, Schema, Where
-from privgrad.errors import described, did_you_mean, expected, require_integer
+from privgrad.data.schema import Column, Fault, PathLike, Positive, Schema
+from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
 from privgrad.features import join
 
 Share = Annotated[float, Ge(0), Lt(1)]
@@ -168,10 +168,9 @@ def table(
         Ranges, edges, categories, classes and max_rows must be public: taken from a codebook, not from the file. A row
         of the result depends on one unit only.
     """
-    where = Where("table")
     declared: dict[str, Any] = {"columns": columns, "label": label, "classes": classes, "bounds": bounds}
-    schema = schemas.schema_of(where, **declared, unit=unit, max_rows=max_rows, row_id=row_id)
-    split = Split(where, schema.identifier, test, test_share, validation_share, split_key, test_every)
+    schema = schemas.schema_of("table", **declared, unit=unit, max_rows=max_rows, row_id=row_id)
+    split = Split("table", schema.identifier, test, test_share, validation_share, split_key, test_every)
     own = _read(schema, path, table)
     chosen = split.parts(own.name, own.units)
     require_training("table", own.name, "unit", chosen)
@@ -206,7 +205,7 @@ class _Content(NamedTuple):
 class Split:
     """How units are divided into parts, by the arguments of `table`."""
 
-    where: Where
+    function: str
     identifier: str | None  # the column that names the unit
     test: object = None
     test_share: float = 0.0
@@ -217,20 +216,20 @@ class Split:
     def __post_init__(self) -> None:
         shares, every = (self.test_share, self.validation_share), self.test_every
         if self.test is not None and self.test_share > 0:
-            raise self.where.wrong("test_share", "to be 0 if test is given", self.test_share)
+            raise expected(self.function, "test_share", "to be 0 if test is given", self.test_share)
         if not (min(shares) >= 0 and sum(shares) < 1):
             got = f"{shares[0]} and {shares[1]}"
-            raise self.where.wrong("test_share and validation_share", "to be >= 0, and below 1 together", got)
+            raise expected(self.function, "test_share and validation_share", "to be >= 0, and below 1 together", got)
         if len(self.split_key.encode()) > _LONGEST_KEY:
             got = described(self.split_key)
-            raise self.where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", got)
+            raise expected(self.function, "split_key", f"to be a text of at most {_LONGEST_KEY} bytes", got)
         if every is not None:
-            require_integer(self.where.function, "test_every", every, 2)
+            require_integer(self.function, "test_every", every, 2)
             if self.test is not None or self.test_share > 0:
-                raise self.where.wrong("test_every", "to be absent if test or test_share is given", every)
+                raise expected(self.function, "test_every", "to be absent if test or test_share is given", every)
             if self.identifier is None:
                 remedy = "give the column of row numbers, or test_share"
-                raise self.where.wrong("row_id", "to be given for test_every", None, remedy)
+                raise expected(self.function, "row_id", "to be given for test_every", None, remedy)
 
     def part(self, unit: str | bytes) -> Part:
         """Return the part of a unit from a keyed hash of this unit alone, unless `test_every` decides."""
@@ -274,7 +273,7 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
     Privacy:
         Adding or removing another unit does not change the part. How many units a part has is private.
     """
-    split = Split(Where("part_of"), None, None, test_share, validation_share, split_key)
+    split = Split("part_of", None, None, test_share, validation_share, split_key)
     return split.part(schemas.person_of(unit) if isinstance(unit, str) else unit)
 
 
@@ -305,18 +304,22 @@ def keys_of(schema: Schema, texts: Texts) -> tuple[list[str], list[Fault]]:
     return list(map(json.dumps, zip(*content, strict=True))), []
 
 
+def in_both(function: str, what: str, other: str, own: str, got: str) -> PrivacyError:
+    """Return the error for a test part that holds units of the training part."""
+    remedy = f"leave them out of one, or give test_share in place of {other}"
+    return expected(function, f"{what} of {other}", f"to differ from those of {own}", got, remedy)
+
+
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:
     """Raise PrivacyError if a unit that has a name is in both files, and so in two parts, or one file is a copy."""
-    condition = f"to differ from those of {own.name}"
-    remedy = f"leave them out of one file, or give test_share in place of {other.name}"
     own_keys, other_keys = ([key for key, _ in content.units] for content in (own, other))
     if schema.identifier is None:  # such rows may be equal by chance: only many that occur once, or all, are a copy
         counts = Counter(other_keys)
         once = [key for key, count in Counter(own_keys).items() if count == counts[key] == 1]
         if own_keys == other_keys or len(once) > min(len(own_keys), len(other_keys)) // 2:  # the number is private
-            raise expected("table", f"rows of {other.name}", condition, "copies", remedy)
+            raise in_both("table", "rows", other.name, own.name, "copies")
     elif shared := set(own_keys) & set(other_keys):
-        raise expected("table", f"units of {other.name}", condition, f"{len(shared)} of them in both", remedy)
+        raise in_both("table", "units", other.name, own.name, f"{len(shared)} of them in both")
 
 
 def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) -> TensorDataset:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.read_rows import Frame, records_of
-from privgrad.data.schema import Schema, Where, schema_of
+from privgrad.data.schema import Schema, schema_of
 from privgrad.data.table import declaration_of, is_rows, require_codes, row_codes, width_of
 from privgrad.errors import PrivacyError, expected, readable
 from privgrad.features.extractor import Extractor, first_infinite
@@ -330,7 +330,7 @@ class Head(nn.Module):
             model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
             model.load_state_dict(safetensors().load_file(place / _WEIGHTS))
             table = facts.get("schema")  # absent in folders of older versions
-            schema = None if table is None else schema_of(Where("Head.load", "schema."), **table)
+            schema = None if table is None else schema_of("Head.load", **table)
         extractor = None
         if facts["extractor"] is not None:
             extractor = load_extractor(place / _EXTRACTOR, modules=modules)

@@ -13,7 +13,7 @@ from typing import Any
 
 from privgrad.data.images import SUFFIXES, read_image, require_images, require_pillow, units_of
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import ROW, Fault, Where, is_nobody, person_of, repeated, rows_by_key, schema_of
+from privgrad.data.schema import ROW, Fault, is_nobody, person_of, repeated, rows_by_key, schema_of
 from privgrad.data.table import Split, keys_of
 from privgrad.errors import PrivacyError
 
@@ -72,7 +72,7 @@ def of_table(
 
     The arguments are those of `data.table`; `split` has those that divide the units, and is None for a test part.
     """
-    schema = schema_of(Where("doctor"), **declared)
+    schema = schema_of("doctor", **declared)
     texts = read_columns("doctor", path, schema.names, table=table, others=True)[1]
     keys, faults = keys_of(schema, texts)
     name = f"{schema.identifier}"
@@ -126,7 +126,7 @@ def of_folder(
 
     The arguments are those of `data.image_folder`; `split` is as in `of_table`.
     """
-    require_images(Where("doctor"), classes, size, channels, unit, max_rows)
+    require_images("doctor", classes, size, channels, unit, max_rows)
     units = units_of(folder, classes, unit, None)
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     names = [file.relative_to(folder).as_posix() for file in files]
@@ -203,5 +203,5 @@ def _named(keys: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _training(path: Path, keys: Iterable[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
-    parts = Split(Where("doctor"), identifier, **split).parts(path.name, ((key, None) for key in keys))
+    parts = Split("doctor", identifier, **split).parts(path.name, ((key, None) for key in keys))
     return len(parts["train"])
