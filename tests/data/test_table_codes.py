@@ -186,9 +186,6 @@ def test_an_exported_head_takes_the_codes_of_encode(tmp_path: Path):
     module = torch.export.export(head, (torch.zeros(2, width),), dynamic_shapes=dynamic).module()
     torch.testing.assert_close(module(head.encode(rows)), head(rows))
     assert head.encode(rows[0]).shape == (1, width)
-    for wrong, got in ((torch.zeros(2, width + 1), rf"\(2, {width + 1}\)"), (torch.zeros(width), rf"\({width},\)")):
-        with pytest.raises(pg.PrivacyError, match=rf"to be codes of shape \(n, {width}\), got {got}; give head.enc"):
-            torch.export.export(head, (wrong,))
 
 
 def test_a_head_without_a_schema_or_with_another_one_says_so(tmp_path: Path):

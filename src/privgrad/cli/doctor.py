@@ -114,14 +114,12 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
 
 def _made(name: str, given: str) -> object:
     """Import MODULE:NAME from the current folder, and return what it makes."""
-    module_name, separator, attribute = given.partition(":")
+    module_name, _, attribute = given.partition(":")
     remedy = "give package.module:function, importable from the current folder"
     if Path(given).exists():
         remedy = "for data, give a TOML file whose table `data` names it (docs/own-data.md), else MODULE:FUNCTION"
-    if not separator or not attribute or not all(module_name.split(".")):
-        raise expected(_SELF, name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())
-    with readable(_SELF, name, "to be importable", remedy):
+    with readable(_SELF, name, "to be an importable MODULE:NAME", remedy):
         found = getattr(importlib.import_module(module_name), attribute)
     with readable(_SELF, name, "to be a function without arguments that does not fail", ""):
         return found() if callable(found) and not isinstance(found, nn.Module) else found

@@ -119,9 +119,6 @@ def units_of(
         return [(image.file.read_bytes(), [image]) for image in found]
     by_name = {image.file.relative_to(folder).as_posix(): image for image in found}
     source = f"{METADATA} of {folder.name}"
-    if not (folder / METADATA).exists():
-        remedy = f"write it with the columns {FILE_NAME} and {unit}, one row per image"
-        raise expected("image_folder", source, "to name the person of each image", "a missing file", remedy)
     _, columns = read_columns("image_folder", folder / METADATA, [FILE_NAME, unit])
     names, texts = columns[FILE_NAME], columns[unit]
     unknown = [row for row, name in enumerate(names) if name not in by_name]
@@ -142,17 +139,16 @@ def units_of(
 
 def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     if not folder.is_dir():
-        got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
-        raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got)
+        raise expected("image_folder", "path", "to be a folder with one sub-folder per class", folder)
     present = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
-    for name in (*present, *classes):
-        if name not in classes or name not in present:
-            condition, remedy = "to exist for each class", "create it, even if it is empty, or correct classes"
-            if name in present:
-                condition = f"to be among classes, {', '.join(classes)}"
-                remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
-            remedy = did_you_mean(name, classes if name in present else present, remedy)
-            raise expected("image_folder", f"sub-folders of {folder.name}", condition, repr(name), remedy)
+    folders = f"sub-folders of {folder.name}"
+    if unknown := [name for name in present if name not in classes]:
+        remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
+        remedy = did_you_mean(unknown[0], classes, remedy)
+        raise expected("image_folder", folders, f"to be among classes, {', '.join(classes)}", repr(unknown[0]), remedy)
+    if absent := [name for name in classes if name not in present]:
+        remedy = did_you_mean(absent[0], present, "create it, even if it is empty, or correct classes")
+        raise expected("image_folder", folders, "to exist for each class", repr(absent[0]), remedy)
     files = [
         Image(file, label)
         for label, name in enumerate(classes)

@@ -98,9 +98,6 @@ def _csv(function: str, path: Path, choose: Choose) -> Columns:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, skipinitialspace=True, strict=True)
         header = [name.strip() for name in next(rows, list[str]())]
-        if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-            got = f"the header {header[0][:60]!r}"
-            raise expected(function, path.name, "to be separated by commas", got, "write it with commas")
         columns: Columns = {name: [] for name in choose(header)}
         places = [(column, header.index(name)) for name, column in columns.items()]
         for count, row in enumerate((row for row in rows if row), start=1):  # empty lines do not count

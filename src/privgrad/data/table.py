@@ -215,8 +215,10 @@ class Split:
 
     def __post_init__(self) -> None:
         shares, every = (self.test_share, self.validation_share), self.test_every
-        if self.test is not None and self.test_share > 0:
-            raise expected(self.function, "test_share", "to be 0 if test is given", self.test_share)
+        chosen = {"test": self.test is not None, "test_share": self.test_share > 0, "test_every": every is not None}
+        if sum(chosen.values()) > 1:
+            got = " and ".join(name for name, is_given in chosen.items() if is_given)
+            raise expected(self.function, f"one of {', '.join(chosen)}", "to be given", got)
         if not (min(shares) >= 0 and sum(shares) < 1):
             got = f"{shares[0]} and {shares[1]}"
             raise expected(self.function, "test_share and validation_share", "to be >= 0, and below 1 together", got)
@@ -225,8 +227,6 @@ class Split:
             raise expected(self.function, "split_key", f"to be a text of at most {_LONGEST_KEY} bytes", got)
         if every is not None:
             require_integer(self.function, "test_every", every, 2)
-            if self.test is not None or self.test_share > 0:
-                raise expected(self.function, "test_every", "to be absent if test or test_share is given", every)
             if self.identifier is None:
                 remedy = "give the column of row numbers, or test_share"
                 raise expected(self.function, "row_id", "to be given for test_every", None, remedy)

@@ -186,11 +186,6 @@ class Head(nn.Module):
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
         if torch.compiler.is_exporting():  # torch cannot load a block without gradients; values are unknown
-            width = self.model.linear.in_features
-            are_codes = isinstance(rows, Tensor) and rows.ndim > 1 and rows.shape[-1] == width
-            if self.schema is not None and self.extractor is None and not are_codes:
-                condition, remedy = f"to be codes of shape (n, {width})", "give head.encode(rows)"
-                raise expected("Head", "the example of an export", condition, _kind(rows), remedy)
             return self.model(rows if self.extractor is None else self.extractor(rows))
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
