@@ -1,6 +1,5 @@
 """The Debian package index as text: a stand-in for several data sets, available on every machine with apt."""
 
-import hashlib
 import random
 import re
 import subprocess
@@ -21,7 +20,7 @@ from privgrad.data.schema import Natural, PathLike, Positive
 from privgrad.errors import expected, require_choice, require_integer
 from privgrad.features import text_rows
 from privgrad_lab.data.fetching import located, readable, require_counts, unpacked
-from privgrad_lab.data.text import ContinuationEncoder, PairEncoder
+from privgrad_lab.data.text import ContinuationEncoder, PairEncoder, digest, padded
 
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _REMEDY = "run `privgrad data fetch debian`, or give a folder with the Packages and Translation-en lists"
@@ -388,11 +387,8 @@ def _vocabulary(packages: Sequence[Package], words: int) -> tuple[dict[str, int]
 
 def _bags(packages: Sequence[Package], ids: Mapping[str, int], length: int) -> Tensor:
     """Return the first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
-    inputs = torch.zeros(len(packages), length, dtype=torch.int64)
-    for row, package in zip(inputs.numpy(), packages, strict=True):
-        known = [ids[word] for word in _words(package) if word in ids][:length]
-        row[: len(known)] = known
-    return inputs
+    known = ([ids[word] for word in _words(package) if word in ids] for package in packages)
+    return padded(known, len(packages), length)
 
 
 def _tagged(
@@ -438,10 +434,7 @@ def _other(package: Package, pool: Sequence[Package], rng: random.Random, *, sam
 
 
 def read_index(function: str, path: PathLike | None) -> _Index:
-    """Return the suites, and the packages of the training part and of the test part, in a fixed order.
-
-    Packages of one source are in the same part and next to each other. The result is kept: do not change it.
-    """
+    """Return the suites, and the packages of both parts in the order of their sources; do not change the result."""
     folder = located(function, path, "debian")
     return _parsed(folder, _lists(folder, "Packages"), _lists(folder, "Translation-en"))
 
@@ -477,23 +470,18 @@ def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
                 found = _TAG.finditer(tags[1]) if tags else ()
                 kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
                 # A package with several versions keeps that of the first list: updates come before their release.
-                source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
+                source, maintainer = fields.get("Source", name), digest(person[1] if person else name)
                 packages.setdefault(name, Package(name, source, maintainer, fields["Section"], *text, kept))
     if not packages:
         name = f"the number of packages with descriptions in {folder}"
         raise expected("data", name, "to be at least 1", 0, _REMEDY)
-    keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
+    keyed = sorted((digest(package.source), name, package) for name, package in packages.items())
     train, test = (
-        [package for digest, _, package in keyed if (digest[0] < 51) == is_test]  # 51 of 256 are a fifth
+        [package for key, _, package in keyed if (key[0] < 51) == is_test]  # 51 of 256 are a fifth
         for is_test in (False, True)
     )
     suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file, *_ in lists})
     return ", ".join(suites), train, test
-
-
-def _digest(text: str) -> bytes:
-    """Return the SHA-256 of a text: a person's name is not stored, and the order of sources is fixed."""
-    return hashlib.sha256(text.encode()).digest()
 
 
 def _lists(folder: Path, kind: str) -> _Lists:

