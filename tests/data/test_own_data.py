@@ -342,6 +342,7 @@ def test_a_shuffled_copy_is_no_test_file_and_equal_rows_of_a_small_table_are(tmp
 
 
 def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("datasets")
     write_sqlite(tmp_path / "a.db", ROWS)
     (tmp_path / "b.parquet").write_text("no parquet")
     (tmp_path / "c.feather").write_text("no feather")
@@ -360,8 +361,8 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
         ("b.parquet", {}, "b.parquet to be a readable table, got ArrowInvalid"),
         ("c.feather", {}, "c.feather to be a readable table, got "),
         ("d.db", {"table": "visits"}, "d.db to be a readable table, got DatabaseError"),
-        ("folder.csv", {}, "data folder to be a folder with state.json and dataset_info.json"),
-        ("dict", {}, "data folder .*; give the folder of one part, such as mydata/train"),
+        ("folder.csv", {}, "folder.csv to be a readable table, got FileNotFoundError: No such files"),
+        ("dict", {}, "dict to be a readable table, got FileNotFoundError: .* but got a `DatasetDict`"),
         ("bytes.parquet", {"unit": "patient", "max_rows": 2}, "row 1, .* to identify the unit, got '<a bytes>'"),
         ("bytes.parquet", {"row_id": "patient"}, "row 1, column 'patient' .* to identify the unit, got '<a bytes>'"),
         ("lists.parquet", {}, "row 1, column 'age' of lists.parquet to be a single value, got '<a list>'"),

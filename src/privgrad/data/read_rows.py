@@ -15,7 +15,6 @@ from privgrad.plugins import optional
 Columns = dict[str, list[Any]]
 Choose = Callable[[list[str]], list[str]]  # from the columns that are there, those to read
 SUFFIXES = (".csv", ".parquet", ".arrow", ".feather", ".sqlite", ".db")
-_HF_FILES = ("state.json", "dataset_info.json")
 
 
 @runtime_checkable
@@ -38,8 +37,11 @@ def read_columns(
     path = Path(given) if hasattr(given, "__fspath__") or isinstance(given, str) else None
     name = f"the {type(given).__name__}" if path is None else path.name
     is_sqlite = path is not None and path.suffix.lower() in (".sqlite", ".db")
-    if path is not None:
-        _require_table(function, path)
+    if path is not None and not path.is_dir():
+        if path.suffix.lower() not in SUFFIXES:
+            raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", name, "convert it to CSV, say")
+        if problem := file_problem(path):
+            raise expected(function, "file", "to be a readable table", f"{path}, which {problem}", "correct the path")
     if (table is not None) != is_sqlite:
         raise expected(function, "table", f"to be {'given' if is_sqlite else 'absent'} for {name}", repr(table))
     choose = partial(_chosen, function, name, names, others)
@@ -68,19 +70,6 @@ def records_of(frame: Frame) -> list[dict[str, Any]]:
     """Return the rows of a DataFrame by column name, with None for missing values."""
     columns = _held(frame, lambda present: present)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _require_table(function: str, path: Path) -> None:
-    if path.is_dir():
-        if not all((path / name).is_file() for name in _HF_FILES):
-            is_dict = (path / "dataset_dict.json").is_file()  # of DatasetDict.save_to_disk: one folder per part
-            remedy = "give the folder of one part, such as mydata/train" if is_dict else "give a file"
-            condition = f"to be a folder with {' and '.join(_HF_FILES)}, as save_to_disk writes it"
-            raise expected(function, "the data folder", condition, path, remedy)
-    elif path.suffix.lower() not in SUFFIXES:
-        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, "convert it to CSV, say")
-    elif problem := file_problem(path):
-        raise expected(function, "file", "to be a readable table", f"{path}, which {problem}", "correct the path")
 
 
 def _chosen(function: str, source: str, names: Sequence[str], others: bool, present: list[str]) -> list[str]:

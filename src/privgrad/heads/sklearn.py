@@ -191,7 +191,7 @@ class PrivateLinearRegression(RegressorMixin, _Private):
             PrivacyError: as in PrivateLogisticRegression; nothing was spent.
         """
         rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
-        self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
+        self._fit_head(rows, numbers, bounds=self.label_bounds)
         return self
 
     def predict(self, X: Any) -> Array:  # noqa: N803
