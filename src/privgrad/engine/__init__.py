@@ -20,28 +20,19 @@ each type of layer, and `factors` the gradients of each kind of parameter.
 
 Words:
 - additive: of a backward pass: that of a sum is the sum of those of the examples.
-- ambiguous: of a batch: some tensor has another dimension of the batch's size.
 - apart: of examples: none influences the gradient of another. Of products: computed for each example by itself.
 - attributed: of a result: known to hold the examples in one dimension, or none of them.
 - audit: to learn the layouts from a few examples, and have the next batch checked.
-- closed form: the gradients of a parameter from which a weight is computed, without autograd.
 - copy: a parameter or shared value repeated for each example; the gradients at the copies are those of the examples.
 - curved: of a pass: it computes Hessian products.
 - displacement: how far an example's own parameters are from the weights; parameters that have one move.
-- factor: the gradients of one parameter for all examples, usually without writing them out.
-- fallback: to take a unit whole after a refusal, or the module above it.
 - layout: for each tensor of a call, the dimension that holds the examples and the rows per example.
-- learn: to find the layouts of all calls by two batch sizes.
 - position: a time step, pixel or word of one example; a factor adds up one term for each.
 - pull: to multiply gradients of a weight with the transposed Jacobian, which gives those of its parameters.
-- record: the calls of a pass, in order; a pass that makes others than were learned is learned again.
-- rule: how to compute one type of layer, and the factors of its parameters.
 - shared value: what the model computes once for all examples, from parameters alone.
 - tap: a place in the graph where the gradient of each example is computed.
 - term bound: a bound on the norms of the terms that make up a gradient; they may cancel, their rounding errors do not.
 - unit: a module whose forward is replaced.
 - views: groups of rows of one example that are apart in a tensor, as in `model(torch.cat([a, b]))`.
-- use: the way in which a parameter's gradient is computed: by a rule, from copies, or with a whole module.
 - whole: of a module: computed by vmap, each example by itself.
-- written out: of gradients: stored in full, for each example.
 """

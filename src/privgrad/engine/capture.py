@@ -1,12 +1,9 @@
 """Record a forward pass: the calls of units and of torch functions, and where gradients are needed.
 
-`Capture` replaces the forward of every unit. The new forward computes the same output from copies of the parameters
-without their graph, and records the inputs and the graph's edge at the output. All other parameters reach torch
-functions as they are. `Capture` sees each such call, and computes it by a rule or from a copy of the parameter for each
-example.
-
-Each row of a tensor must be attributed to its example. `Capture` refuses tensors for which it cannot (see `layouts`). A
-use that it does not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.
+The new forward of a unit computes the same output from detached parameters, and records the inputs and the graph's edge
+at the output. All other parameters reach torch functions as they are; each such call is computed by a rule or from a
+copy of the parameter for each example. A use that is not seen keeps the graph of its parameters, and `passes` refuses
+losses that depend on these.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -316,7 +313,7 @@ class Capture:
         output = func(*args, **kwargs)
 
         def copies(before: Tensor | None = None) -> list[Tensor]:
-            """Return those of the outputs; `before`: of the first input, where the function changes it in place."""
+            # `before`: the copies of the first input, where the function changes it in place.
             first = [] if before is None else [(before.clone(), 0)]
             others = self._inputs(path, tensors[len(first) :], layout[len(first) :])
             return self._mapped(path, func, args, kwargs, [*first, *others])[0]

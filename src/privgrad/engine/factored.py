@@ -54,10 +54,8 @@ class Fallback:
     It cannot hide a dependence between examples. Inside of a module that is taken whole, each example runs by itself.
     Outside of it, all checks run again, and compare losses too.
 
-    An example may decide it in any step. The step then starts again if some of its examples were computed before, so
-    that a sum is computed in one way. The sums with and without this example may be computed in two ways. Each differs
-    from the exact one by at most the bound of its own way. A module that was taken stays taken, so later sums are
-    rounded otherwise too: docs/rounding.md names this gap.
+    An example may decide it in any step, which then starts again, so that a sum is computed in one way. The sums with
+    and without this example may be computed in two ways, each within the bound of its own way: docs/rounding.md.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
@@ -155,8 +153,8 @@ class Factored:
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss, a factor for each trainable parameter that it reaches.
 
-        NOT private. The examples share one forward pass. A few examples of the 1st, 2nd, 4th, 8th ... batch are
-        compared with their gradients alone, and where the calls or values are new. This is no proof.
+        NOT private. A few examples of the 1st, 2nd, 4th, 8th ... batch are compared with their gradients alone, and
+        where the calls or values are new. This is no proof.
         """
         self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
@@ -216,8 +214,7 @@ class Factored:
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.
 
-        With `exact`, the result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss. Random
-        draws are the same in both passes. If g_i is zero or not finite, the parameters are not displaced.
+        With `exact`, the result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss.
         """
         return self(examples, Point(radius=radius, exact=exact))
 
@@ -266,10 +263,7 @@ class Factored:
         self._density = None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
-        """Return the number of examples to compute at once, of which only the shapes of one decide.
-
-        Batches rarely have more than `usual_size` examples, a public number.
-        """
+        """Return the number of examples to compute at once, from the shapes of one and the public `usual_size`."""
         return self._memory.examples(usual_size, self._floats(examples))
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
@@ -314,7 +308,7 @@ class Factored:
         return few_of(examples, salt=self._schedule.calls, fill=fill, novel=self._schedule.novel)
 
     def _audit_at(self, examples: Any, point: Point) -> None:
-        """Do what `audit` does; for displaced parameters, also learn their passes, and check them on a few examples."""
+        """Audit; for displaced parameters, also learn their passes, and check them on a few examples."""
         self._audit(examples)
         if not point.is_displaced:
             return

@@ -1,7 +1,6 @@
 """Find the dimension in which each tensor of a layer's call holds the examples, and rearrange tensors by it.
 
-A row must be attributed to its own example. The dimension of the examples is learned from two batches of different
-sizes, and a tensor is refused if it has no such dimension.
+That dimension is learned from two batches of different sizes, and a tensor is refused if it has none.
 """
 
 from collections.abc import Sequence
@@ -242,10 +241,7 @@ class CallRecord:
     def learn_function(
         self, path: str, name: str, index: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> Layout:
-        """Record a function's call in the second pass, and return its layout; () if it cannot be attributed.
-
-        Its path is that of a unit with the name in brackets, and `index` the number of calls of any function before.
-        """
+        """Record a function's call in the second pass, after `index` others; return its layout, () if it has none."""
         earlier, layout = self._earlier, Layout()
         known = earlier.functions[index].name if earlier is not None and index < len(earlier.functions) else None
         other = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
@@ -273,8 +269,8 @@ class CallRecord:
     def find_views(self, others: "Sequence[CallRecord]") -> None:
         """Find out which rows of each learned tensor belong to one example, and refuse a call where this is not clear.
 
-        The last example must equal the first. In `others`, the same passes, the examples between them are replaced. The
-        rows of the first and the last stay as they are, and show the order.
+        The last example must equal the first. In `others`, the same passes, the examples between them are replaced, so
+        the rows that stay show the order.
         """
         # If the calls depend on the examples, a later pass notices.
         others = [other for other in others if list(other.learned) == list(self.learned)]

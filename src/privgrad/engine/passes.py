@@ -44,9 +44,8 @@ _ON_DEVICE = 1 << 26  # both of these numbers on a device other than the CPU, wh
 class MemoryPlan:
     """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
 
-    In all methods, `floats` is the number of floats of output gradients per example. The limit `memory_mb` is for the
-    data that grow with the number of examples: half for output gradients, half for gradients that are kept from the
-    norms to the sum. None: a multiple of the model's size.
+    `floats` is the number of floats of output gradients per example. The limit `memory_mb` (None: a multiple of the
+    model's size) is half for these, half for gradients that are kept from the norms to the sum.
     """
 
     def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
@@ -191,10 +190,7 @@ class Passes:
         return _TOLERANCE_HALF if self.half else _TOLERANCE
 
     def compute(self, examples: Any, point: Point, *, is_first: bool = False) -> Found:
-        """Return the gradients at a point as factors, and the displacements of the parameters.
-
-        `is_first`: right after `learn`, where the same losses have succeeded with the unchanged layers.
-        """
+        """Return the gradients at a point as factors, and the displacements of the parameters."""
         if point.radius is not None and point.exact:
             return self._curved(examples, point.radius)
         displacements = self._displacements(examples, point)
@@ -210,6 +206,7 @@ class Passes:
                 with refusing_in_place():
                     grads = gradients_at(edges, [losses.sum()])
         except Exception as error:
+            # Right after `learn`, the same losses have succeeded with the unchanged layers.
             failed = is_first and not capture.record.is_finished
             if failed and (refusal := self._refusal(capture.record.paths, error)) is not None:
                 raise refusal from error
@@ -326,7 +323,7 @@ class Passes:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
 
         Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
-        the memory plan says. Those of linear maps are kept if they are no larger than the gradient at their tap.
+        the memory plan says.
         """
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
@@ -353,7 +350,7 @@ class Passes:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
-                    if isinstance(factor, Outer):
+                    if isinstance(factor, Outer):  # kept if no larger than the gradient at the tap
                         factor.keeps = parameter.numel() <= grad.numel() // size
                     if factor.worth_keeping and parameter.numel() <= room:
                         factor, room = factor.written_out(), room - int(parameter.numel())

@@ -1,8 +1,4 @@
-"""Compare the fast engine's gradients of a few examples with the gradients of each example alone.
-
-These comparisons would detect a model or a rule that mixes examples in the compared rows. They do not prove that it
-never happens.
-"""
+"""Compare the fast engine's gradients of a few examples with those of each example alone: a check, not a proof."""
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,10 +24,7 @@ _MEASURED = 16  # number of examples whose norms a check measures
 
 
 def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
-    """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone.
-
-    The tolerance is relative to the norm of the parameter's gradient plus a tenth of the norm over all parameters.
-    """
+    """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
     factors, moves = found
     model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
     parameters, largest = trainable(model), 0.0
@@ -90,11 +83,8 @@ def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSch
 
 
 def require_apart_from_infinite(passes: Passes, few: Any, seed: int) -> None:
-    """Raise UnsupportedModuleError if an example that is not finite changes the gradients of the others.
-
-    Zero times such a number is not a number, so it can reach gradients that are right for all finite examples. The
-    tolerance is relative to the norms of all gradients of the parameter.
-    """
+    """Raise UnsupportedModuleError if an example that is not finite changes the gradients of the others."""
+    # Zero times such a number is not a number, so it can reach gradients that are right for all finite examples.
     leaves = [leaf for leaf in tree_leaves(few) if isinstance(leaf, Tensor)]
     # On an accelerator, an assertion that fails ends the process.
     if not any(leaf.is_floating_point() for leaf in leaves) or any(leaf.device.type != "cpu" for leaf in leaves):
@@ -142,10 +132,7 @@ def _factors_of(passes: Passes, few: Any, seed: int) -> dict[str, Factor]:
 
 
 def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
-    """Raise UnsupportedModuleError if the second pass, with zero displacements, draws other numbers than the first.
-
-    This checks the formula of BAM, not the isolation of examples.
-    """
+    """Raise UnsupportedModuleError if BAM's second pass, with zero displacements, draws other numbers."""
     with seeded(seed):
         first, _ = passes.compute(few, Point())
     with seeded(seed):

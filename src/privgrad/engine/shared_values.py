@@ -38,11 +38,7 @@ class _Value:
 
 
 class SharedValues:
-    """The shared values of one forward pass.
-
-    A value keeps the graph of its parameters. So a use that is not seen leads from the losses to a parameter, and
-    `passes` refuses it.
-    """
+    """The shared values of one forward pass, which keep the graph of their parameters: `passes` refuses unseen uses."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
@@ -136,8 +132,7 @@ _METADATA = {
 class Additive(TorchFunctionMode):
     """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters.
 
-    The rule of the unit adds up the gradients of all examples at these weights. A hook would see this sum, and need not
-    be additive. The unit is then taken whole.
+    The gradients of all examples are added up at these weights: a hook would see this sum, and need not be additive.
     """
 
     def __init__(self, path: str) -> None:
@@ -226,8 +221,7 @@ def filled(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
 def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
-    `inputs`, with their examples in dimension 0, replace the tensors in args and kwargs, in order. Return the tensors
-    in the result, with the examples in dimension 0; and a function that puts others in their place.
+    Return the tensors in the result, with the examples in dimension 0; and a function that puts others in their place.
     """
     leaves, structure = tree_flatten((args, kwargs))
     found: Any = None

@@ -262,8 +262,7 @@ def require_unchanged(path: str, watched: Watched) -> None:
 class LayerCall:
     """One call of a layer, or of a function with its options, by a rule with detached weights.
 
-    A call refers neither to its output nor to the `Capture` that made it: a cycle of references would keep the pass in
-    memory until garbage collection. One of the weights may be computed from parameters, and then has a graph.
+    It refers neither to its output nor to the `Capture` that made it: a cycle would keep the pass in memory.
     """
 
     def __init__(

@@ -124,15 +124,10 @@ class Convolution(LinearMapFactor):
         return self._like(self.x[rows], self.b[rows])
 
     def dense(self) -> Tensor:
-        """Return all gradients, shape (B, *P).
-
-        Computes: for very few positions or a pointwise convolution, products of patches and output gradients; on a
-        graphics card for any positions, because its kernels take the groups one after the other. For a depthwise
-        convolution, one of inputs with output gradients. Otherwise one grouped convolution with one group per example.
-        """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
         few = self._few_positions and self._positions <= _FEWEST
+        # A graphics card's kernels take the groups of a grouped convolution one after the other.
         small = not is_on_processor(self.b) and self.geometry.groups == 1 and self._patches <= AT_ONCE
         if self.geometry.is_pointwise or few or small:
             if not is_on_processor(self.b) and self.examples > self._per_block(int(self.shape.numel())):
@@ -205,11 +200,8 @@ class Convolution(LinearMapFactor):
         return found if self.parts == 1 else found.merge(self.parts)
 
     def row_products(self, rows_OF: Tensor) -> Tensor:
-        """Return the inner product of each row of each gradient with the row of a common matrix, shape (B, O).
-
-        Computes: the output of the convolution with these rows as its weight, times the gradients of the outputs. This
-        is faster than the same product with patches.
-        """
+        """Return the inner product of each row of each gradient with the row of a common matrix, shape (B, O)."""
+        # The convolution with these rows as its weight is faster than the same product with patches.
         geometry, zeros = self.geometry, (0,) * len(self.geometry.kernel)
         options = (geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups)
         outputs = torch.convolution(self.x, rows_OF.reshape(self.shape).to(self.x.dtype), None, *options)
@@ -237,11 +229,9 @@ class Convolution(LinearMapFactor):
         return depthwise and is_on_processor(self.x) and (self.x.dim() > 3 or self.geometry.dilation == (1,))
 
     def _correlation(self) -> Tensor:
-        """Return all gradients of a depthwise convolution, shape (B, O, 1, *kernel).
-
-        Computes: g[k] = sum over t of b[t] x[stride t + dilation k], for each row and channel by itself: a convolution
-        of x with the kernel b, where stride and dilation are exchanged.
-        """
+        """Return all gradients of a depthwise convolution, shape (B, O, 1, *kernel)."""
+        # g[k] = sum over t of b[t] x[stride t + dilation k], for each row and channel by itself: a convolution of x
+        # with the kernel b, where stride and dilation are exchanged.
         geometry, channels = self.geometry, len(self.x) * self.shape[0]
         x, b = self.x.reshape(1, channels, *self.x.shape[2:]), self.b.reshape(channels, 1, *self.b.shape[2:])
         zeros = (0,) * len(geometry.kernel)

@@ -29,8 +29,8 @@ _FEW = 1 << 16  # comparisons for one example that take less time than a loop ov
 class Bags(LinearMapFactor):
     """The gradients of a table for bags of its rows: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Here c_ij holds the weights of the words in bag j of example i, 0 for padding. It is sparse; only `dense` writes it
-    out. Usually an example is one bag. Under user-level privacy, a user's documents are the bags.
+    Here c_ij, which is sparse, holds the weights of the words in bag j of example i, 0 for padding. Usually an example
+    is one bag. Under user-level privacy, a user's documents are the bags.
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
@@ -112,11 +112,8 @@ class Bags(LinearMapFactor):
         return (weight_BJT.sum(2).double() * position_norms(self.r_BJD)).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Return |c| |r| for one bag, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
-
-        All terms are positive, so none cancel. docs/mathematics.md (1.3), and (2.4) with scales. Several bags are added
-        up first.
-        """
+        """Return |c| |r| for one bag, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2)."""
+        # All terms are positive, so none cancel: docs/mathematics.md (1.3), and (2.4) with scales.
         if self.positions > 1:
             norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)
             for index in range(self.examples):
@@ -239,11 +236,7 @@ class Rows(LinearMapFactor):
         return position_norms(r_BTD).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Return the norms from the rows that each example reads.
-
-        An example may read a row several times: these gradients are added up before the row's norm is taken, as in
-        docs/mathematics.md (1.6).
-        """
+        # Gradients of a row that an example reads several times are added up first: docs/mathematics.md (1.6).
         keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
         rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
@@ -258,10 +251,9 @@ class Rows(LinearMapFactor):
 
 
 class TiedTable(Sum):
-    """The gradients of an embedding table that is also the output layer: Outer + Rows.
+    """The gradients of an embedding table that is also the output layer: G + R, an Outer and Rows.
 
-    Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s), with G from
-    the output layer and R from the embedding. See docs/mathematics.md (1.7).
+    |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, <G, R> = sum over s, t of b_t[id_s] (a_t . r_s): docs/mathematics.md (1.7).
     """
 
     def __init__(self, outer: Outer, rows: Rows) -> None:

@@ -91,10 +91,7 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
 
 
 class Mapped(Factor):
-    """The mapped gradients of a weight, and of the map's bias, without closed form: written out, a few at a time.
-
-    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term.
-    """
+    """The mapped gradients of a weight, and of the map's bias, without closed form: written out, a few at a time."""
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix
 
@@ -121,6 +118,7 @@ class Mapped(Factor):
         return self.exact_sum(weight_B).to(torch.promote_types(weight_B.dtype, torch.float32))
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
+        # In float64 before the matrix is applied: each gradient is then one exact term.
         bias = None if self.bias is None else self.bias.exact_sum(weight_B)[None]
         return self._of_gradients(self.weight.exact_sum(weight_B)[None], bias)[0]
 

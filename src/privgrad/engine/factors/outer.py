@@ -40,10 +40,8 @@ _SMALL = 1 << 18  # entries of a gradient that a device other than the CPU write
 
 
 def position_norms(x: Tensor) -> Tensor:
-    """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow.
-
-    The number of examples must not decide how: the bounds of all others would be rounded differently.
-    """
+    """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow."""
+    # The number of examples must not decide how: the bounds of all others would be rounded differently.
     if not is_on_processor(x):
         parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
         return torch.cat([float64_norms(part) for part in parts])
@@ -55,11 +53,9 @@ def position_norms(x: Tensor) -> Tensor:
 
 
 def sum_over(x: Tensor, dim: int) -> Tensor:
-    """Sum over a dimension, in an order that does not depend on the rest of the batch.
-
-    torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
-    example's positions depends on its column and on the batch size. A contiguous copy prevents this.
-    """
+    """Sum over a dimension, in an order that does not depend on the rest of the batch."""
+    # torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
+    # example's positions depends on its column and on the batch size. A contiguous copy prevents this.
     return x.contiguous().sum(dim)
 
 
@@ -147,10 +143,7 @@ class Outer(LinearMapFactor):
         return super().apply(x_BTI)
 
     def is_faster_written_out(self, positions: int) -> bool:
-        """Return whether g_i added to a common weight takes fewer operations than two products with an input.
-
-        These give the input's output and gradient.
-        """
+        """Return whether g_i added to a common weight takes fewer operations than two products with an input."""
         outputs, inputs = self.shape
         products = 2 * positions * self.positions * (inputs + outputs)
         written = self.positions if self._kept is None else 0
@@ -228,12 +221,8 @@ class Outer(LinearMapFactor):
         return self.positions * (inputs + outputs) < inputs * outputs
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Return the norms by the cheapest exact formula for the shapes.
-
-        For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions relative
-        to the size of the parameter, without scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise the
-        gradients are written out in chunks. docs/mathematics.md (1.3), (2.2) and (1.2), in this order.
-        """
+        # For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions, without
+        # scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). docs/mathematics.md (1.3), (2.2) and (1.2).
         positions, inputs = self.positions, self.shape[1]
         if positions == 1 and inverse_scales is None:
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
@@ -289,10 +278,7 @@ class Outer(LinearMapFactor):
         return norm_B
 
     def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
-        """Return which examples have a position whose squares underflow on one side and are large on the other.
-
-        The result is bool, shape (B,). The arguments are the norms of the positions, if they are known.
-        """
+        """Return which examples have a position whose squares underflow on one side and are large on the other."""
         a_BT = native_norms(self.a_BTI) if a_BT is None else a_BT
         b_BT = native_norms(self.b_BTO) if b_BT is None else b_BT
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
@@ -364,10 +350,9 @@ Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for f
 
 
 class Combined(LinearMapFactor):
-    """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
+    """Gradients whose row o is g_io = h_io + along_io y_o + level_io, with rows y that are common to all examples.
 
-    The rows y are common to all examples. The inner h is `Rows` or a sum of them, each of shape (O, F). square_io is
-    |g_io|^2 up to rounding errors of |h_io|^2, or None.
+    The inner h is `Rows` or a sum of them. square_io is |g_io|^2 up to rounding errors of |h_io|^2, or None.
     """
 
     usual_terms: ClassVar[float] = 32.0  # as for other computed weights, see `parametrized.Pulled`

@@ -156,8 +156,7 @@ def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor
 
     Computes: J^T h for a random h that is not orthogonal to u or to the constant row. Least squares give three numbers
     for the F entries of each row, and the map of these must give all entries. A Jacobian of another form may pass by
-    chance for one h: for instance, if it multiplies u with the product of h and a row other than u. It does not pass
-    for a second one, which is left out if it is `verified` already, as in an earlier step.
+    chance for one h, but not for a second one, which is left out if the map was `verified` in an earlier step.
     """
     if weight.dim() < 2 or weight[0].numel() < _LEAST or weight.dtype != parameter.dtype:
         return None
@@ -255,9 +254,8 @@ class Jacobian:
     def measured_norm(self, start: Tensor) -> float:
         """Estimate twice the spectral norm of J by the power method; infinite if torch cannot compute J u.
 
-        Computes: repeats u = J J^T u / |u| from a fixed start, and takes the largest |J^T u| / |u|. With c the share of
-        the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm. That is 0.53 for a
-        start in a million dimensions, and close to 1 if one direction dominates. Only the weights decide, which are
+        With c the share of the start along the largest direction, the largest |J^T u| / |u| is at least
+        c^(1/(2 rounds - 1)) of the norm: 0.53 for a start in a million dimensions. Only the weights decide, which are
         public: no data can be built to hide from it.
         """
         u, largest = start.to(self.weight), 0.0
@@ -279,11 +277,10 @@ class Jacobian:
 class JacobianNorms:
     """A cache of what is known of Jacobians: their norms, each kept for some steps, and their closed forms.
 
-    A step usually changes weights little, but may change J at once, for instance where a gate opens. So each step
-    computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
+    A step may change J at once, for instance where a gate opens. So each step computes |J^T u| for a fixed u. If this
+    has grown too much, the norm is measured again.
 
-    The norm decides how each example is summed, so all passes of a step have the same one. The number of passes is
-    private. If norms were measured again after so many passes, one example could decide when.
+    The norm decides how each example is summed, so all passes of a step have the same one: their number is private.
     """
 
     def __init__(self) -> None:
@@ -344,8 +341,8 @@ class _Measured(NamedTuple):
 class Pulled(Factor):
     """The gradients of a parameter from which a layer computes its weight: g_i = J^T h_i.
 
-    With `apart`, J^T is multiplied with each example's gradient instead of with their sum. It is for backward passes
-    that are not additive, and for half precision: all examples would share the rounding errors of a large sum.
+    With `apart`, J^T is multiplied with each example's gradient instead of with their sum: for backward passes that are
+    not additive, and for half precision, where all examples would share the rounding errors of a large sum.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
@@ -393,15 +390,12 @@ class Pulled(Factor):
         return self.sum_and_rounding(weight_B)[0]
 
     def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        """Return J^T times the sum, and an estimate of the rounding errors of this product.
-
-        Computes: the product twice, once with the sum times a random number. The results differ by rounding errors.
-        These may be far larger than |J| suggests, because J may itself be a small difference of large terms:
-        weight_norm may project nearly all of a gradient away.
-        """
+        """Return J^T times the sum, and an estimate of the rounding errors of this product."""
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
         summed = self.inner.sum_in_parts(weight_B)
+        # The product with the sum times a random number differs by rounding errors. These may be far larger than |J|
+        # suggests: J may be a small difference of large terms, as where weight_norm projects most of a gradient away.
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
         if self._outgrows(summed, pulled):  # the known norm of J is out of date

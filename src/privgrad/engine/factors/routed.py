@@ -37,13 +37,11 @@ class Routes:
 
 
 class Routed(Factor):
-    """The gradients of stacked weights: g_i[e] = sum over the positions of example i that use expert e of b a^T.
-
-    There is at most one route for each expert. Positions are public, and count once for each expert that they use.
-    """
+    """The gradients of stacked weights: g_i[e] = sum over the positions of example i that use expert e of b a^T."""
 
     def __init__(self, routes: Sequence[Routes], examples: int, shape: torch.Size, positions: int) -> None:
         super().__init__(examples, shape)
+        # At most one route for each expert. Positions are public, and count once for each expert that they use.
         self.routes, self._positions = list(routes), positions
 
     def __getitem__(self, examples: Examples) -> "Routed":
@@ -112,7 +110,6 @@ class Routed(Factor):
         return self._positions
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Return the norms: one expert's gradient of one example is in memory at a time."""
         square_B = torch.zeros(self.examples, dtype=torch.float64, device=self._device)
         for route in self.routes:
             scales = None if inverse_scales is None else at_least_float32(inverse_scales[route.expert])

@@ -58,8 +58,8 @@ def _added(fan_in: int) -> float:
 class Projected(Combined):
     """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
 
-    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). So q is h without its mean and
-    without its part along the standardized row y_o. The `numbers` are mean, along and |q_io|^2, shape (B, O).
+    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). The `numbers` are mean, along and
+    |q_io|^2, shape (B, O).
     """
 
     def __init__(
@@ -119,8 +119,6 @@ class StandardizedWeight:
         g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
     with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
     and ones, and so is everything that is computed from g below (see `Combined`).
-
-    Torch's parametrization of the weight by v ("original") and the gain is common to all examples.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:
@@ -252,8 +250,8 @@ class StandardizedWeight:
 class MovedStandardizedWeight:
     """A standardized weight at each example's own parameters, moved along gradients g that `pull` returned.
 
-    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7). Their r' follows from the variances
-    of v and g and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
+    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g, see (3.7): again a combination of h, y and
+    ones. Their r' follows from the variances of v and g and from <v g>.
     """
 
     def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:

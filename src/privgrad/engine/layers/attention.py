@@ -49,9 +49,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute module(query, key, value, ...) with a tap at the output of each projection.
 
-    A tensor that is used in several roles has one projection and one tap. For a packed parameter, a tap has the factors
-    of some of its rows; other taps have those of the other rows. NOT private: each example's gradients depend on that
-    example, the weights and its own dropout draws alone.
+    NOT private: each example's gradients depend on that example, the weights and its own dropout draws alone.
     """
     if query.is_nested or query.dim() != 3:
         got = "a nested tensor" if query.is_nested else f"a tensor of shape {tuple(query.shape)}"

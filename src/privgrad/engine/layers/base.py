@@ -159,11 +159,8 @@ def is_built_in(rule: Rule) -> bool:
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
-    """Return the rule for this layer, or None.
-
-    A subclass of a known type or a layer with a replaced forward has none, because it may compute anything. Nor has a
-    layer with options or parameters that the rule does not know.
-    """
+    """Return the rule for this layer, or None."""
+    # A subclass of a known type or a layer with a replaced forward has none, because it may compute anything.
     kind = parametrize.type_before_parametrizations(layer)
     rule = _RULES.get(kind) or _RULES.get(_name_of(kind))
     if rule is None or "forward" in vars(layer) or not rule.supports(layer):
@@ -174,11 +171,8 @@ def find_rule(layer: nn.Module) -> Rule | None:
 def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
     """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
 
-    If the forward has an optional keyword argument `displacements` (of each example's parameters; None if they do not
-    move), it computes each example with its own moved parameters; else such a layer is computed by vmap.
-
-    Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
-    taps, or in different rows, its factors are added up.
+    Parameters enter the forward detached: their gradients come from the taps alone. A forward without the keyword
+    argument `displacements` cannot move parameters, and such a layer is then computed by vmap.
     """
 
     def register(forward: Forward) -> Forward:

@@ -37,8 +37,7 @@ def experts_forward(
 ) -> Tensor:
     """Compute module(hidden_states, ...) with a tap at the output of each linear map of each expert.
 
-    The rows of an example are neighbors in `hidden_states`, shape (N, width). The experts of each row and the weights
-    of their outputs have shape (N, K). NOT private: each row's gradients depend on that row and the weights alone.
+    The rows of an example are neighbors in `hidden_states`, shape (N, width); top_k_index and top_k_weights are (N, K).
     """
     total = torch.zeros_like(hidden_states)
     both = {own: displacement_of(own, displacements) for own in (module.gate_up_proj, module.down_proj)}
@@ -86,11 +85,7 @@ def _linear(tap: Tap, x: Tensor, weights: Tensor, moves: "Mapping[Tensor, EachEx
 
 
 class EachExpert:
-    """The displacements of the stacked weights of experts, of shape (E, O, I), for each example.
-
-    That of expert e for example i is share_i sum of b a^T over those positions of i that used e, applied as it is
-    cheaper.
-    """
+    """The displacements of the stacked weights of experts, of shape (E, O, I), for each example."""
 
     def __init__(self, displacement: Displacement) -> None:
         factor = displacement.factor
@@ -130,16 +125,14 @@ _Move = tuple[slice, float, tuple[Tensor, ...]]  # rows of one example, its shar
 
 
 class _AddMoved(torch.autograd.Function):
-    """Adds to the output of some rows, in place: share times the input times matrices.
-
-    Each example is computed by itself, so that the number of rows of others does not change how it is rounded.
-    """
+    """Adds to the output of some rows, in place: share times the input times matrices."""
 
     @staticmethod
     def forward(ctx: Any, output_MO: Tensor, x_MI: Tensor, moves: list[_Move]) -> Tensor:
         ctx.moves, ctx.shape, ctx.dtype = moves, x_MI.shape, x_MI.dtype
         ctx.mark_dirty(output_MO)
         with torch.autocast(x_MI.device.type, enabled=False):
+            # Each example by itself, so that the number of rows of others does not change how it is rounded.
             for rows, share, matrices in moves:
                 product = x_MI[rows]
                 for matrix in matrices:

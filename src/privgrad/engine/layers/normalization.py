@@ -44,12 +44,9 @@ class _Derivative(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, other: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the derivatives of <h, D g> with respect to g and x, with h (`other`) held constant.
-
-        Computes: D h with respect to g. With respect to x, where <.> is the mean over a row and c(g, h) the covariance,
-            - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g),
-        which is docs/mathematics.md (3.10).
-        """
+        # The derivatives of <h, D g>, with h (`other`) held constant: D h with respect to g. With respect to x, where
+        # <.> is the mean over a row and c(g, h) the covariance, docs/mathematics.md (3.10):
+        #     - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g).
         grad, x, mean, r, of_grad = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         y, of_other = (x - mean) * r, _derivative(other, x, mean, r)
 

@@ -161,8 +161,8 @@ def _direction(
 class EachWeight:
     """A weight that is applied to one position of each example after the other, moved for each example.
 
-    The displacement of example i is D_i = share_i sum over positions of b a^T. It is applied in this form if that reads
-    less memory than D_i itself: memory, and not arithmetic, decides the time of a product with one vector.
+    The displacement D_i = share_i sum over positions of b a^T is applied in this form if that reads less memory than
+    D_i itself: memory, and not arithmetic, decides the time of a product with one vector.
     """
 
     weight: Tensor  # shape (O, I), detached
