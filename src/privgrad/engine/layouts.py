@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from privgrad.engine.shared_values import Call
-from privgrad.errors import PrivacyError, UnsupportedModuleError
-from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
+from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, calls_changed, misplaced, refused
 
 
 class ExampleDim(NamedTuple):
@@ -105,17 +105,15 @@ def _views(x: Tensor, replaced: Sequence[Tensor | None], examples: ExampleDim, s
     return [views for views in divisors if all(is_kept(y, views) for y in replaced if y is not None)]
 
 
-class Calls(list[tuple[str, Layout]]):
-    """Path and layout of each call, in order."""
+class LearnedCall(NamedTuple):
+    """A call with its layout, and the shapes of the tensors that this was learned from."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes = list[tuple[torch.Size, ...]]()  # of the tensors that each call was learned from
+    path: str
+    layout: Layout
+    shapes: tuple[torch.Size, ...]
 
-    def learn(self, call: Call, layout: Layout) -> None:
-        """Add a call with its layout."""
-        self.append((call.name, layout))
-        self.shapes.append(call.shapes)
+
+Calls = Sequence[LearnedCall]  # in order
 
 
 @dataclass
@@ -129,7 +127,6 @@ class Layouts:
     reached: set[str] = field(default_factory=set[str])  # names of the parameters with gradients
 
     def copied(self) -> "Layouts":
-        """Return a copy with sets and dicts of its own."""
         displaced, reached = dict(self.displaced), set(self.reached)
         return replace(self, vmapped_units=set(self.vmapped_units), displaced=displaced, reached=reached)
 
@@ -143,13 +140,11 @@ class LayoutCache:
         self._changed = set[Any]()  # shapes for which the calls differed from the current layouts
 
     def take_whole(self, path: str) -> None:
-        """Forget all layouts, and compute a module by vmap from now on."""
         self.current = Layouts(vmapped_units=self.current.vmapped_units | {path})
         self._known.clear()
         self._changed.clear()
 
     def remember(self, examples: Any) -> None:
-        """Keep the current layouts for examples of these shapes."""
         self._known[example_shapes(examples)] = self.current.copied()
 
     def note_change(self, examples: Any) -> None:
@@ -180,7 +175,8 @@ class CallRecord:
 
     def __init__(self, layouts: Calls | None, size: int, earlier: "CallRecord | None" = None) -> None:
         self._layouts, self._size, self._earlier = layouts, size, earlier
-        self.learned = Calls()  # after the second pass that learns
+        self.is_learning = layouts is None
+        self.learned = list[LearnedCall]()  # after the second pass that learns
         self.paths = list[str]()  # of the calls so far, if layouts are known
         self.functions = list[Call]()  # all calls of functions, in the first pass that learns
         self.is_finished = False  # later calls belong to parts that are computed again
@@ -189,15 +185,8 @@ class CallRecord:
         self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
         self._by_shapes = dict[Any, Layout | None]()
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether layouts are being learned."""
-        return self._layouts is None
-
-    @property
-    def needs_functions(self) -> bool:
-        """Whether calls of functions are recorded; not if no call that was learned needs it."""
-        return self._layouts is None or any(None in layout or "[" in path for path, layout in self._layouts)
+        # Whether calls of functions are recorded; not if no call that was learned needs it.
+        self.needs_functions = layouts is None or any(None in call.layout or "[" in call.path for call in layouts)
 
     def enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of the next call; refuse one that was not learned at this place with such tensors."""
@@ -207,11 +196,11 @@ class CallRecord:
             if found is None:
                 raise CallSequenceChangedError(path)
             return found
-        index, layouts = len(self.paths), self._layouts or Calls()
-        if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
+        index, layouts = len(self.paths), self._layouts or ()
+        if index >= len(layouts) or layouts[index].path != path or 0 < len(layouts[index].layout) < len(tensors):
             raise CallSequenceChangedError(path)
-        layout = layouts[index][1]
-        for x, examples, learned in zip(tensors, layout, layouts.shapes[index], strict=False):
+        _, layout, shapes = layouts[index]
+        for x, examples, learned in zip(tensors, layout, shapes, strict=False):
             # A tensor without examples of another size may hold chosen rows, whose number depends on the batch.
             fits = x.shape == learned
             if examples is not None:
@@ -232,8 +221,9 @@ class CallRecord:
         if self._earlier is None:
             return None
         index, before = len(self._units) - 1, self._earlier._units
-        if index >= len(before) or before[index].name != path:
-            raise self._others(before[index].name if index < len(before) else "no call", path)
+        other = before[index].name if index < len(before) else None
+        if other != path:
+            raise calls_changed(CallSequenceChangedError(path if other is None else other))
         layout = find_layout(before[index], call, (self._earlier._size, self._size))
         self._learn(call, layout, [*inputs, *outputs])
         return layout
@@ -256,14 +246,13 @@ class CallRecord:
         return layout
 
     def _learn(self, call: Call, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        self.learned.learn(call, layout)
+        self.learned.append(LearnedCall(call.name, layout, call.shapes))
         pairs = zip(tensors, layout, strict=False)
         kept = [x.detach().clone() if examples and examples.rows > 1 else None for x, examples in pairs]
         self._rows.append(kept)
 
     @property
     def has_several_rows(self) -> bool:
-        """Whether some example has several rows in a tensor."""
         return any(x is not None for rows in self._rows for x in rows)
 
     def find_views(self, others: "Sequence[CallRecord]") -> None:
@@ -273,10 +262,11 @@ class CallRecord:
         the rows that stay show the order.
         """
         # If the calls depend on the examples, a later pass notices.
-        others = [other for other in others if list(other.learned) == list(self.learned)]
+        calls = [call[:2] for call in self.learned]
+        others = [other for other in others if [call[:2] for call in other.learned] == calls]
         found = dict[tuple[int, int], list[int]]()  # possible views, by the place of the call and of the tensor in it
         clear = dict[int, int]()  # the views of tensors for which one order fits, by the number of rows
-        for index, (path, layout) in enumerate(self.learned):
+        for index, (path, layout) in enumerate(calls):
             for place, (examples, x) in enumerate(zip(layout, self._rows[index], strict=False)):
                 if examples is not None and x is not None:
                     replaced = [other._rows[index][place] for other in others]
@@ -286,29 +276,22 @@ class CallRecord:
                     if len(options) == 1:
                         clear[examples.rows] = options[0]
         for (index, place), options in found.items():
-            path, layout = self.learned[index]
+            layout = self.learned[index].layout
             examples = cast(ExampleDim, layout[place])
             # Where examples are equal by chance, several orders fit: take that of other tensors of the model.
             views = options[0] if len(options) == 1 else clear.get(examples.rows, 1)
-            self.learned[index] = path, (*layout[:place], examples._replace(views=views), *layout[place + 1 :])
+            layout = (*layout[:place], examples._replace(views=views), *layout[place + 1 :])
+            self.learned[index] = self.learned[index]._replace(layout=layout)
 
     def unattributed(self, unit: str) -> list[str]:
         """Return the functions with shared values of a unit whose results could not be attributed to examples."""
-        names = [path for path, layout in self._layouts or () if path.startswith(f"{unit}[") and not layout]
+        names = [call.path for call in self._layouts or () if call.path.startswith(f"{unit}[") and not call.layout]
         return list(dict.fromkeys(path.removeprefix(f"{unit}[").removesuffix("]") for path in names))
 
     def finish(self) -> None:
         """End the record after the forward pass, and refuse it if it made fewer calls than were learned."""
         self.is_finished = True
         if self._layouts is not None and len(self.paths) != len(self._layouts):
-            raise CallSequenceChangedError(self._layouts[len(self.paths)][0])
+            raise CallSequenceChangedError(self._layouts[len(self.paths)].path)
         if self._earlier is not None and len(self._units) != len(self._earlier._units):
-            raise self._others(self._earlier._units[len(self._units)].name, "no call")
-
-    def _others(self, with_more: str, with_fewer: str) -> PrivacyError:
-        """Return the error for a model whose units are called in another order with one more example."""
-        pairs = ((with_more, self._size + 1), (with_fewer, self._size))
-        got = " and ".join(f"{path!r} with {size} examples" for path, size in pairs)
-        unit = with_fewer if with_more == "no call" else with_more
-        remedy = f"call each layer on all examples, or {REMEDY}"
-        return refused("the calls of layers", "not to depend on the examples", got, remedy, unit=unit)
+            raise calls_changed(CallSequenceChangedError(self._earlier._units[len(self._units)].name))
