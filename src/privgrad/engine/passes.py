@@ -84,27 +84,16 @@ class MemoryPlan:
         return max(together, 4 * size) if self._room is None else self._room, few, size
 
 
-@dataclass(frozen=True)
 class Backward:
-    """The result of a backward pass that can be differentiated again."""
+    """The gradients of the summed losses at taps and at their sources, with a graph for a second pass."""
 
-    taps: Sequence[Tap]
-    grads: Sequence[Tensor | None]  # at the taps; None for a tap that the losses do not reach
-    of_sources: Sequence[Tensor | None]  # of the taps' sources; None if there is none, or the losses do not reach it
-
-    @property
-    def detached(self) -> list[Tensor | None]:
-        """The gradients at the taps, without their graph."""
-        return [None if grad is None else grad.detach() for grad in self.grads]
-
-
-def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
-    """Compute the gradients of the summed losses at the taps and their sources, with a graph for a second pass."""
-    edges = [tap.edge for tap in taps]
-    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
-    grads = gradients_at([*edges, *sources], [losses.sum()], create_graph=True)
-    rest = iter(grads[len(taps) :])
-    return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
+    def __init__(self, losses: Tensor, taps: Sequence[Tap]) -> None:
+        sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
+        found = iter(gradients_at([*(tap.edge for tap in taps), *sources], [losses.sum()], create_graph=True))
+        self.taps = taps
+        self.grads = [next(found) for _ in taps]  # None for a tap that the losses do not reach
+        self.of_sources = [None if tap.source is None else next(found) for tap in taps]
+        self.detached = [None if grad is None else grad.detach() for grad in self.grads]
 
 
 def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
@@ -115,7 +104,6 @@ def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tenso
     enters phi twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which
     gives the pair (d phi / d (gradient of x), b).
     """
-    total = first.detached
     # Only the gradient of phi is needed: <delta, d b> + <b, d delta>.
     ends: list[Tensor] = []
     others: list[Tensor] = []
@@ -127,20 +115,17 @@ def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tenso
                 if end.requires_grad:
                     ends.append(end)
                     others.append(other.detach().to(end.dtype))
-    if not ends:  # the losses are linear in all outputs: only the computation of weights has curvature
-        pairs = zip(first.taps, total, strict=True)
-        return total, [
-            HvpTerms(grad, None, displacements) if tap.curved and grad is not None else None for tap, grad in pairs
-        ]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
-    added = gradients_at([*(tap.edge for tap in first.taps), *inner], ends, others)
+    edges = [*(tap.edge for tap in first.taps), *inner]
+    # Without ends, the losses are linear in all outputs: only the computation of weights has curvature.
+    added = gradients_at(edges, ends, others) if ends else [None] * len(edges)
     rest = iter(added[len(first.taps) :])
-    terms: list[HvpTerms | None] = []
-    for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
+    total, terms = list[Tensor | None](), list[HvpTerms | None]()
+    for tap, grad, add, back in zip(first.taps, first.detached, added, first.of_sources, strict=False):
         curved = next(rest) if back is not None and back.requires_grad else None
         terms.append(HvpTerms(grad, curved, displacements) if tap.curved and grad is not None else None)
-    pairs = zip(total, added, strict=False)  # `added` continues with the gradients of the inner edges
-    return [grad if grad is None or add is None else grad + add for grad, add in pairs], terms
+        total.append(grad if grad is None or add is None else grad + add)
+    return total, terms
 
 
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05
@@ -159,11 +144,9 @@ class Point:
 
     @property
     def is_displaced(self) -> bool:
-        """Whether the point differs from the weights."""
         return self.radius is not None or self.along is not None
 
     def doubled(self) -> "Point":
-        """Return the point in double precision."""
         along = {name: Dense(factor.dense().double()) for name, factor in (self.along or {}).items()}
         return replace(self, along=along or None)
 
@@ -221,11 +204,9 @@ class Passes:
             return self._collected(losses, capture, [tap.zeros for tap in capture.taps], room=0)
 
     def learn(self, few: Any) -> None:
-        """Learn the layouts of a pass at the weights from a few examples."""
         self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
 
     def learn_displaced(self, few: Any, *, exact: bool) -> None:
-        """Learn the layouts of a pass with displaced parameters."""
         vmapped = self.layouts.current.vmapped_units
         vmapped = vmapped | {p for p, unit in units(self.model, vmapped) if not self._displaces_cheaply(unit, exact)}
         self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
@@ -267,9 +248,9 @@ class Passes:
 
     def shared(self, before: int | None = None) -> str | None:
         """Return the last unit among the first `before` calls that computes a value for all examples, for errors."""
-        calls = list(self.layouts.current.calls or Calls())[:before]
+        calls = (self.layouts.current.calls or ())[:before]
         # A layout lists inputs, then outputs; () is unattributed. "unit[function]" is a call that errors cannot name.
-        shared = (path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1]))
+        shared = (path for path, layout, _ in reversed(calls) if layout and None in (layout[0], layout[-1]))
         return next((path for path in shared if "[" not in path), None)
 
     def _displacements(self, examples: Any, point: Point) -> Displacements | None:
@@ -292,7 +273,7 @@ class Passes:
         with differentiable(twice=True), self._forward(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))
-            first = backward(losses, capture.taps)
+            first = Backward(losses, capture.taps)
             found = self._collected(losses, capture, first.detached)
             if not found:
                 return {}, Displacements({}, torch.zeros(0))
