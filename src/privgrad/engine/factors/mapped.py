@@ -18,20 +18,17 @@ from privgrad.engine.factors.outer import Outer, RowRanges, largest_scale
 from privgrad.gradient.factor import Dense, Examples, Factor, Scaled, at_least_float32, term_bound_of
 from privgrad.gradient.transform import InputMap
 
+# The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once.
+# To hold x and the matrix, the first two, keeps their memory and their identity from other tensors.
+_Known = dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 
-class _Known:
-    """The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once."""
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
-
-    def of_inputs(self, x: Tensor, own: InputMap) -> Tensor:
-        views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
-        place = (id(own.matrix), own.bias is None, *views)
-        if place not in self._found:
-            # To hold x and the matrix keeps their memory and their identity from other tensors.
-            self._found[place] = x, own.matrix, own.of_inputs(x)
-        return self._found[place][2]
+def _mapped_inputs(x: Tensor, own: InputMap, known: _Known) -> Tensor:
+    views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
+    place = (id(own.matrix), own.bias is None, *views)
+    if place not in known:
+        known[place] = x, own.matrix, own.of_inputs(x)
+    return known[place][2]
 
 
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
@@ -73,7 +70,7 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -
 
 def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
     inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
-    mapped = known.of_inputs(inputs, own)
+    mapped = _mapped_inputs(inputs, own, known)
     bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
     return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
 

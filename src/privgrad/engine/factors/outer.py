@@ -4,7 +4,6 @@ Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
@@ -99,12 +98,12 @@ class Outer(LinearMapFactor):
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
         self.keeps = False
         self._kept: Tensor | None = None
-        self._of_b = _PositionNorms(self.b_BTO)
+        self._norms_of_b = dict[int, Tensor]()  # of positions, by the version of b
 
     def with_inputs(self, a_BTI: Tensor) -> "Outer":
         """Return the gradients of another weight, whose outputs have the same gradients."""
         found = Outer(a_BTI, self.b_BTO)
-        found._of_b = self._of_b  # both term bounds need these norms, which are computed once
+        found._norms_of_b = self._norms_of_b  # both term bounds need these norms, which are computed once
         return found
 
     def __getitem__(self, examples: Examples) -> "Outer":
@@ -206,7 +205,10 @@ class Outer(LinearMapFactor):
         if self.positions == 1:
             return None
         if inverse_scales is None:
-            return (position_norms(self.a_BTI) * self._of_b.norms()).sum(1)
+            version = self.b_BTO._version if not self.b_BTO.is_inference() else -1  # those do not count writes
+            if version < 0 or version not in self._norms_of_b:
+                self._norms_of_b[version] = position_norms(self.b_BTO)
+            return (position_norms(self.a_BTI) * self._norms_of_b[version]).sum(1)
         of_outputs, of_inputs = bounding_product(inverse_scales)
         return (position_norms(self.a_BTI * of_inputs) * position_norms(self.b_BTO * of_outputs)).sum(1)
 
@@ -297,22 +299,6 @@ class Outer(LinearMapFactor):
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
 
 
-class _PositionNorms:
-    """The norms of the positions of a tensor, for all factors that share it."""
-
-    def __init__(self, x_BTD: Tensor) -> None:
-        self.x_BTD = x_BTD
-        self._known: tuple[int, Tensor] | None = None
-
-    def norms(self) -> Tensor:
-        """Return `position_norms`, shape (B, T), computed again only if the tensor was written to."""
-        if self.x_BTD.is_inference():  # such a tensor does not count writes
-            return position_norms(self.x_BTD)
-        if self._known is None or self._known[0] != self.x_BTD._version:
-            self._known = self.x_BTD._version, position_norms(self.x_BTD)
-        return self._known[1]
-
-
 def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return r, shape (O,), and c, shape (I,), with s_oi <= r_o c_i for scales s: docs/mathematics.md (2.3)."""
     scales_OI = inverse_scales.flatten(2).amax(2) if inverse_scales.dim() > 2 else inverse_scales
@@ -320,30 +306,22 @@ def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
     return of_outputs, (scales_OI / of_outputs[:, None]).amax(0)
 
 
-@dataclass
-class _UnitSquares:
-    """The squares of one tensor of scales, and the version of the tensor that they belong to."""
-
-    version: int
-    largest: float
-    square: Tensor
-
-
-_unit_squares_of: MutableMapping[Tensor, _UnitSquares] = WeakTensorKeyDictionary()
+# By the tensor of scales: its version, the largest scale, and the squares.
+_unit_squares_of: MutableMapping[Tensor, tuple[int, float, Tensor]] = WeakTensorKeyDictionary()
 
 
 def _unit_squares(scales: Tensor) -> tuple[float, Tensor]:
     """Return the largest scale, and the squares of the scales divided by it; cached until the scales change."""
     known = None if scales.is_inference() else _unit_squares_of.get(scales)
-    if known is None or known.version != scales._version:
-        largest = largest_scale(scales)
-        square = torch.empty_like(scales) if known is None else known.square
-        for scale, squared in blocks(scales, square):
-            torch.div(scale, largest, out=squared).square_()
-        if scales.is_inference():
-            return largest, square
-        known = _unit_squares_of[scales] = _UnitSquares(scales._version, largest, square)
-    return known.largest, known.square
+    if known is not None and known[0] == scales._version:
+        return known[1:]
+    largest = largest_scale(scales)
+    square = torch.empty_like(scales) if known is None else known[2]
+    for scale, squared in blocks(scales, square):
+        torch.div(scale, largest, out=squared).square_()
+    if not scales.is_inference():
+        _unit_squares_of[scales] = scales._version, largest, square
+    return largest, square
 
 
 Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
@@ -426,7 +404,6 @@ class Combined(LinearMapFactor):
         return lost_B
 
     def of_patches(self) -> "Combined":
-        """Return the gradients as gradients of a linear map of patches, shape (O, F)."""
         return Combined(self.inner, self.rows.flatten(1), self.along_BO, self.level_BO)
 
     def apply(self, x_BTI: Tensor) -> Tensor:
