@@ -169,8 +169,8 @@ class Capture:
         path: str,
         tensor: Tensor,
         factors: Callable[..., Mapping[Tensor, Factor]],
+        inputs: Sequence[Tensor] = (),
         *,
-        inputs: Sequence[Tensor],
         delta: Callable[[Displacements], Tensor | None] | None = None,
         source: Tensor | None = None,
         curved: bool = False,
@@ -201,7 +201,7 @@ class Capture:
             moved = displacement_of(parameter, displacements)
             return None if moved is None else moved.dense()
 
-        return self._tap(path, copies.requires_grad_(), factors, inputs=[], delta=delta, copied=parameter)
+        return self._tap(path, copies.requires_grad_(), factors, delta=delta, copied=parameter)
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
@@ -239,10 +239,9 @@ class Capture:
         """Compute one call by a layer's rule from detached weights, and add a tap at the output."""
         call = LayerCall(path, rule, layer, weights, x, self._norms, curved=self._curved)
         output = call.forward(self._displacements)
-        if not self._curved:
-            return self._tap(path, output, call.factors, inputs=[call.x])
-        source = call.x if call.x.requires_grad else None
-        return self._tap(path, output, call.factors, inputs=[call.x], delta=call.delta, source=source, curved=True)
+        source = call.x if self._curved and call.x.requires_grad else None
+        delta = call.delta if self._curved else None
+        return self._tap(path, output, call.factors, [call.x], delta=delta, source=source, curved=self._curved)
 
     def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
@@ -261,7 +260,7 @@ class Capture:
             if any(examples is not None and examples.views > 1 for examples in layout):
                 args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
             moves = {} if self._displacements is None else {"displacements": self._displacements}
-            output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs, **moves)
+            output = forward(module, partial(self._tap, path), *args, **kwargs, **moves)
             output = self._arranged(path, set_apart, output, layout[count:])
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
@@ -377,7 +376,7 @@ class Capture:
         """Return whether a call can be computed by its rule: from weights, and not from copies of computed weights."""
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
-        return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
+        return all(self._shared.sources(w) == frozenset([id(w)]) if moves else w in self._shared for w in trained)
 
 
 def _untapped(tensor: Tensor, _: object) -> Tensor:

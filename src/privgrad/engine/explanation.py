@@ -208,7 +208,6 @@ def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
 def _steps(
     engine: Factored | Vmap, model: nn.Module, loss_fn: LossFunction, examples: Any
 ) -> dict[str, Callable[[], None]]:
-    """Return an ordinary and a private step, without noise and optimizer."""
     own, size = trainable(model), count_examples(examples)
 
     def ordinary() -> None:

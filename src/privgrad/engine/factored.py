@@ -58,8 +58,8 @@ class Fallback:
     and without this example may be computed in two ways, each within the bound of its own way: docs/rounding.md.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
-        self._model, self._layouts, self._alone = model, layouts, Vmap(model, loss_fn)
+    def __init__(self, model: nn.Module, layouts: LayoutCache) -> None:
+        self._model, self._layouts = model, layouts
         self.any = self.reached_loss = False  # whether some module is taken whole; and even the root, so the loss
         self._computed: int | None = None  # calls of the engine in this step; None before the first step
         self.reasons = dict[str, Reason]()  # of the refusals, by the path of the module that was taken whole
@@ -91,14 +91,6 @@ class Fallback:
         self._new = []
         if computed and self._computed is not None:
             self._computed += 1
-
-    def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
-        """Return the gradient of each example's loss, computed from a batch of one."""
-        if point.along is not None:
-            return self._alone.at(examples, point.along, point.share)
-        if point.radius is None:
-            return self._alone(examples)
-        return self._alone.moved(examples, point.radius, exact=point.exact)
 
     def _take(self, unit: str) -> str:
         """Take the unit whole, or the next module above those that are, and return its path; at last, the loss."""
@@ -143,7 +135,8 @@ class Factored:
         self._memory = MemoryPlan(model, memory_mb)
         self._passes = Passes(model, loss_fn, self._memory)
         self._layouts = self._passes.layouts
-        self._fallback = Fallback(model, loss_fn, self._layouts)
+        self._fallback = Fallback(model, self._layouts)
+        self._reference = Vmap(model, loss_fn)  # for whole losses
         self._schedule = CheckSchedule()
         self._compared = False  # whether the losses that the next check would compare were compared already
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
@@ -209,7 +202,11 @@ class Factored:
                 self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))
                 self._check_losses(examples)
             self._schedule.is_due = self._compared = False
-        return self._fallback.of_losses(examples, point)
+        if point.along is not None:
+            return self._reference.at(examples, point.along, point.share)
+        if point.radius is None:
+            return self._reference(examples)
+        return self._reference.moved(examples, point.radius, exact=point.exact)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.

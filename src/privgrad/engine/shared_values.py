@@ -43,15 +43,11 @@ class SharedValues:
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
         self._values = {id(p): _Value(p, p._version, True, u, None, sources=frozenset([id(p)])) for u, p in parameters}
-        self._parameters = set(self._values)
 
     def __contains__(self, tensor: object) -> bool:
         value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
         # The forward of an autograd.Function is seen, but not its backward: its result has a graph only afterwards.
         return value is not None and value.tensor.requires_grad == value.trained
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._parameters
 
     def unit(self, tensor: Tensor) -> str:
         """Return the path of the module to blame for a value: the owner of its first parameter."""
@@ -70,13 +66,16 @@ class SharedValues:
         """
         if tensor not in self:
             device, grad = tensor.device.type, torch.is_grad_enabled()
-            autocast = partial(
-                torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-            )
-            delayed = None if compute is None else partial(_within, grad, autocast, compute)
+            dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+            def in_the_same_modes(compute: Callable[[], Tensor]) -> Tensor:
+                with unseen_by_checkpoints(), torch.set_grad_enabled(grad), torch.autocast(device, dtype, enabled):
+                    return compute()
+
             versions = [(x, version_of(x)) for x in inputs]
             sources = frozenset[int]().union(*map(self.sources, inputs))
-            value = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions, sources=sources)
+            own = None if compute is None else partial(in_the_same_modes, compute)
+            value = _Value(tensor, tensor._version, tensor.requires_grad, unit, own, versions, sources=sources)
             self._values[id(tensor)] = value
 
     def rewrite(
@@ -110,12 +109,6 @@ def _written_to(unit: str) -> UnsupportedModuleError:
     # The write was through a view, or after the value was read.
     name, remedy = f"what '{unit}' computes once", f"work on a copy, or {REMEDY}"
     return refused(name, "not to be changed in place", "an in-place write", remedy, unit=unit)
-
-
-def _within(grad: bool, autocast: Callable[[], torch.autocast], compute: Callable[[], Tensor]) -> Tensor:
-    """Compute in the modes in which a value was added."""
-    with unseen_by_checkpoints(), torch.set_grad_enabled(grad), autocast():
-        return compute()
 
 
 # Functions that read no values, so that shared values need no copies there. Their calls are not recorded.

@@ -195,7 +195,6 @@ class VmappedUnit:
         return produced
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the last output, with these tensors in place of its own."""
         return tree_unflatten(filled(self._found[0], tensors), self._found[1])
 
     def _single(self, parameters: Mapping[str, Tensor], *inputs: Tensor) -> list[Tensor]:
@@ -208,7 +207,6 @@ class VmappedUnit:
     def _one_by_one(
         self, copies: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
     ) -> list[Tensor]:
-        """Return the tensors in the outputs of all examples, each computed by itself."""
         rows: list[list[Tensor]] = []
         for i in range(size):
             own = [x if dim is None else x[i].clone() for x, dim in zip(inputs, dims, strict=True)]
@@ -342,17 +340,14 @@ class LayerCall:
         if is_built_in(self._rule):
             return self._rule.factor(self._layer, name, self._detached, x, grad)
         rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
-        condition, remedy = (
-            f"to return a Factor with the gradients of {name!r}, shape (B, *{shape})",
-            "correct the rule",
-        )
+        condition = f"to return a Factor with the gradients of {name!r}, shape (B, *{shape})"
         try:
             found = cast("object", self._rule.factor(self._layer, name, self._detached, x, grad))
         except Exception as error:
-            raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), remedy) from error
+            raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), "") from error
         if not isinstance(found, Factor) or (found.examples, tuple(found.shape)) != (len(grad), shape):
             got = f"shape {(found.examples, *found.shape)}" if isinstance(found, Factor) else type(found).__name__
-            raise refused(rule, condition, got, remedy)
+            raise refused(rule, condition, got, "")
         return found
 
 

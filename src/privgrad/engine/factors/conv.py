@@ -45,7 +45,6 @@ class Geometry:
     groups: int
 
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the output in space."""
         sizes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in sizes)
 

@@ -32,7 +32,6 @@ class Displacement:
         return Displacement(self.factor[examples], self.share[examples])
 
     def dense(self) -> Tensor:
-        """Return the displacements in full, shape (B, *P)."""
         return self.factor.dense() * self._share(len(self.factor.shape))
 
     def for_rows(self, x: Tensor) -> Tensor:
@@ -40,7 +39,6 @@ class Displacement:
         return _for_rows(self.dense(), x)
 
     def added_to(self, parameter: Tensor) -> Tensor:
-        """Return the moved parameters, shape (B, *P)."""
         share = self._share(len(self.factor.shape))
         return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
@@ -82,7 +80,6 @@ class PerSampleWeight:
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
     def displacement(self) -> Displacement:
-        """Return the displacement of each example's weight from the common weight."""
         weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
         with torch.no_grad():
@@ -91,7 +88,6 @@ class PerSampleWeight:
         return Displacement(Dense(moved), moved.new_ones(len(moved)))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """Return gradients with respect to each parameter, given gradients with respect to the weight."""
         size = self._examples
         pulled = {own: own.new_empty(size, *own.shape) for own in self._own.values()}
         grads = grads if grads.examples == size else grads.merge(grads.examples // size)
@@ -115,7 +111,6 @@ class PerSampleWeight:
         return [slice(start, start + few) for start in range(0, self._examples, few)]
 
     def _points(self, part: slice) -> dict[str, Tensor]:
-        """Return the parameters of some examples, each of shape (B, *P)."""
         moved = {
             name: displacement[part].added_to(self._own[name].detach())
             for name, displacement in self._displacements.items()
@@ -142,7 +137,6 @@ class Displacements:
     share: Tensor  # share_i, shape (B,)
 
     def of(self, weights: Mapping[str, Tensor]) -> dict[str, Displacement]:
-        """Return the displacements of those of the given parameters that move, by name."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
         return {name: Displacement(factor, self.share) for name, factor in found.items() if factor is not None}
 

@@ -145,7 +145,6 @@ class SharedSums:
         self._found: RowSums | None = None
 
     def of(self, row_map: RowMap) -> RowSums:
-        """Return the sums for a map; those of a weight have the same u."""
         if self._found is None:
             self._found = RowSums.of(self._grads, row_map.unit_OF)
         return self._found
@@ -227,7 +226,6 @@ class Jacobian:
 
     @cached_property
     def rows(self) -> RowMap | None:
-        """J in closed form, or None."""
         return None if self._rows is None else self._rows(self)
 
     def pull(self, grad: Tensor, *, batched: bool = False) -> Tensor:
@@ -242,7 +240,6 @@ class Jacobian:
 
     @cached_property
     def norm(self) -> float:
-        """The upper bound on the spectral norm of J."""
         if self.rows is not None:
             return self.rows.spectral_norm
         return self._norm(self) if callable(self._norm) else self._norm
@@ -295,7 +292,6 @@ class JacobianNorms:
         self._maps.clear()
 
     def of(self, key: object, jacobian: Jacobian) -> float:
-        """Return the norm of the key's Jacobian, from the cache or measured now."""
         step, known = self._step, self._found.get(key)
         if known is not None and known.start.shape != jacobian.weight.shape:
             known = None

@@ -31,7 +31,6 @@ class Routes:
         yield from zip(examples, a, b, strict=True)
 
     def gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (i, the gradient of example i, shape (O, I)) for each example that uses the expert."""
         for example, a_TI, b_TO in self.by_example():
             yield example, b_TO.mT @ a_TI
 

@@ -167,7 +167,6 @@ class StandardizedWeight:
         return "original" in displacements and isinstance(displacements["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """Return gradients with respect to each parameter, given gradients with respect to the weight."""
         h = grads if self.takes(grads) else _rows_of(grads)
         sums = RowSums.of(h, self.rows.flatten(1))
         mean_BO, along_BO = sums.mean, sums.along / self.fan_in
@@ -228,7 +227,6 @@ class StandardizedWeight:
         return self.named(found, fan_in**0.5 * along_tBO + of_gain_BO)
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
-        """Return the factors by parameter, for the parameters that are trained."""
         found = {n: original if n == "original" else Dense(gain_BO.view(-1, *p.shape)) for n, p in self.own.items()}
         return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
 
@@ -270,14 +268,12 @@ class MovedStandardizedWeight:
         self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def displacement(self) -> Displacement:
-        """Return the displacement of each example's weight from the common weight."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
         moved = Combined(by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """Return gradients with respect to each parameter, given gradients with respect to each example's weight."""
         rows, fan_in = self._rows, self._common.fan_in
         h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
         mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in

@@ -73,7 +73,8 @@ def attention_forward(
     q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
-        weights = _weights(q_BHTD, k_BHSD, mask, dropout)
+        scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
+        weights = F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
         mixed_BHTD = weights @ v_BHSD
         weights = weights.mean(1) if average_attn_weights else weights
     else:
@@ -87,11 +88,6 @@ def attention_forward(
 def _heads(module: nn.MultiheadAttention, tensor: Tensor) -> Tensor:
     (size, length, width), heads = tensor.shape, cast(int, module.num_heads)
     return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
-
-
-def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
-    return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, moves: Displacements | None, *roles: Tensor) -> list[Tensor]:

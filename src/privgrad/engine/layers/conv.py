@@ -55,10 +55,9 @@ class _Convolution(Rule):
     def _padded(self, layer: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         """Return the input, padded where a Geometry cannot express the padding, and the geometry."""
         padding = layer.padding
-        if layer.padding_mode != "zeros":
-            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), (0,) * (x.dim() - 2)
-        elif isinstance(padding, str):  # "same" may pad one side by one more
-            x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
+        if layer.padding_mode != "zeros" or isinstance(padding, str):  # "same" may pad one side by one more
+            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,) * (x.dim() - 2)
         return x, _geometry(layer, padding)
 
 

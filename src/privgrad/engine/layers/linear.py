@@ -37,7 +37,6 @@ class Linear(Rule):
         return by_rows(cast(Tensor, moved), x.shape[:-1])
 
     def moved(self, layer: Any, parameters: Weights, displacements: Moves, x: Tensor) -> Tensor:
-        """Return the output at moved parameters, by one product with these if that is faster."""
         weight, size = parameters["weight"], len(next(iter(displacements.values())).share)
         x_BTI = x.reshape(size, x.shape[:-1].numel() // size, x.shape[-1])
         own = displacements.get("weight")

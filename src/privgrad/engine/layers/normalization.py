@@ -70,7 +70,6 @@ class _Normalization(Rule):
     has_delta = is_bilinear = True
 
     def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
-        """Return the rule of scaling and shifting, and the normalized input; for Hessian products."""
         return _ScaleAndShift(self), self.twice_differentiable(layer, x)
 
     def delta(self, layer: Any, displacements: Moves, x: Tensor) -> Tensor:

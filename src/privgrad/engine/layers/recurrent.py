@@ -172,7 +172,6 @@ class EachWeight:
 
     @staticmethod
     def of(parameter: Tensor, displacements: Displacements | None) -> "EachWeight":
-        """Return a parameter, displaced if it moves."""
         weight, displacement = parameter.detach(), displacement_of(parameter, displacements)
         if displacement is None:
             return EachWeight(weight)
