@@ -53,7 +53,7 @@ def test_the_pages_code_runs(
         monkeypatch.setenv(name, value)  # as torchrun does
     if page != "README.md" and not page.startswith(pages.LESSONS):  # by PLD where outputs are shown; it takes seconds
         account_by_rdp(monkeypatch)
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # a page registers a rule
+    monkeypatch.setattr(base, "_LAYERS", dict(base._LAYERS))  # a page registers a rule
     torch.manual_seed(0)
     try:
         pages.run_python(page, lambda: capsys.readouterr().out)

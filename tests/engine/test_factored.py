@@ -465,8 +465,7 @@ def test_a_rule_of_wrong_shapes_or_that_fails_is_named(wrong: Any):
 
 @pytest.mark.parametrize("layer", [nn.Linear, nn.LSTM, "torch.nn.modules.linear.Linear"])
 def test_a_rule_of_privgrad_is_replaced_on_request_only(layer: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
-    monkeypatch.setattr(base, "_FORWARDS", dict(base._FORWARDS))
+    monkeypatch.setattr(base, "_LAYERS", dict(base._LAYERS))
 
     class Own(LinearRule):
         pass

@@ -289,11 +289,11 @@ class Factored:
         few = self._few(examples)
         try:
             self._learn(few)
-        except (CallSequenceChangedError, UnitRefusedError):  # for instance, the calls differ in evaluation mode
+        except (CallSequenceChangedError, UnsupportedModuleError) as refusal:
             self._layouts.current.calls = None
-            raise
-        except UnsupportedModuleError as refusal:
-            self._layouts.current.calls = None
+            # For instance, the calls differ in evaluation mode.
+            if isinstance(refusal, CallSequenceChangedError | UnitRefusedError):
+                raise
             with self._double(refusal) as twin:
                 twin._learn(map_examples(doubled, few))
             displaced, self._layouts.current = self._layouts.current.displaced, twin._layouts.current

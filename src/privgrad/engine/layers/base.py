@@ -104,8 +104,7 @@ class Rule(ABC):
         return True
 
 
-_RULES: dict[type[nn.Module] | str, Rule] = {}
-_FORWARDS: dict[type[nn.Module] | str, Callable[..., Any]] = {}
+_LAYERS: dict[type[nn.Module] | str, Rule | Callable[..., Any]] = {}  # a rule, or a forward with taps
 
 RuleType = TypeVar("RuleType", bound=Rule)
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -136,14 +135,13 @@ def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Call
         for layer in layers:
             if isinstance(layer, str) and "." not in layer:  # no layer would ever have this name
                 raise expected("register_rule", "a layer", "to be a class or 'package.module.Class'", repr(layer))
-            before = [key for key in (*_RULES, *_FORWARDS) if _name_of(key) == _name_of(layer)]
-            if not replace and any(key in _FORWARDS or is_built_in(_RULES[key]) for key in before):
+            before = [key for key in _LAYERS if _name_of(key) == _name_of(layer)]
+            if not replace and any(is_built_in(_LAYERS[key]) for key in before):
                 remedy = "register it for a subclass of your own, or with replace=True for the whole process"
                 raise expected("register_rule", "a layer", "without a rule of privgrad", _name_of(layer), remedy)
             for key in before:
-                _RULES.pop(key, None)
-                _FORWARDS.pop(key, None)
-            _RULES[layer] = rule()
+                del _LAYERS[key]
+            _LAYERS[layer] = rule()
         return rule
 
     return register
@@ -153,17 +151,17 @@ def _name_of(layer: type[nn.Module] | str) -> str:
     return layer if isinstance(layer, str) else f"{layer.__module__}.{layer.__qualname__}"
 
 
-def is_built_in(rule: Rule) -> bool:
-    """Return whether a rule is part of privgrad."""
-    return type(rule).__module__.startswith("privgrad.")
+def is_built_in(way: Rule | Callable[..., Any]) -> bool:
+    """Return whether a rule is part of privgrad, as all forwards with taps are."""
+    return not isinstance(way, Rule) or type(way).__module__.startswith("privgrad.")
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
     """Return the rule for this layer, or None."""
     # A subclass of a known type or a layer with a replaced forward has none, because it may compute anything.
     kind = parametrize.type_before_parametrizations(layer)
-    rule = _RULES.get(kind) or _RULES.get(_name_of(kind))
-    if rule is None or "forward" in vars(layer) or not rule.supports(layer):
+    rule = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind))
+    if not isinstance(rule, Rule) or "forward" in vars(layer) or not rule.supports(layer):
         return None
     return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
 
@@ -176,7 +174,7 @@ def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forw
     """
 
     def register(forward: Forward) -> Forward:
-        _FORWARDS.update(dict.fromkeys(layers, forward))
+        _LAYERS.update(dict.fromkeys(layers, forward))
         return forward
 
     return register
@@ -185,10 +183,9 @@ def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forw
 def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
     """Return the forward with taps; None for subclasses, parametrized modules and replaced forwards."""
     kind = type(layer)
-    forward = _FORWARDS.get(kind) or _FORWARDS.get(_name_of(kind))
-    if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
-        return None
-    return forward
+    forward = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind))
+    own = "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules()))
+    return None if isinstance(forward, Rule) or own else forward
 
 
 def takes_displacements(layer: nn.Module) -> bool:

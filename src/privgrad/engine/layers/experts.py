@@ -142,9 +142,7 @@ class _AddMoved(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_MO: Tensor
-    ) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not ctx.needs_input_grad[1]:
             return grad_MO, None, None
         grad_MI = grad_MO.new_zeros(ctx.shape, dtype=ctx.dtype)
