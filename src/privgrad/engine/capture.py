@@ -171,10 +171,8 @@ class Capture:
         factors: Callable[..., Mapping[Tensor, Factor]],
         inputs: Sequence[Tensor] = (),
         *,
-        delta: Callable[[Displacements], Tensor | None] | None = None,
-        source: Tensor | None = None,
-        curved: bool = False,
         copied: Tensor | None = None,
+        **curvature: Any,
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         if tensor.grad_fn is not None and tensor._is_view():
@@ -184,10 +182,9 @@ class Capture:
         if not self.record.is_finished and tensor.requires_grad:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             functions = self._functions_of.setdefault(id(copied), {})
-            is_copy = copied is not None
-            if not is_copy and cast(Any, forward_ad)._current_level >= 0:
+            if copied is None and cast(Any, forward_ad)._current_level >= 0:
                 raise _differentiated()
-            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
+            self.taps.append(Tap(path, edge, zeros, factors, versions, copied is not None, functions, **curvature))
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -54,13 +54,12 @@ class Tap:
     # gradient at the edge -> factors by parameter; if `curved`, HvpTerms are its second argument
     factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]  # the tensors that `factors` uses, with their versions, to detect in-place writes
+    is_copy: bool  # whether it leads to copies of a parameter; their gradients are zero if no loss uses it
+    functions: Mapping[str, str]  # the functions that need these copies, each with what would be faster
     # for Hessian products: displacements of the parameters -> their effect on this tensor, to first order
     delta: Callable[[Displacements], Tensor | None] | None = None
     source: Tensor | None = None  # for Hessian products: the unit's input, if gradients flow to it
     curved: bool = False  # whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge
-    is_copy: bool = False  # whether it leads to copies of a parameter; their gradients are zero if no loss uses it
-    # the functions that need these copies, each with what would be faster; for `use_of`
-    functions: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from privgrad.engine.factors.outer import position_norms
-from privgrad.gradient.factor import Examples, Factor, at_least_float32, norms_of, sum_of_products
+from privgrad.gradient.factor import Examples, Factor, at_least_float32, masked, norms_of, sum_of_products
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,8 @@ class Routed(Factor):
         return total
 
     def mask(self, kept_B: Tensor) -> "Routed":
-        routes = list[Routes]()
-        for r in self.routes:
-            b_MO = torch.where(kept_B[r.example, None], r.b, 0.0)
-            routes.append(Routes(r.expert, r.example, torch.where(kept_B[r.example, None], r.a, 0.0), b_MO))
+        kept = [(r, kept_B[r.example]) for r in self.routes]
+        routes = [Routes(r.expert, r.example, masked(r.a, kept_M), masked(r.b, kept_M)) for r, kept_M in kept]
         return Routed(routes, self.examples, self.shape, self._positions)
 
     def merge(self, parts: int) -> "Routed":

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.engine.factors.displacement import Displacements
+from privgrad.engine.factors.displacement import Displacement, Displacements, displacement_of
 from privgrad.engine.factors.outer import RowRanges
 from privgrad.engine.layers.base import (
     Tap,
+    applied,
     is_trained,
-    moved_output,
     of_linear_maps,
     register_forward,
     require_unwritten,
@@ -81,7 +81,7 @@ def attention_forward(
         used = None if hint else mask
         mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, used, dropout, is_causal=hint)
     mixed, out = mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj
-    output = _linear(tap, displacements, mixed, out.weight, out.bias)
+    output = _linear(tap, displacements, mixed, out.weight, out.bias, {})
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
@@ -101,7 +101,7 @@ def _projected(module: nn.MultiheadAttention, tap: Tap, moves: Displacements | N
     found: list[Tensor] = []
     for first, end in groups:
         part = slice(first * module.embed_dim, end * module.embed_dim)
-        rows = None if end - first == 3 else dict.fromkeys(packed, part)
+        rows = {} if end - first == 3 else dict.fromkeys(packed, part)
         inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
         own = getattr(module, f"{'qkv'[first]}_proj_weight") if weight is None else weight
         found += _linear(tap, moves, inputs, own, bias, rows).chunk(end - first, 2)
@@ -109,27 +109,27 @@ def _projected(module: nn.MultiheadAttention, tap: Tap, moves: Displacements | N
 
 
 def _linear(
-    tap: Tap,
-    displacements: Displacements | None,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Mapping[Tensor, slice] | None = None,
+    tap: Tap, moves: Displacements | None, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Mapping[Tensor, slice]
 ) -> Tensor:
-    """Return inputs weight^T + bias, passed through the tap; of parameters in `rows`, with these rows only."""
-    used, version = rows or {}, version_of(inputs)
+    """Return x weight^T + bias, passed through the tap; of parameters in `rows`, with these rows only."""
+    version = version_of(x)
 
     def values(own: Tensor) -> Tensor:
-        return own.detach()[used[own]] if own in used else own.detach()
+        return own.detach()[rows[own]] if own in rows else own.detach()
 
     def factors(grad_BTO: Tensor) -> dict[Tensor, Factor]:
-        require_unwritten(_NAME, inputs, version)
-        found = of_linear_maps([(weight, bias, inputs.detach())], grad_BTO)
-        return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
+        require_unwritten(_NAME, x, version)
+        found = of_linear_maps([(weight, bias, x.detach())], grad_BTO)
+        return {own: RowRanges([(rows[own].start, f)], own.shape) if own in rows else f for own, f in found.items()}
 
-    output = F.linear(inputs, values(weight), None if bias is None else values(bias))
-    if displacements is not None:
-        output = moved_output(output, inputs, weight, bias, displacements, rows=used)
+    output = F.linear(x, values(weight), None if bias is None else values(bias))
+    if (of_weight := displacement_of(weight, moves)) is not None:
+        if weight in rows:
+            of_weight = Displacement(Dense(of_weight.dense()[:, rows[weight]]), torch.ones_like(of_weight.share))
+        output = output + applied(of_weight, x).to(output.dtype)
+    if bias is not None and (of_bias := displacement_of(bias, moves)) is not None:
+        moved_BO = of_bias.for_rows(x)[:, rows.get(bias, slice(None))]
+        output = output + moved_BO[:, None].to(output.dtype)
     return tapped(tap, output, factors)
 
 

@@ -253,32 +253,12 @@ def moved_linear(x_TRI: Tensor, weight: Tensor, bias: Tensor | None, displacemen
     if bias is not None and bias.dim() == 2:
         output = output + bias
     if displacement is not None:
-        output = output + _applied(displacement, x_TRI.transpose(0, 1)).transpose(0, 1).to(output.dtype)
+        output = output + applied(displacement, x_TRI.transpose(0, 1)).transpose(0, 1).to(output.dtype)
     return output
 
 
-def moved_output(
-    output_RTO: Tensor,
-    x_RTI: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    displacements: Displacements,
-    *,
-    rows: Mapping[Tensor, slice],
-) -> Tensor:
-    """Return an output with the effect of displacements added; of parameters in `rows`, it used these rows."""
-    of_weight = displacement_of(weight, displacements)
-    if of_weight is not None:
-        if weight in rows:
-            of_weight = Displacement(Dense(of_weight.dense()[:, rows[weight]]), torch.ones_like(of_weight.share))
-        output_RTO = output_RTO + _applied(of_weight, x_RTI).to(output_RTO.dtype)
-    if bias is not None and (of_bias := displacement_of(bias, displacements)) is not None:
-        moved_RO = of_bias.for_rows(x_RTI)[:, rows.get(bias, slice(None))]
-        output_RTO = output_RTO + moved_RO[:, None].to(output_RTO.dtype)
-    return output_RTO
-
-
-def _applied(displacement: Displacement, x_RTI: Tensor) -> Tensor:
+def applied(displacement: Displacement, x_RTI: Tensor) -> Tensor:
+    """Return D_i x for every position of every row; an example may have several rows."""
     x_BTI = at_least_float32(x_RTI).reshape(len(displacement.share), -1, x_RTI.shape[2])
     return by_rows(displacement.apply(x_BTI), x_RTI.shape[:2])
 

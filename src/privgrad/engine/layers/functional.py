@@ -81,7 +81,7 @@ def _matmul(input: Tensor, other: Tensor) -> Product | None:
 def _convolution(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Maybe = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,

@@ -101,13 +101,7 @@ def cell_forward(
 
 
 def _direction(
-    module: nn.RNNBase | nn.RNNCellBase,
-    suffix: str,
-    tap: Tap,
-    displacements: Displacements | None,
-    inputs: Tensor,
-    hidden_BP: Tensor,
-    cell_BH: Tensor,
+    module: Any, suffix: str, tap: Tap, moves: Displacements | None, inputs: Tensor, hidden_BP: Tensor, cell_BH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one direction's outputs (T, B, P), last hidden state (B, P), and last cell (B, H) that an LSTM changes."""
     reverse = suffix.endswith("_reverse")
@@ -115,7 +109,7 @@ def _direction(
     version = version_of(inputs)
 
     def parameter(name: str) -> Tensor:
-        return cast("Tensor", getattr(module, name + suffix))
+        return getattr(module, name + suffix)
 
     def of_gates(grad_TBG: Tensor) -> dict[Tensor, Factor]:
         require_unwritten(type(module).__name__, inputs, version)
@@ -135,17 +129,17 @@ def _direction(
 
     own_ih, own_hh = parameter("weight_ih"), parameter("weight_hh")
     own_bias_ih, own_bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, None)
-    weight_hh, zero, extra_TBH = EachWeight.of(own_hh, displacements), hidden_BP.new_zeros(()), cell_BH
+    weight_hh, zero, extra_TBH = EachWeight.of(own_hh, moves), hidden_BP.new_zeros(()), cell_BH
     size = len(hidden_BP)
-    bias_ih = None if own_bias_ih is None else values_of(own_bias_ih, displacements, size)
-    bias_hh = None if own_bias_hh is None else values_of(own_bias_hh, displacements, size)
+    bias_ih = None if own_bias_ih is None else values_of(own_bias_ih, moves, size)
+    bias_hh = None if own_bias_hh is None else values_of(own_bias_hh, moves, size)
     if bias_ih is not None and bias_hh is not None and not isinstance(module, nn.GRU | nn.GRUCell):
         bias_ih = bias_ih + bias_hh
-    pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, displacements), of_gates)
+    pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, moves), of_gates)
     if isinstance(module, nn.LSTM | nn.LSTMCell):
         weight_hr = nothing_TBP = None
         if getattr(module, "proj_size", 0):  # add zeros to each projected state: their gradient is the state's
-            weight_hr = EachWeight.of(parameter("weight_hr"), displacements)
+            weight_hr = EachWeight.of(parameter("weight_hr"), moves)
             nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
         hidden, cell_BH, extra_TBH = cast("Any", _LSTM).apply(*arguments)
