@@ -9,7 +9,7 @@ Shape suffixes: B examples, I inputs, O outputs.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -47,6 +47,10 @@ class Geometry:
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
         sizes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in sizes)
+
+    def convolved(self, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        sizes, zeros = (self.stride, self.padding, self.dilation), (0,) * len(self.kernel)
+        return torch.convolution(x, weight, None, *sizes, False, zeros, groups)
 
     def by_patches(self, positions: Sequence[int]) -> bool:
         """Return whether to write patches out, which pays off for few positions and one group."""
@@ -92,9 +96,7 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
         return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *positions)
     # One grouped convolution: each example is a group of channels, and its parts are the batch.
     rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-    zeros, groups = (0,) * len(positions), geometry.groups * size
-    weights, options = weight.dense().flatten(0, 1).to(x.dtype), (geometry.stride, geometry.padding, geometry.dilation)
-    found = torch.convolution(rows, weights, None, *options, False, zeros, groups)
+    found = geometry.convolved(rows, weight.dense().flatten(0, 1).to(x.dtype), geometry.groups * size)
     return found.reshape(len(found), size, -1, *positions).transpose(0, 1).flatten(0, 1)
 
 
@@ -201,9 +203,8 @@ class Convolution(LinearMapFactor):
     def row_products(self, rows_OF: Tensor) -> Tensor:
         """Return the inner product of each row of each gradient with the row of a common matrix, shape (B, O)."""
         # The convolution with these rows as its weight is faster than the same product with patches.
-        geometry, zeros = self.geometry, (0,) * len(self.geometry.kernel)
-        options = (geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups)
-        outputs = torch.convolution(self.x, rows_OF.reshape(self.shape).to(self.x.dtype), None, *options)
+        rows = rows_OF.reshape(self.shape).to(self.x.dtype)
+        outputs = self.geometry.convolved(self.x, rows, self.geometry.groups)
         return (outputs * self.b).flatten(2).sum(2).view(self.examples, self.parts, -1).sum(1)
 
     @property
@@ -233,9 +234,7 @@ class Convolution(LinearMapFactor):
         # with the kernel b, where stride and dilation are exchanged.
         geometry, channels = self.geometry, len(self.x) * self.shape[0]
         x, b = self.x.reshape(1, channels, *self.x.shape[2:]), self.b.reshape(channels, 1, *self.b.shape[2:])
-        zeros = (0,) * len(geometry.kernel)
-        options = (geometry.dilation, geometry.padding, geometry.stride, False, zeros, channels)
-        found = torch.convolution(x, b, None, *options)
+        found = replace(geometry, stride=geometry.dilation, dilation=geometry.stride).convolved(x, b, channels)
         for dim, size in enumerate(geometry.kernel):  # a stride that leaves a rest adds shifts beyond the kernel
             found = found.narrow(2 + dim, 0, size)
         return found.reshape(self.examples, self.parts, *self.shape).sum(1)

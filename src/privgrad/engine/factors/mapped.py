@@ -80,8 +80,7 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
     geometry, x, b = weight.geometry, weight.x, weight.b
     across, constant = (part.to(x) for part in own.constant)
     kernel = across.view(1, *weight.shape[1:]).expand(geometry.groups, *weight.shape[1:])
-    sizes = (geometry.stride, geometry.padding, geometry.dilation)
-    shares = torch.convolution(x, kernel, None, *sizes, False, [0] * len(geometry.kernel), geometry.groups) + constant
+    shares = geometry.convolved(x, kernel, geometry.groups) + constant
     # The sum over positions of the output gradient times the mapped constant of the patch there.
     grads = b.reshape(len(b), geometry.groups, -1, *b.shape[2:]) * shares[:, :, None]
     return grads.reshape(weight.examples, weight.parts, weight.shape[0], -1).sum((1, 3))

@@ -55,9 +55,7 @@ def attention_forward(
         got = "a nested tensor" if query.is_nested else f"a tensor of shape {tuple(query.shape)}"
         remedy = "give a batch of padded sequences, of size 1 for a single one"
         raise expected(_NAME, "query", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
-    if is_causal and attn_mask is None:
-        remedy = "give the causal mask, since is_causal only describes attn_mask"
-        raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
+    # torch refuses is_causal without a mask, and masks of other shapes, when the loss is tried with its own forward.
     q_BTE, k_BSE, v_BSE = _projected(module, tap, displacements, query, key, value)
     shape = (len(q_BTE), module.num_heads, q_BTE.shape[1], k_BSE.shape[1])
     mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
@@ -148,7 +146,6 @@ def _merged(
 ) -> Tensor | None:
     """Return both masks as one tensor that is added to the scores, of a shape that broadcasts to (B, H, T, S)."""
     size, heads, length, keys = shape
-    # torch refuses other shapes, and masks of integers, when the loss is tried with the module's own forward.
     of_attention: Any = {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape}
     of_padding: Any = {(size, keys): (size, 1, 1, keys)}
     merged: Tensor | None = None
