@@ -6,7 +6,7 @@ copy of the parameter for each example. A use that is not seen keeps the graph o
 losses that depend on these.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, cast
@@ -165,14 +165,7 @@ class Capture:
         return output
 
     def _tap(
-        self,
-        path: str,
-        tensor: Tensor,
-        factors: Callable[..., Mapping[Tensor, Factor]],
-        inputs: Sequence[Tensor] = (),
-        *,
-        copied: Tensor | None = None,
-        **curvature: Any,
+        self, path: str, tensor: Tensor, factors: Any, inputs: Sequence[Tensor] = (), *, copied: Any = None, **hvp: Any
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         if tensor.grad_fn is not None and tensor._is_view():
@@ -184,7 +177,7 @@ class Capture:
             functions = self._functions_of.setdefault(id(copied), {})
             if copied is None and cast(Any, forward_ad)._current_level >= 0:
                 raise _differentiated()
-            self.taps.append(Tap(path, edge, zeros, factors, versions, copied is not None, functions, **curvature))
+            self.taps.append(Tap(path, edge, zeros, factors, versions, copied is not None, functions, **hvp))
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:
