@@ -60,7 +60,7 @@ class Fallback:
 
     def __init__(self, model: nn.Module, layouts: LayoutCache) -> None:
         self._model, self._layouts = model, layouts
-        self.any = self.reached_loss = False  # whether some module is taken whole; and even the root, so the loss
+        self.reached_loss = False  # whether even the root is taken whole, so the loss
         self._computed: int | None = None  # calls of the engine in this step; None before the first step
         self.reasons = dict[str, Reason]()  # of the refusals, by the path of the module that was taken whole
         self._new = list[str]()  # the modules taken so far, until an attempt is accepted
@@ -75,7 +75,7 @@ class Fallback:
         if self.reached_loss:
             raise refusal from None
         self._new.append(self._take(refusal.unit))
-        self.any, self.reasons[self._new[-1]] = True, refusal.reason
+        self.reasons[self._new[-1]] = refusal.reason
         if self._computed:
             self._computed = 0
             raise StepChangedError from None
@@ -442,9 +442,8 @@ class Factored:
             return
         require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, self._schedule.novel)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
-        if self._fallback.any and self._schedule.depth > 0:
-            few = self._few(examples, fill=False)
-            require_apart(self._model, self._loss_fn, few, self._randomness)
+        if self._fallback.reasons and self._schedule.depth > 0:
+            require_apart(self._model, self._loss_fn, self._few(examples, fill=False), self._randomness)
 
     @contextmanager
     def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:
