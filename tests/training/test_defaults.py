@@ -176,7 +176,10 @@ def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
         ({"loss_fn": 3}, "not callable"),
         ({"model": nn.LayerNorm(4), "public_batch": torch.randn(3, 4), "loss_fn": None}, "to call a trained layer"),
         ({"public_batch": (torch.zeros(3, 4), torch.zeros(2))}, "a length that differs"),
-        ({"public_batch": make_data().tensors[0][:0], "loss_fn": None}, "number of public examples to be an integer >= 1, got 0"),
+        (
+            {"public_batch": make_data().tensors[0][:0], "loss_fn": None},
+            "number of public examples to be an integer >= 1, got 0",
+        ),
         ({"public_batch": data}, r"got TensorDataset; give one batch: public_set\[:256\]"),
         ({"public_batch": DataLoader(data)}, r"got DataLoader; give one batch: .* or next\(iter\(loader\)\)"),
         ({"public_batch": [data[0], data[1]]}, "got a number for an example; give one batch"),
