@@ -98,7 +98,7 @@ class BatchSampler(Sampler[Draw]):
         with processes.all_succeed():
             _require_samplable(dataset, num_examples, scheme, processes)
         rows = dataset.dataset if isinstance(dataset, ClassRates) else dataset
-        self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
+        self._relative: float | np.ndarray = dataset.relative if isinstance(dataset, ClassRates) else 1.0
         self.dataset = Examples(rows, collate)
         self._count = len(cast("Sequence[Any]", dataset))
         ask_about_rows(dataset, num_examples, privacy_unit)
@@ -135,21 +135,17 @@ class BatchSampler(Sampler[Draw]):
 
     def _draw(self, step: int) -> Draw:
         drawn = replace(self._drawn, step=step)
-        if drawn.scheme == "poisson":
-            if self._relative is None:
-                chosen = _poisson(self._stream, step, drawn.sample_rate, self._count)
-            else:
-                chosen = _poisson_each(self._stream, step, drawn.sample_rate * self._relative)
-            if self._bands > 1:
-                chosen = chosen[self.groups[chosen] == step % self._bands]
-            chosen = chosen[chosen % drawn.processes == drawn.rank]
-        elif drawn.scheme == "truncated":
-            chosen = _poisson(self._stream, step, drawn.sample_rate, self._count)
+        if drawn.scheme == "fixed":
+            chosen = _fixed(self._stream, step, drawn.expected_batch_size, self._count)
+        else:
+            chosen = _poisson(self._stream, step, drawn.sample_rate * self._relative, self._count)
+        if drawn.scheme == "truncated":
             # A uniform subset of the sample: its members in random order, cut off. Two words tie once in 2^64.
             order = np.argsort(self._truncating.uint64(step, len(chosen)), kind="stable")
             chosen = np.sort(chosen[order[: drawn.max_batch_size]])
-        else:
-            chosen = _fixed(self._stream, step, drawn.expected_batch_size, self._count)
+        if self._bands > 1:
+            chosen = chosen[self.groups[chosen] == step % self._bands]
+        chosen = chosen[chosen % drawn.processes == drawn.rank]
         key = self._keys.uint64(step, 4 * drawn.processes)[4 * drawn.rank : 4 * drawn.rank + 4].tobytes()
         return Draw(chosen, key, drawn)
 
@@ -182,25 +178,15 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
     is_truncated = scheme == "truncated"
     if not (num_examples - 1 <= len(data) <= num_examples if is_truncated else len(data) >= num_examples):
         condition = f"to hold num_examples = {num_examples} or {'one fewer' if is_truncated else 'more'}"
-        remedy = "correct num_examples, or draw Poisson batches, for which it need not agree"
-        raise unusable("dataset", f"{condition} for {scheme} batches", "a different number", remedy)
+        raise unusable("dataset", f"{condition} for {scheme} batches", "a different number", "draw Poisson batches")
 
 
-def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
-    """Return the indices of the examples drawn, each independently with probability sample_rate."""
-    if sample_rate == 1:
-        return np.arange(count)  # 2^64 is no uint64
+def _poisson(stream: Stream, step: int, rates: float | np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with its rate: one for all, or shape (count,)."""
     # floor(q 2^64) of the 2^64 words are below the threshold: the rate is at most q, and less than 2^-64 below it. The
-    # word of (step, place) is used for nothing else.
-    threshold = np.uint64(int(sample_rate * 2.0**64))
-    return np.flatnonzero(stream.uint64(step, count) < threshold)
-
-
-def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
-    """Return the indices of the examples drawn, each independently with its rate in `rates`, shape (count,)."""
-    # Rates just below 1 may round to 2^64, which is no uint64. A rate of 1 takes every word.
+    # word of (step, place) is used for nothing else. A rate of 1 takes every word, because 2^64 is no uint64.
     thresholds = np.minimum(rates * 2.0**64, np.nextafter(2.0**64, 0)).astype(np.uint64)
-    return np.flatnonzero((stream.uint64(step, len(rates)) < thresholds) | (rates == 1))
+    return np.flatnonzero((stream.uint64(step, count) < thresholds) | (rates == 1))
 
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
