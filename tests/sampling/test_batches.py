@@ -178,7 +178,7 @@ def test_what_is_no_row_is_refused_by_name(name: str):
 ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
     "a text": ({"x": INPUTS[0], "id": "a7"}, r"example\['id'\] to be .* got str; turn example\['id'\] into a tensor"),
     "None": ({"x": {"deep": None}}, r"example\['x'\]\['deep'\] to be a tensor or a number, got NoneType; turn"),
-    "a list": ({"ids": [1, 2]}, r"example\['ids'\] .* got a list of numbers; .*with_format\(\"torch\"\)"),
+    "a list": ({"ids": [1, 2]}, r"example\['ids'\] .* got list; .*with_format\(\"torch\"\)"),
     "a text alone": ("a7", "example to be a tensor or a number, got str"),
     "a text of numpy": (np.array(["7"])[0], "example to be a tensor or a number, got str_"),
 }

@@ -50,7 +50,10 @@ class ClassRates(Dataset[Any]):
 
     def __init__(self, dataset: Data, labels: Tensor | np.ndarray | Sequence[int], rates: Sequence[float]) -> None:
         self.dataset = dataset
-        self.rates = _require_rates(rates)
+        self.rates = tuple(np.asarray(rates, dtype=float).flatten().tolist())
+        if not all(0 <= rate <= 1 for rate in self.rates) or max(self.rates, default=0.0) != 1:
+            condition = "to be in [0, 1], the largest of them 1"  # the plan's rate is paid for in any case
+            raise expected("ClassRates", "rates", condition, list(self.rates), error=SamplingError)
         classes = _require_labels(labels, len(cast("Sequence[Any]", dataset)), len(self.rates))
         counts = np.bincount(classes, minlength=len(self.rates))
         if _seem_counted(self.rates, counts):
@@ -69,16 +72,6 @@ class ClassRates(Dataset[Any]):
         return cast("Sequence[Any]", self.dataset)[index]
 
 
-def _require_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Return the rates as numbers; raise SamplingError unless they are in [0, 1] and one of them is 1."""
-    found = tuple(np.asarray(rates, dtype=float).flatten().tolist())
-    if not all(0 <= rate <= 1 for rate in found) or max(found, default=0.0) != 1:
-        # The plan's rate is paid for in any case.
-        condition, remedy = "to be in [0, 1], the largest of them 1", "divide all by the largest"
-        raise expected("ClassRates", "rates", condition, list(found), remedy, SamplingError)
-    return found
-
-
 def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
     """Return the class of each example; raise SamplingError unless there is one for each, below `classes`."""
     found = torch.as_tensor(labels).cpu().numpy()
@@ -89,8 +82,8 @@ def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
     if found.dtype.kind not in "iu":
         raise expected("ClassRates", "labels", "to be integers", found.dtype, error=SamplingError)
     if count and not (found.min() >= 0 and found.max() < classes):
-        condition, got = f"to be from 0 to {classes - 1}", f"{found.min()} to {found.max()}"
-        raise expected("ClassRates", "labels", condition, got, "give a rate for each class", SamplingError)
+        condition, got = f"to be from 0 to {classes - 1}, the places in rates", f"{found.min()} to {found.max()}"
+        raise expected("ClassRates", "labels", condition, got, error=SamplingError)
     return found
 
 

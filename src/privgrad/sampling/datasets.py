@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
-from privgrad.errors import PrivacyError, described
+from privgrad.errors import described
 from privgrad.processes import Processes
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.loading import unusable
@@ -98,27 +98,23 @@ def other_container(dataset: Any) -> tuple[str, str] | None:
 
 
 def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: Processes) -> None:
-    """Raise SamplingError in a process whose data set differs from the one of the first process.
-
-    Compares the length and a few random items. The index of an example decides which process it belongs to. If the
-    order differed between processes, two of them could clip and sum the same example, which doubles its contribution.
-    """
-
-    def refusal(got: str) -> PrivacyError:
-        remedy = "give each process the same data set in the same order: shuffle it with one shared seed"
-        return unusable("dataset", "to be the same in every process", f"process {processes.rank} with {got}", remedy)
-
+    """Raise SamplingError in a process whose length or whose few random items differ from the first process's."""
+    # The index of an example decides which process it belongs to. If the order differed between processes, two of them
+    # could clip and sum the same example, which doubles its contribution.
+    condition, remedy = "to be the same, in the same order, in every process", "shuffle it with one shared seed"
     indices = np.random.default_rng().integers(count, size=_COMPARED).tolist()
     first_count, indices = processes.broadcast_object([count, indices])
     with processes.all_succeed():
         if count != first_count:
-            raise refusal("another number of examples than process 0")
+            got = f"another number of examples in process {processes.rank} than in process 0"
+            raise unusable("dataset", condition, got, remedy)
         own = _digest(take(np.array(indices)))
     first = processes.broadcast_object(own)
     with processes.all_succeed():
         # A data set with random items differs even between two readings in one process.
         if own != first and all(_digest(take(np.array(indices))) == own for _ in range(_REPEATS)):
-            raise refusal("examples that differ from those of process 0")
+            got = f"examples in process {processes.rank} that differ from those of process 0"
+            raise unusable("dataset", condition, got, remedy)
 
 
 def _digest(examples: Any) -> str:

@@ -85,9 +85,8 @@ def default_collated(items: list[Any]) -> Any:
     parts = tuple(cast("list[Any]", first)) if isinstance(first, list) else first
     for name, part in named_leaves("example", parts, _is_list_of_numbers):
         if part is None or isinstance(part, str | bytes | list):
-            got = "a list of numbers" if isinstance(part, list) else type(part).__name__
             remedy = f'turn {name} into a tensor in the data set (by with_format("torch") of datasets), or leave it out'
-            raise unusable(name, "to be a tensor or a number", got, remedy)
+            raise unusable(name, "to be a tensor or a number", type(cast(object, part)).__name__, remedy)
     try:
         return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
@@ -101,19 +100,17 @@ def _is_list_of_numbers(part: object) -> bool:
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
-    """Raise an error unless all items have the same keys, types, dtypes and shapes.
-
-    default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float. So
-    one person's item would change the rows of others.
-    """
+    """Raise an error unless all items have the same keys, types, dtypes and shapes."""
+    # default_collate takes the keys from the first item of a batch, and torch turns all into floats if one is a float.
+    # So one person's item would change the rows of others.
     rows = iter(items)
     first = next(rows, None)
     form = _form(first)
     for one in rows:
         if _form(one) != form:
             known, own = (dict(named_leaves("example", item)) for item in (first, one))
-            differing = [name for name in known if name in own and _form(known[name]) != _form(own[name])]
-            got = f"two kinds of {differing[0]}" if differing else "two kinds of structure"
+            differing = (name for name in known if name in own and _form(known[name]) != _form(own[name]))
+            got = f"two kinds of {next(differing, 'structure')}"
             condition = "to have examples of the same keys, types, dtypes and shapes"
             remedy = "convert all to one form in the data set: pad to a public length, and fill in what is missing"
             raise expected(function, "dataset", condition, got, remedy, error)
@@ -133,22 +130,18 @@ def _form(value: object) -> object:
 
 
 def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
-    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
-
-    This is a check, not a proof: only the first two rows are compared with their examples collated alone.
-    """
-    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
+    """Raise SamplingError unless collate returned one row per example, each independent of the other examples."""
     if count_examples(examples) != len(items):  # both numbers are private
-        raise unusable("collate", "to return one row per example", "a different number of rows", remedy)
-    for index, item in enumerate(items[:2]):
+        raise unusable("collate", "to return one row per example", "a different number of rows")
+    for index, item in enumerate(items[:2]):  # a check, not a proof
         alone = _row(collate([item]), 0)
         if _same(_row(examples, index), alone):
             continue
-        condition, got = "to return rows that depend on their own example only", "rows that depend on other examples"
+        got, remedy = "rows that depend on other examples", "pad to a public length, not to the longest of the batch"
         if not all(_same(_row(collate([item]), 0), alone) for _ in range(_REPEATS)):
             remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
             got = "rows that change from call to call"
-        raise unusable("collate", condition, got, remedy)
+        raise unusable("collate", "to return rows that depend on their own example only", got, remedy)
 
 
 def _size(example: Any) -> int:
@@ -171,27 +164,18 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Draw:
-    """The indices of one step's examples, before they are loaded. PRIVATE, except for `sampling`.
+    """The indices of one step's examples, before they are loaded. PRIVATE, except for `sampling`."""
 
-    Attributes:
-        indices: of the drawn examples, shape (size,), int64.
-        key: 32 bytes for random augmentation of this step. Secret, unless the plan has a research seed.
-        sampling: the public record of the draw.
-    """
-
-    indices: np.ndarray
-    key: bytes
+    indices: np.ndarray  # shape (size,), int64
+    key: bytes  # 32 bytes for random augmentation of this step; secret, unless the plan has a research seed
     sampling: Sampling
 
 
 class Examples(Dataset[Batch]):
     """A data set whose index is a Draw, and whose items are batches. Give it to a DataLoader with batch_size=None.
 
-    Torch's, numpy's and Python's global random numbers follow the draw's own key while its examples are read and
-    collated, and have their former state afterwards. Random augmentation is therefore the same in every process, and
-    after a resume.
-
-    The arguments are as in sampling.BatchSampler.
+    Global random numbers follow the draw's own key while its examples are read and collated. Random augmentation is
+    therefore the same in every process, and after a resume.
 
     Privacy:
         Random augmentation must not depend on which other examples were drawn. The random numbers of an example follow
@@ -260,11 +244,8 @@ class Examples(Dataset[Batch]):
         return examples
 
     def _rows(self, tensors: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
-        """Return rows of the tensors.
-
-        Batches of all rows in their order share one copy. A new copy is made after a write to it or to the data set. A
-        worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
-        """
+        """Return rows of the tensors. Batches of all rows share one copy, which is made again after a write to it."""
+        # A worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
         # The number alone does not decide: a padded batch can have as many rows as the data set, and hold others.
         is_whole = len(chosen) == len(tensors[0]) and bool(chosen.equal(torch.arange(len(chosen))))
         if not is_whole or get_worker_info() or any(tensor.is_inference() for tensor in tensors):
@@ -273,15 +254,6 @@ class Examples(Dataset[Batch]):
             self._whole = [tensor.clone() for tensor in tensors]
             self._versions = [tensor._version for tensor in (*tensors, *self._whole)]
         return tuple(self._whole)
-
-
-def require_loading(function: str, num_workers: object, prefetch_factor: object) -> None:
-    """Raise PrivacyError unless a DataLoader takes these options."""
-    require_integer(function, "num_workers", num_workers, 0)
-    if prefetch_factor is not None:
-        require_integer(function, "prefetch_factor", prefetch_factor, 1)
-        if num_workers == 0:
-            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor)
 
 
 def batches(
@@ -301,13 +273,14 @@ def batches(
         cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
         would release which draws were empty.
     Raises:
-        PrivacyError: raised by the call: an option is out of range.
+        ValueError, TypeError: raised by the call: an option is out of range.
         SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
             examples; an example cannot be loaded; or a worker process died.
     Privacy:
         As BatchSampler. Workers get the indices and the keys of single steps.
     """
-    require_loading("plan.batches", num_workers, prefetch_factor)
+    if prefetch_factor is not None:  # torch takes 0, and then yields no batches
+        require_integer("plan.batches", "prefetch_factor", prefetch_factor, 1)
     dataset = sampler.dataset
     loader: DataLoader[Any] = DataLoader(
         _Reported(dataset) if num_workers else dataset,
@@ -394,7 +367,7 @@ def _explained(error: BaseException) -> BaseException:
 class _Watch:
     """A wrapper of torch's signal handler for dead workers: it raises only while a batch is awaited.
 
-    torch's own handler raises at once. In the middle of a private step this would lose a gradient that is charged.
+    torch's own raises at once. In the middle of a private step this would lose a gradient that is charged.
     """
 
     workers: list[BaseProcess]
