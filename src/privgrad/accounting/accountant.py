@@ -116,8 +116,6 @@ def calibrate_noise_multiplier(
         Always errs on the safe side: the epsilon of the returned sigma was computed in this process. One from the cache
         that misses the target is not used.
     """
-    from privgrad.accounting.composition import epsilon_of
-
     function, others = "calibrate_noise_multiplier", list(besides)
     require_positive(function, "target_epsilon", target_epsilon)
     require_delta(function, delta)
@@ -127,7 +125,7 @@ def calibrate_noise_multiplier(
     numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
     plain = json.loads(json.dumps(list(map(numbers_of, mechanisms))))  # lists, as the cache's file has them
     key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
-    if others and (spent := epsilon_of(mechanisms, float(delta), "pld")) >= target_epsilon:
+    if others and (spent := epsilon(others, delta=delta)) >= target_epsilon:
         condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon)
 
@@ -137,7 +135,7 @@ def calibrate_noise_multiplier(
     kept = calibration_cache.found(key)
     if kept is not None and epsilon(releases_at(kept), delta=delta) <= target_epsilon:
         return kept
-    found = _calibrated(function, releases_at, target_epsilon, delta)
+    found = calibrate(releases_at, target_epsilon=target_epsilon, delta=delta)
     calibration_cache.keep(key, found)
     return found
 
@@ -163,23 +161,18 @@ def calibrate(
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
+    from privgrad.accounting.composition import epsilon_of
+
     require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
     require_positive("calibrate", "target_epsilon", target_epsilon)
     require_delta("calibrate", delta)
-    return _calibrated("calibrate", releases_at, target_epsilon, delta)
-
-
-def _calibrated(
-    function: str, releases_at: Callable[[float], Iterable[Release | Selection]], target_epsilon: float, delta: float
-) -> float:
-    from privgrad.accounting.composition import epsilon_of
 
     def cost(noise_multiplier: float, accountant: str) -> float:
-        return epsilon_of(mechanisms_of(function, releases_at(noise_multiplier)), float(delta), accountant)
+        return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
 
     found = noise_within(cost, target_epsilon)
     if found is None:
-        raise expected(function, "target_epsilon", "to be within reach", target_epsilon)
+        raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon)
     return found
 
 

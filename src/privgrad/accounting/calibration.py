@@ -74,9 +74,9 @@ def _digest(value: object) -> str:
 def noise_within(cost: Callable[[float, str], float], target: float) -> float | None:
     """Find a sigma whose cost is at most the target, close to the smallest one; None if no sigma meets the target.
 
-    `cost` is (sigma, accountant) -> epsilon, falling in sigma. The target is met by the last accountant, "pld".
+    `cost` is (sigma, accountant) -> epsilon, falling in sigma.
     """
-    # Each search is closer to the accountant of the result, and takes longer for one sigma, than the one before.
+    # Each search is closer to the accountant of the result, "pld", and takes longer for one sigma, than the one before.
     found, slope, root = 1.0, -1.0, None
     for accountant in ("coarse rdp", "coarse pld", "pld"):
         root = _root(cost, accountant, target, found, slope)
@@ -90,8 +90,7 @@ def _root(
     """Find a sigma whose cost is at most the target, and at most _TOLERANCE below it if the cost is continuous.
 
     A secant search for log cost over log sigma, which is nearly linear, between the largest sigma known to cost too
-    much and the smallest one known not to. It begins at `start`, with a guess of the slope there, < 0. It returns the
-    last slope, too. Near _SMALLEST_NOISE_MULTIPLIER the cost may be far below the target.
+    much and the smallest one known not to. `slope` is a guess, < 0; the last one is returned, too.
     """
     aim, widest = math.log(target * (1 - _TOLERANCE / 2)), math.log(4)
     safe, unsafe, before = math.inf, 0.0, None
@@ -120,10 +119,7 @@ def _root(
 
 
 def last_within(is_within: Callable[[int], bool], start: int) -> int:
-    """Return the largest integer >= start for which is_within holds, or one above 1e9 for which it holds.
-
-    is_within must hold at start and must not hold again after it first fails.
-    """
+    """Return the largest integer >= start for which is_within holds, or one above 1e9 for which it holds."""
     within, step = start, max(1, start // 8)
     while is_within(within + step):
         within, step = within + step, 2 * step

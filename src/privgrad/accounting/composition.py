@@ -48,10 +48,7 @@ def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -> float:
-    """Compute the epsilon of releases, as `mechanisms_of` returns them; cached.
-
-    Besides the accountants of `accounting.epsilon`, it has "coarse rdp" and "coarse pld": faster and looser.
-    """
+    """Compute the epsilon of releases; cached. "coarse rdp" and "coarse pld" are faster and looser accountants."""
     if not mechanisms:
         return 0.0
     if _lacks_noise(mechanisms):
@@ -96,11 +93,8 @@ def _compose(
 
 
 def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
-    """Return order -> RDP of releases, as `mechanisms_of` returns them.
-
-    An RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound. Each kind of release
-    is computed once and kept, so that one more commitment of a budget costs little time.
-    """
+    """Return order -> RDP of releases; infinite without noise, or if the accountant's arithmetic gives no bound."""
+    # Each kind of release is computed once and kept, so that one more commitment of a budget costs little time.
     each = [_renyi_costs(mechanism, RDP_ORDERS) for mechanism in mechanisms]
     together = np.sum(each, axis=0) if each else np.zeros(len(RDP_ORDERS))
     return dict(zip(RDP_ORDERS, together.tolist(), strict=True))

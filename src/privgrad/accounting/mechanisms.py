@@ -95,8 +95,7 @@ def each_group(function: str, releases: Iterable[Release | Selection | Split]) -
         groups = release.groups if isinstance(release, Split) else ((release,),)
         found = [[*before, *group] for before in found for group in groups]
         if len(found) > _MOST_GROUPS:
-            remedy = "give fewer Splits: score on training people in place of held-out ones"
-            raise expected(function, "groups of people", f"to be at most {_MOST_GROUPS}", len(found), remedy)
+            raise expected(function, "groups of people", f"to be at most {_MOST_GROUPS}", len(found))
     return found
 
 
@@ -108,8 +107,8 @@ def mechanisms_of(
 ) -> tuple[Mechanism, ...]:
     """Return releases in one form: checked, equal ones added up, in the order of `numbers_of`, Selections last.
 
-    So releases that cost the same are equal, in whatever order and parts they were given. Errors are those of
-    `accounting.epsilon`, and name `function`; assume_poisson is None if this function has no such argument.
+    So releases that cost the same are equal, in whatever order and parts they were given. assume_poisson is None if
+    `function`, which errors name, has no such argument.
     """
     plain: list[Release] = []
     counts: dict[Selection, int] = {}
@@ -137,8 +136,7 @@ def require_law(function: str, mean: float, shape: float) -> None:
     """Raise PrivacyError unless the mean and the shape of a number of repetitions are in their ranges."""
     require_in(function, "mean", mean, "[1, inf)")
     if not (isinstance(shape, Real) and shape >= 0):
-        remedy = "give 0 (logarithmic), 1 (geometric) or math.inf (Poisson)"
-        raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
+        raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape))
 
 
 def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | None) -> tuple[Release, ...]:
@@ -192,8 +190,6 @@ class Participations:
     steps t, t + b, t + 2b, ... take from one group, and each person is in one group. A new stream, as after a
     resume, has new groups: a person may have been in the fullest group of each.
 
-    Args:
-        bands: b; 1 for independent noise.
     Privacy:
         A release whose draw has no step counts for all groups.
     """

@@ -10,19 +10,13 @@ from privgrad.rng import RandomSource
 
 
 def draw_repetitions(mean: float, shape: float, source: RandomSource | None = None, *, step: int = 0) -> int:
-    """Draw the number of runs K of a Selection.
+    """Draw the number of runs K of a Selection, whose mean and shape it takes.
 
     Computes: the smallest k with P(K <= k) >= u, for a uniform u of 64 bits.
 
-    Args:
-        mean: of K, >= 1.
-        shape: as in Selection: 0 logarithmic, 1 geometric, infinity Poisson, else truncated negative binomial.
-        source: None takes the operating system's entropy. With a source of a research seed K is known to everyone.
-        step: index of the draw. The same source and step give the same K.
-    Returns:
-        K >= 1, or K >= 0 for the Poisson law. With K = 0 nothing is run and nothing is released.
-    Raises:
-        PrivacyError: mean or shape is out of its range.
+    K >= 1, or K >= 0 for the Poisson law. With K = 0 nothing is run and nothing is released. The same source and step
+    give the same K. Without a source it takes the operating system's entropy; with a research seed, everyone knows K.
+
     Privacy:
         K is secret, and so is everything that shows it, such as the duration. A resumed comparison keeps its K: to draw
         again after a look at results would change the law.
@@ -54,10 +48,9 @@ def halting_exponent(mean: float, shape: float) -> float:
     Computes: the root x of shape (e^x - 1) / (1 - e^(-shape x)) = mean, with the limit (e^x - 1) / x for shape 0. The
     left side is the mean by definition 1 of the paper, and grows with x from 1.
 
-    Returns:
-        x >= 0, rounded down: the mean of the law is then at most the given one, within 1e-12 of it.
     Privacy:
-        Rounding down is the safe side: `accounting` charges for the given mean, and for a gamma that is not larger.
+        x is rounded down, which is the safe side: the mean of the law is then at most the given one, within 1e-12, and
+        `accounting` charges for the given mean, and for a gamma that is not larger.
     """
     if mean == 1:
         return 0.0
