@@ -45,16 +45,7 @@ Stateful = Contribution | Preconditioner | AdaptiveClip | Filter
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The arguments of PrivateGradient that make a gradient from a batch, checked.
-
-    `privgrad/__init__` hands over what stands below the guarantee, so that no file above imports anything of it:
-
-    Attributes:
-        engines: the engines by name. "vmap" is the reference; "factored" computes the same, faster.
-        checks: the module `privgrad.checks`, whose functions find mistakes and prove nothing.
-        input_maps: the module `privgrad.engine.factors.mapped`, which applies a transform's input maps.
-        explanation: the module `privgrad.engine.explanation`.
-    """
+    """The arguments of PrivateGradient that make a gradient from a batch, checked."""
 
     perturb: Contribution | None = None
     precondition: Preconditioner | None = None
@@ -66,10 +57,11 @@ class Parts:
     adaptive_clip: AdaptiveClip | None = None
     filter: Filter | None = None
 
-    engines: ClassVar[dict[str, Callable[..., Engine]]] = {"vmap": Vmap}
-    checks: ClassVar[Any]
-    input_maps: ClassVar[Any]
-    explanation: ClassVar[Any]
+    # `privgrad/__init__` hands over what stands below the guarantee, so that no file above imports anything of it.
+    engines: ClassVar[dict[str, Callable[..., Engine]]] = {"vmap": Vmap}  # "factored" computes the same, faster
+    checks: ClassVar[Any]  # the module `privgrad.checks`, whose functions find mistakes and prove nothing
+    input_maps: ClassVar[Any]  # `privgrad.engine.factors.mapped`, which applies a transform's input maps
+    explanation: ClassVar[Any]  # `privgrad.engine.explanation`
 
     def __post_init__(self) -> None:
         if self.microbatch_size is not None:
@@ -88,31 +80,24 @@ class Parts:
                 raise expected("PrivateGradient", name, f"to be a {kind}", described(part), f"give {remedy}")
         if self.adaptive_clip is not None and isinstance(self.clip, Automatic):
             condition = "to depend on C for adaptive_clip (here, C scales signal and noise alike)"
-            remedy = "leave adaptive_clip out, or give clip.Flat()"
-            raise expected("PrivateGradient", "clip", condition, repr(self.clip), remedy)
+            raise expected("PrivateGradient", "clip", condition, repr(self.clip), "give clip.Flat()")
         if self.perturb is not None:
             self.perturb.require_filter(self.filter)
 
     def begun(self, model: nn.Module, plan: PrivacyPlan) -> "Parts":
-        """Return the parts of one PrivateGradient: defaults filled in, each with fresh state.
-
-        Raises:
-            PrivacyError: a part does not suit the model or the plan.
-        """
+        """Return the parts of one PrivateGradient: defaults filled in, each with fresh state."""
         perturb = SampleGradient() if self.perturb is None else self.perturb.begun()
         if perturb.privacy_unit != plan.privacy_unit:
             condition = f"to be of unit {perturb.privacy_unit!r}, like the contribution"
             remedy = "plan by PrivacyPlan.for_users, or with privacy_unit='user'"
             if plan.privacy_unit == "user":
                 remedy = (
-                    "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "
-                    "privgrad.federated.LocalUpdate(...) for local training (docs/federated.md); a bridge takes it in "
-                    "private_options: private_options={'perturb': ...}"
+                    "give perturb=privgrad.perturb.SampleGradient('user') or privgrad.federated.LocalUpdate(...), to a "
+                    "bridge by private_options={'perturb': ...}"
                 )
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
         if plan.max_batch_size is not None and not perturb.keeps_order:
-            got, remedy = repr(plan.sampling), "plan with Poisson sampling"
-            raise expected("PrivateGradient", "sampling", f"to suit {perturb!r}", got, remedy)
+            raise expected("PrivateGradient", "sampling", f"to be 'poisson' for {perturb!r}", repr(plan.sampling))
         adaptive = self.adaptive_clip
         if adaptive is not None:
             adaptive = adaptive.begun(

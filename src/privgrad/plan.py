@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from privgrad.errors import (
     expected,
     require_choice,
     require_delta,
+    require_in,
     require_integer,
     require_max_grad_norm,
     require_nonnegative,
@@ -127,26 +128,20 @@ class PrivacyPlan:
         if self.noise_on_grid not in (True, False):  # the text "no" would mean yes
             raise expected(function, "noise_on_grid", "to be True or False", described(self.noise_on_grid))
         if self.noise_on_grid and self.noise_multiplier == 0:
-            remedy = "set noise_on_grid=False: there is nothing to hide without noise"
-            raise expected(
-                function, "noise_on_grid", "to be False if noise_multiplier is 0", self.noise_on_grid, remedy
-            )
+            raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
-        if self.privacy_unit == "user" and self.group_size > 1:
-            remedy = "set group_size=1: all examples of a user are clipped as one anyway"
-            raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", self.group_size, remedy)
         require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
+        # All examples of a user are clipped as one anyway.
+        if self.group_size > 1 and (self.privacy_unit == "user" or self.sampling == "truncated"):
+            condition = "to be 1 for privacy_unit 'user' and for truncated batches"
+            raise expected(function, "group_size", condition, self.group_size)
         if self.sampling == "truncated":
             _require_truncation(function, self.max_batch_size, self.expected_batch_size, self.num_examples)
-            if self.group_size > 1:
-                raise expected(function, "group_size", "to be 1 for truncated batches", self.group_size)
         elif self.max_batch_size is not None:
-            condition = 'to be None unless sampling is "truncated"'
-            raise expected(function, "max_batch_size", condition, self.max_batch_size)
+            raise expected(function, "max_batch_size", 'to be None unless sampling is "truncated"', self.max_batch_size)
         if self.correlation is not None:
             _require_poisson(function, self.sampling)
-            batches_in_data = math.floor(self.num_examples / self.expected_batch_size)
-            _require_bands(function, self.correlation.bands, self.steps, batches_in_data)
+            _require_bands(function, self.correlation.bands, self.steps, self.num_examples / self.expected_batch_size)
             object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
         if self.seed is not None:
             require_integer(function, "seed", self.seed, -math.inf)
@@ -303,18 +298,12 @@ class PrivacyPlan:
         Privacy:
             As for_budget, for data sets that differ by all the data of one user.
         """
-        # The plan checks these numbers again, under its own names.
+        # The plan checks these numbers again, and max_update_norm, under its own names.
         function = "for_users"
-        if (target_epsilon is None) == (noise_multiplier is None):
-            got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
-            name = "exactly one of target_epsilon and noise_multiplier"
-            raise expected(function, name, "to be given", got)
+        one_of(function, target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
         require_integer(function, "expected_cohort_size", expected_cohort_size, 1)
         require_integer(function, "num_users", num_users, 1)
         require_integer(function, "rounds", rounds, 1)
-        is_without_noise = isinstance(noise_multiplier, int | float) and noise_multiplier == 0
-        if not (is_without_noise and max_update_norm == math.inf):
-            require_positive(function, "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part(function, "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         if sampling == "truncated":
             remedy = 'give PrivacyPlan.for_budget(privacy_unit="user", max_batch_size=...) if each row is a person'
@@ -362,10 +351,8 @@ class PrivacyPlan:
         function, size, groups = "PrivacyPlan.scaled", self.expected_batch_size, self.group_size
         if self.simulates is not None:
             got = f"batches of {size} that simulate batches of {self.simulates.expected_batch_size}"
-            remedy = "scale the simulated plan: plan.simulates.scaled(factor)"
-            raise expected(function, "the plan", "to simulate no plan", got, remedy)
-        if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected(function, "factor", "to be in (0, 1]", described(factor), "give a share, such as 1 / 16")
+            raise expected(function, "the plan", "to simulate no plan", got, "call plan.simulates.scaled(factor)")
+        require_in(function, "factor", factor, "(0, 1]", "give a share, such as 1 / 16")
         share = float(factor)
         left = round(size * share)
         name = "expected_batch_size * factor"
@@ -374,8 +361,7 @@ class PrivacyPlan:
             got = f"{size} * {share:.6g} = {size * share:.6g}"
             raise expected(function, name, condition, got, _working_factors(self.divisor, share))
         require_integer(function, "num_examples", count, 1)
-        if left > count:
-            raise expected(function, name, f"to be at most num_examples = {count}", left)
+        _require_part(function, name, left, "num_examples", count)
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
@@ -571,13 +557,12 @@ def _require_poisson(function: str, sampling: object) -> None:
         raise expected(function, "sampling", "to be 'poisson' for noise with memory", repr(sampling), remedy)
 
 
-def _require_bands(function: str, bands: int, steps: int, batches_in_data: int) -> None:
+def _require_bands(function: str, bands: int, steps: int, batches_in_data: float) -> None:
     """Raise PrivacyError unless so many groups of people can take turns, each large enough to fill a batch."""
-    most = min(steps, batches_in_data)
+    most = min(steps, math.floor(batches_in_data))
     if bands > most:
-        remedy = f"give Banded(bands={most}) or fewer" if most > 1 else "leave correlation out: batches are too large"
         condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
-        raise expected(function, "bands", condition, bands, remedy)
+        raise expected(function, "bands", condition, bands, "" if most > 1 else "leave correlation out")
 
 
 def _require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> int:
@@ -596,7 +581,7 @@ def _usual_most(expected_batch_size: int, num_examples: int) -> int:
 
 
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
-    """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
+    """Raise PrivacyError unless the part is at most the whole."""
     if size > count:
         raise expected(function, part, f"to be at most {whole} = {count}", size)
 
@@ -628,18 +613,15 @@ def _working_factors(contributions: int, factor: float) -> str:
 
 def _require_scaled(plan: PrivacyPlan, simulated: object) -> None:
     """Raise PrivacyError unless `simulated` is a plan, and `plan` has the numbers that `scaled` gives."""
-    function = "PrivacyPlan"
     if not isinstance(simulated, type(plan)) or simulated.simulates is not None:
-        remedy = "leave it out: plan.scaled(factor) sets it"
-        raise expected(function, "simulates", "to be a plan that simulates no plan", described(simulated), remedy)
+        raise expected("PrivacyPlan", "simulates", "to be a plan that simulates no plan", described(simulated))
     batch_size = min(plan.expected_batch_size, simulated.expected_batch_size)
     follows = vars(simulated) | _numbers_at(simulated, batch_size, plan.num_examples)
-    differing = [name for name, value in follows.items() if vars(plan)[name] != value]
-    if differing:
+    if differing := [name for name, value in follows.items() if vars(plan)[name] != value]:
         condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"
-        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
         got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
-        raise expected(function, "the numbers", condition, got, remedy)
+        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
+        raise expected("PrivacyPlan", "the numbers", condition, got, remedy)
 
 
 def _calibrated(
@@ -648,7 +630,7 @@ def _calibrated(
     """Return the correlation with its coefficients and its `relative_error`, and sigma; errors as for_budget."""
     smallest, correlations = math.inf, list[Banded]()
     if isinstance(correlation, Banded):
-        _require_bands("for_budget", correlation.bands, steps, math.floor(1 / sample_rate))
+        _require_bands("for_budget", correlation.bands, steps, 1 / sample_rate)
         correlations = [correlation]
     elif correlation == "auto":
         smallest = _WORTH

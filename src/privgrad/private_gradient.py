@@ -78,14 +78,6 @@ def require_model(function: str, model: object) -> None:
         raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
 
 
-def _require_loss(loss_fn: object) -> None:
-    """Raise PrivacyError for what cannot be a loss function, or for a loss of torch.nn, which takes other arguments."""
-    require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
-    if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn"):
-        remedy = "give a function (model, examples) -> losses of shape (B,); call it there, with reduction='none'"
-        raise expected("PrivateGradient", "loss_fn", "to take (model, examples)", described(loss_fn), remedy)
-
-
 class PrivateGradient:
     """Turn a batch into a released gradient: per example gradient, clip; sum; noise; charge; divide by B.
 
@@ -167,7 +159,7 @@ class PrivateGradient:
             filter=filter,
         )
         require_model("PrivateGradient", model)
-        _require_loss(loss_fn)
+        require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
         self._processes = processes = ALONE if processes is None else processes
         require_all_processes("PrivateGradient", processes)
         processes.begin(model)
@@ -451,8 +443,7 @@ class PrivateGradient:
     ) -> tuple[ClippedSum, RawClipping]:
         """Return the clipped sum of this process's examples, and the PRIVATE norms and factors.
 
-        Random draws follow the step's secret key, of 40 bytes. The transform is the same in all processes. Each process
-        draws its own masks of dropout.
+        Random draws follow the step's secret key, of 40 bytes. Each process draws its own masks of dropout.
         """
         plan, contribution = self._plan, self._contribution
         self._engine.begin_step()
@@ -511,20 +502,14 @@ class PrivateGradient:
         return self._group_chunks(batch, step, size, inverse_scales)
 
     def _require_own_draws(self) -> None:
-        """Raise PrivacyError if examples share random numbers, for a batch in several microbatches or processes.
-
-        One example more would move others to the next microbatch, and so to other numbers. Where the engine computes
-        the whole model for each example by itself, no examples share them.
-        """
+        """Raise PrivacyError if examples share random numbers, for a batch in several microbatches or processes."""
+        # One example more would move others to the next microbatch, and so to other numbers. Where the engine computes
+        # the whole model for each example by itself, no examples share them.
         if any(use.unit or use.way != "whole" for use in self._engine.uses().values()):
-            remedy = (
-                'switch them off, such as layerdrop in the configuration of the model; or give engine="vmap", which '
-                f"draws for each example by itself, or microbatch_size={self._plan.usual_batch_size()}"
-            )
             condition = "to come with one microbatch for a batch, in one process"
             # The rows of the last microbatch would say how many examples were drawn, which is private.
-            count = self._processes.count
-            got = "several microbatches" if count == 1 else f"{count} processes"
+            got = "several microbatches" if self._processes.count == 1 else f"{self._processes.count} processes"
+            remedy = f'switch layerdrop off, or give engine="vmap" or microbatch_size={self._plan.usual_batch_size()}'
             raise expected("PrivateGradient", "random numbers that examples share", condition, got, remedy)
 
     def _group_chunks(
@@ -533,21 +518,15 @@ class PrivateGradient:
         """Yield the means over random groups of examples in chunks, each with its number of groups."""
         groups = group_of(self._group_stream.uint64(step, batch.size), self._plan.divisor)
         for group_size, part in split_by_group(batch.examples, groups, size):
-            yield self._means(part, group_size, step, inverse_scales)
-
-    def _means(
-        self, part: Any, group_size: int, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> tuple[int, Mapping[str, Factor]]:
-        """Return the number of groups in a part of the batch, and their means. The rows are freed at the return."""
-        rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
-        self._require_rows(count_examples(part), rows, trainable(self._model))
-        return count_examples(part) // group_size, group_means(rows, group_size)
+            rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
+            self._require_rows(count_examples(part), rows, trainable(self._model))
+            means = group_means(rows, group_size)
+            del rows  # before the next part is computed
+            yield count_examples(part) // group_size, means
+            del means
 
     def _require_rows(self, rows: int, chunk: Mapping[str, Factor], parameters: Mapping[str, Tensor]) -> None:
-        """Raise PrivacyError unless a chunk has one row per example, because each row is clipped by itself.
-
-        If an example had two rows, the sum could change by 2C.
-        """
+        """Raise PrivacyError unless a chunk has one row per example: with two, the sum could change by 2C."""
         for name, factor in chunk.items():
             if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
                 condition = "to have one row per example, shaped like the parameter"
@@ -603,18 +582,14 @@ class PrivateGradient:
 
     @property
     def _follows_draws(self) -> bool:
-        """Whether a step has the index of its draw. Otherwise the steps of all draws are counted.
-
-        Under a seed, a draw has a fixed position in the streams. Noise with memory follows the steps of the groups.
-        """
+        """Whether a step has the index of its draw. Otherwise the steps of all draws are counted."""
+        # Under a seed, a draw has a fixed position in the streams. Noise with memory follows the steps of the groups.
         return self._plan.seed is not None or self._plan.correlation is not None
 
     def _begin_noise(self, drawn: Sampling) -> _Begins:
         """Begin noise with memory again if another sampler drew the batch, because its groups are others.
 
-        Returns:
-            The step, whether the noise begins with it, and whether its groups are those of the last charged step; None
-            without memory.
+        Returns the step, whether noise begins with it, and whether its groups are those of the last charged step.
         """
         if self._plan.correlation is None:
             return None
@@ -635,8 +610,8 @@ class PrivateGradient:
         with self._processes.all_succeed():
             self._require_same(first, own, "build one plan, and use it with the same arguments in every process")
             if plan.group_size > 1 or self._not_private:
-                got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
                 condition = "to train without groups and without parts that are NOT private"
+                got = f"group_size {plan.group_size} and {sorted(self._not_private)}"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
 
     def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
@@ -649,8 +624,8 @@ class PrivateGradient:
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Return the mean gradient of the batch, for research only. NOT private."""
         if asked_by not in self._not_private:
-            condition, got = "to use the raw mean only if its class has is_public = False", "is_public = True"
-            raise expected("PrivateGradient", asked_by, condition, got)
+            condition = "to use the raw mean only if its class has is_public = False"
+            raise expected("PrivateGradient", asked_by, condition, "is_public = True")
         if batch.size == 0:
             return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
         sums = gradients(self._model, self._loss_fn, part_of(batch.examples, slice(batch.size)))
@@ -703,9 +678,8 @@ class PrivateGradient:
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
         if state["step"] > self._ledger.next_step:
-            remedy = "give PrivateGradient(..., ledger=) the ledger file of the run that saved the state"
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
-            raise expected(function, "the ledger", condition, got, remedy)
+            raise expected(function, "the ledger", condition, got, "give the ledger of the run that saved the state")
         for name in parts.keys() | state.keys() - {"step", "plan"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
@@ -765,19 +739,17 @@ class PrivateGradient:
             "bands": plan.bands,
             "max_batch_size": plan.max_batch_size,
             "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
+            "rank": self._processes.rank,
+            "processes": self._processes.count,
         }
         if other := [name for name, value in planned.items() if getattr(drawn, name) != value]:
             condition = f"to be drawn by the plan's {_named(planned, other)}"
-            raise refusal(condition, _named(vars(drawn), other), "take the batch from the same plan")
+            remedy = "take the batch from plan.batches of the same plan, with the same processes"
+            raise refusal(condition, _named(vars(drawn), other), remedy)
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
-            remedy = "take the batches in their order: the noise with memory follows it"
-            raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)
-        if (drawn.rank, drawn.processes) != (self._processes.rank, self._processes.count):
-            condition = f"to be drawn for process {self._processes.rank} of {self._processes.count}"
-            raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")
-        if count_examples(batch.examples) != (plan.max_batch_size or batch.size):
-            got = "a different number of rows"  # the number itself is private
-            raise refusal("to hold one row per example", got)
+            raise refusal(f"to be of step {self._step} or later, which noise with memory follows", drawn.step)
+        if count_examples(batch.examples) != (plan.max_batch_size or batch.size):  # the numbers are private
+            raise refusal("to hold one row per example", "a different number of rows")
 
 
 def _named(values: Mapping[str, object], names: Iterable[str]) -> str:
@@ -786,11 +758,9 @@ def _named(values: Mapping[str, object], names: Iterable[str]) -> str:
 
 
 def _without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
-    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do.
-
-    Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of the
-    norm statistic, and a shift.
-    """
+    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do."""
+    # Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of
+    # the norm statistic, and a shift.
     name, smallest = min(parameters.items(), key=lambda item: item[1].numel())
     return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
 

@@ -414,9 +414,11 @@ def test_plans_for_users(monkeypatch: pytest.MonkeyPatch):
     assert (plan.sample_rate, plan.divisor, plan.steps, plan.max_grad_norm) == (0.05, 50, 30, 0.5)
     assert plan.privacy_unit == "user"
     assert 3.9 < plan.epsilon() <= 4.0
-    for wrong in ({"rounds": 0}, {"max_update_norm": -1.0}, {"num_users": 2.5}, {"expected_cohort_size": 11}):
+    for wrong in ({"rounds": 0}, {"num_users": 2.5}, {"expected_cohort_size": 11}):
         with pytest.raises(pg.PrivacyError, match=f"for_users: expected {next(iter(wrong))}"):
             plan_for(10, **wrong)
+    with pytest.raises(pg.PrivacyError, match=r"max_grad_norm to be a positive finite number, got -1\.0"):
+        plan_for(10, max_update_norm=-1.0)
     with pytest.warns(UserWarning, match=r"above 1 / num_users = 0\.1: .*one whole user"):
         plan_for(10, delta=0.5)
     for both in ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}):

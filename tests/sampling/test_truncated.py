@@ -176,7 +176,7 @@ def test_a_calibrated_plan_meets_its_target():
         ({"max_batch_size": 33}, "from expected_batch_size to num_examples"),
         ({"max_batch_size": 8.0}, "from expected_batch_size to num_examples"),
         ({"sampling": "poisson"}, 'to be None unless sampling is "truncated"'),
-        ({"group_size": 2}, "to be 1 for truncated batches"),
+        ({"group_size": 2}, "to be 1 for privacy_unit 'user' and for truncated batches"),
         ({"correlation": pg.noise.Banded(2)}, "to be 'poisson' for noise with memory"),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_simulation_on_fewer_examples_has_at_most_so_many_rows():
 
 def test_local_training_is_refused():
     plan = truncated(privacy_unit="user")
-    with pytest.raises(pg.PrivacyError, match="plan with Poisson sampling"):
+    with pytest.raises(pg.PrivacyError, match="sampling to be 'poisson' for LocalUpdate"):
         pg.PrivateGradient(make_model(), loss_fn, plan, perturb=pg.federated.LocalUpdate(0.1, batch_size=2))
 
 

@@ -119,10 +119,7 @@ def std_at(coefficients: tuple[float, ...], step: int) -> float:
 
 
 def square_root(bands: int) -> np.ndarray:
-    """Return the first coefficients of the square root of the prefix sums, (1 - x)^(-1/2), with norm 1.
-
-    docs/mathematics.md (6.9).
-    """
+    """Return the first coefficients of (1 - x)^(-1/2), with norm 1: docs/mathematics.md (6.9)."""
     found = np.cumprod([1.0, *((2 * k - 1) / (2 * k) for k in range(1, bands))])
     return found / np.linalg.norm(found)
 
@@ -130,7 +127,7 @@ def square_root(bands: int) -> np.ndarray:
 def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
     """Return the coefficients of norm 1 with about the smallest `prefix_error`, rounded to six digits.
 
-    By L-BFGS from the square root, with c_0 = 1 held fixed.
+    L-BFGS from the square root, with c_0 = 1 held fixed.
     """
     minimize, lfilter = import_module("scipy.optimize").minimize, import_module("scipy.signal").lfilter
     left = np.arange(steps, 0, -1.0)  # number of prefix sums that hold the k-th term
@@ -166,13 +163,11 @@ def _prefix_error(coefficients: np.ndarray, steps: int) -> float:
 def _checked(coefficients: object, bands: int) -> tuple[float, ...]:
     """Return the coefficients divided by their norm, unless it is 1 already; errors as Banded."""
     given = np.asarray(coefficients, dtype=float).reshape(-1)
-    if len(given) != bands or not np.isfinite(given).all() or not given[0] > 0:
-        condition = f"to be {bands} finite numbers, the first of them positive"
-        raise expected("Banded", "coefficients", condition, given.tolist())
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         norm = float(np.linalg.norm(given))
-    if not 0 < norm < math.inf or not given[0] / norm > _SMALLEST or not abs((given / norm).sum()) > _SMALLEST:
-        condition = f"to have a first one and a sum above {_SMALLEST:g} of their norm"
+    is_finite = len(given) == bands and 0 < norm < math.inf
+    if not is_finite or not given[0] / norm > _SMALLEST or not abs((given / norm).sum()) > _SMALLEST:
+        condition = f"to be {bands} finite numbers, with a first one and a sum above {_SMALLEST:g} of their norm"
         raise expected("Banded", "coefficients", condition, given.tolist())
     # 1 / c is bounded if all zeros of c(x) lie outside of the unit circle: the roots here are their inverses.
     radius = max((abs(root) for root in np.roots(given / norm)), default=0.0)
@@ -186,10 +181,9 @@ def _checked(coefficients: object, bands: int) -> tuple[float, ...]:
 class Recursion:
     """The last noises w of a stream of releases, from which the next one follows: docs/mathematics.md (6.1). SECRET.
 
-    Args:
-        correlation: Banded, with its coefficients.
-        start: the step of the stream at which w begins. Steps from there to the first release are drawn too.
-        stream: public name of the stream of z.
+    w begins at the step `start` of `stream`, the name of the stream of z. Steps from there to the first release are
+    drawn too.
+
     Privacy:
         Who knows z and the releases knows the sums. The past noises stay in memory, and no checkpoint holds them.
     """
@@ -200,15 +194,11 @@ class Recursion:
         self._past: dict[object, Any] = {}  # arrays on the CPU, tensors elsewhere
 
     def steps_to(self, step: int, values: Iterable[Tensor]) -> range:
-        """Return the steps whose noise must be drawn for the release of a step.
-
-        Raises:
-            PrivacyError: the step was drawn before, or the values are not those of the last step.
-        """
+        """Return the steps whose noise must be drawn for the release of a step."""
         layout = [(value.shape, value.dtype, value.device) for value in values]
         if self._layout and layout != self._layout:
-            condition, remedy = "to stay the same while noise has memory", "freeze parameters before the first step"
-            got = f"{len(layout)} after {len(self._layout)} parameters"
+            condition, got = "to stay the same while noise has memory", f"{len(layout)} after {len(self._layout)}"
+            remedy = "freeze parameters before the first step"
             raise expected("add_noise", "the parameters and their shapes", condition, got, remedy)
         if step < self._next:
             raise expected("add_noise", "step", f"to be at least {self._next}", step)

@@ -23,13 +23,8 @@ _SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of
 
 
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
-    """Return the name of the generator that draws the noise for these values, as ledgers and reports record it.
-
-    `Ledger.bind` compares the text when a run resumes: with other words here, older ledgers could not be resumed.
-
-    Raises:
-        PrivacyError: on_grid is set and a value is not on the CPU.
-    """
+    """Return the name of the generator that draws the noise for these values, as ledgers and reports record it."""
+    # `Ledger.bind` compares the text when a run resumes: with other words here, older ledgers could not be resumed.
     names: set[str] = set()
     for value in values:
         if value.device.type != "cpu":
@@ -70,11 +65,6 @@ def add_noise(
         step: index of this release. Never use the same step for two different sums.
         on_grid: round the sum and the noise to a public grid, and add them there. Only on the CPU and with sigma > 0.
         recursion: noise with memory: the noise of this stream so far. None: independent noise.
-    Returns:
-        NoisyGradient with the sum's names, shapes and dtypes.
-    Raises:
-        PrivacyError: a number is out of its range, or on_grid is set without noise or for a sum that is not on the
-            CPU.
     Privacy:
         The Gaussian mechanism with noise multiplier sigma, on a sum of the given sensitivity (add or remove one unit).
         On the CPU a cryptographic stream draws the noise in the sum's own precision. On other devices torch's
@@ -125,10 +115,8 @@ def add_noise(
 
 
 def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) -> float:
-    """Return the standard deviation of the noise in one coordinate of a clipped sum that was divided by `divisor`.
-
-    Computes: sigma C / B, docs/mathematics.md (5.1). It is 0 for sigma = 0, even if C is infinite.
-    """
+    """Return the standard deviation of the noise in one coordinate: sigma C / B, docs/mathematics.md (5.1)."""
+    # 0 for sigma = 0, even if C is infinite.
     return noise_multiplier * sensitivity / divisor if noise_multiplier > 0 else 0.0
 
 
@@ -140,16 +128,9 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     coordinate of two neighboring sums by up to g / 2. The first 1/1024 is a reserve for the rounding of
     floating-point norms and sums. It does not bound the rounding of every float32 sum (docs/rounding.md).
 
-    Args:
-        clipped: the sum; only its sensitivity and its shapes are used, both public.
-        noise_multiplier: sigma > 0.
-    Returns:
-        g and C', in gradient units.
-    Raises:
-        PrivacyError: noise_multiplier is 0, the sensitivity is infinite, or float64 cannot hold the sum and the noise
-            as exact integers on the grid.
     Privacy:
-        Depends on public numbers only. The guarantee of noise on a grid rests on C'.
+        Only the sensitivity and the shapes of the sum are used, both public. The guarantee of noise on a grid rests on
+        C'.
     """
     require_positive("grid_of", "noise_multiplier", noise_multiplier)
     require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
@@ -159,12 +140,10 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     sensitivity = clipped.sensitivity * (1 + _ROUNDING) + grid * root
     if not (grid >= _SMALLEST and sensitivity <= _LARGEST):
         condition = f"to give a grid above {_SMALLEST:.0g}, and a sensitivity below {_LARGEST:.0g}"
-        got, remedy = f"{grid:.3g} and {sensitivity:.3g}", "express the values in another unit"
-        raise expected("grid_of", "noise_multiplier and sensitivity", condition, got, remedy)
+        raise expected("grid_of", "noise_multiplier and sensitivity", condition, f"{grid:.3g} and {sensitivity:.3g}")
     if not _FARTHEST * noise_multiplier * sensitivity <= _FAR * grid:
         most = _FAR * grid / _FARTHEST / sensitivity
-        remedy = "plan with less noise, or for fewer values at once"
-        raise expected("grid_of", "noise_multiplier", f"to be at most {most:.3g} on a grid", noise_multiplier, remedy)
+        raise expected("grid_of", "noise_multiplier", f"to be at most {most:.3g} on a grid", noise_multiplier)
     return grid, sensitivity
 
 
@@ -178,7 +157,7 @@ def _release_on_cpu(
 ) -> None:
     """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once.
 
-    `add(part of the sum, as many normals)` overwrites the part with its release. It may also overwrite the normals.
+    `add(part of the sum, as many normals)` overwrites the part with its release, and perhaps the normals.
     """
     blocks = _blocks(values)
     dtypes = {pieces[0].dtype for pieces in blocks}
@@ -221,10 +200,7 @@ def _add_on_grid(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor:
 
 
 def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
-    """Split the values' own memory, in order, into blocks of at most BLOCK numbers of one dtype.
-
-    A block may hold parts of several tensors. The arrays are views: the caller writes to the tensors through them.
-    """
+    """Split the values' own memory, in order, into blocks of at most BLOCK numbers of one dtype; they are views."""
     blocks: list[list[np.ndarray]] = []
     room = 0
     for value in values:
