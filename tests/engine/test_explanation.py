@@ -111,7 +111,7 @@ def test_private_batches_and_refused_models():
     data = torch.utils.data.TensorDataset(torch.randn(8, 6))
     model = nn.Sequential(nn.Linear(6, 8), Scaled())
     for function in (pg.explain, pg.freeze_unused):
-        with pytest.raises(pg.PrivacyError, match="to hold examples, got 0; give one or more"):
+        with pytest.raises(pg.PrivacyError, match=r"to hold examples, got 0\."):
             function(model, dense_losses, (torch.randn(0, 6),))
     with pytest.raises(pg.PrivacyError, match="to be public"):
         pg.explain(model, dense_losses, next(iter(plan.batches(data))))

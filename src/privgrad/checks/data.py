@@ -28,7 +28,7 @@ def warn_of_private_bound(
 ) -> None:
     """Warn if a bound of many digits is the extreme value of the data, and few rows have it.
 
-    `bound` is one number, or one per column of the private `rows` without NaN; equal ones are compared as one.
+    `bound` is one number, or one per column of the private `rows` without NaN.
     """
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
     chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
@@ -67,8 +67,7 @@ def _are_equal(values: Tensor, bound: float) -> Tensor:
 def share_rows(one: object, other: object) -> bool:
     """Return whether two data sets have a row in common, as far as objects and memory tell.
 
-    It looks through wrappers, and at the tables of datasets.Dataset. A row in several tensors is common if the widest
-    of them are. Tensors that are expanded from one row do not count.
+    A row in several tensors is common if the widest of them are. Tensors that are expanded from one row do not count.
     """
     if one is None or other is None:
         return False
@@ -93,10 +92,8 @@ def _among(places: list[Tensor], known: list[Tensor]) -> bool:
 
 
 def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own.
-
-    The first list has only the widest tensors, those of the records: labels may be copied, and an index may be shared.
-    """
+    """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own."""
+    # The first list has only the widest tensors, those of the records: labels may be copied, and an index be shared.
     if isinstance(data, list):
         every = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]
         widest = every
@@ -109,9 +106,8 @@ def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tenso
         steps = [torch.arange(len(leaf)) * leaf.stride(0) * leaf.element_size() for leaf in tensors]
         every = [(leaf.data_ptr() + step)[None] for leaf, step in zip(tensors, steps, strict=True)]
         widest = [part for part, size in zip(every, sizes, strict=True) if size == max(sizes)]
-    one, other = (
-        [part if rows is None else part[:, rows] for part in found if part.numel() > 0] for found in (widest, every)
-    )
+    chosen = slice(None) if rows is None else rows
+    one, other = ([part[:, chosen] for part in found if part.numel() > 0] for found in (widest, every))
     return one, other
 
 

@@ -161,10 +161,7 @@ def without_randomness(model: nn.Module, randomness: Randomness, number: float) 
 
 @contextmanager
 def constant_draws(number: float) -> Generator[None]:
-    """Let torch, numpy and Python draw this number; integers are at this place of their range.
-
-    Numbers stay in their range, and permutations are permutations. A seed changes nothing.
-    """
+    """Let torch, numpy and Python draw this number, under any seed; integers are at this place of their range."""
     own, low, calls = _states(number), _states(_NUMBERS[0]), count()
 
     def begin(*_: Any, states: Any = own) -> None:
@@ -381,10 +378,10 @@ def streams() -> Callable[[], None]:
 
 
 def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
-    """Raise UnsupportedModuleError if a row of the gradients depends on its place among the examples.
+    """Raise UnsupportedModuleError if a row of the gradients, with dropout off, depends on its place.
 
     vmap gives each row numbers of its own, also of a fixed seed: these are public, and one example more would move all
-    later rows. The rows are compared with the same examples alone, with dropout off.
+    later rows.
     """
     randomness = find_randomness(model, loss_fn, few)
     with without_randomness(model, randomness, randomness.compared[0]), seeded(secret_seed()):
@@ -399,7 +396,6 @@ def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> No
             for name, difference in zip(alone, differences, strict=True):
                 # The comparison is false if values are not finite: such an example contributes zero anyway.
                 if difference > _TOLERANCE * whole:
-                    once = "draw what all examples share once, in __init__, and keep it as a buffer"
-                    remedy = f"{once}; draw what differs by example from torch's global random stream"
+                    remedy = "draw what is shared once, and keep it as a buffer; draw all else from torch's stream"
                     got = f"a gradient of {name!r} that depends on its row"
                     raise refused("random numbers", "not to come from a fixed seed in the forward pass", got, remedy)

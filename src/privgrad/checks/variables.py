@@ -92,20 +92,16 @@ def references(path: str, function: Any) -> Iterator[Variable]:
 
 
 class Scope(Contents):
-    """The variables that the code of a model and its loss_fn reads, found by a walk over that code.
-
-    Attributes:
-        variables: those that nothing else watches.
-        buffers, attributes: those of the model's modules, which the engines and `functional.preserved` watch.
-        parameters: the paths of parameters outside of the model, by id.
-        names, texts: those in that code. Attributes of objects with other names do not count.
-        watched: the buffers' paths by id; other objects may hold them too.
-    """
+    """The variables that the code of a model and its loss_fn reads, found by a walk over that code."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()
-        self.variables, self.buffers, self.attributes = list[Variable](), list[Variable](), list[Variable]()
-        self.names, self.texts, self.parameters = set[str](), set[str](), dict[int, str]()
+        self.variables = list[Variable]()  # those that nothing else watches
+        # Those of the model's modules, which the engines and `functional.preserved` watch.
+        self.buffers, self.attributes = list[Variable](), list[Variable]()
+        self.names, self.texts = set[str](), set[str]()  # in that code; attributes with other names do not count
+        self.parameters = dict[int, str]()  # the paths of parameters outside of the model, by id
+        # The buffers' paths by id; other objects may hold them too.
         self.watched = {id(x): f"model.{name}" for name, x in model.named_buffers()}
         modules = list(named_modules(model, "model"))
         self._own = {id(module) for _, module in modules}
@@ -203,18 +199,13 @@ class Scope(Contents):
 
 
 class Snapshot(Contents):
-    """The values of variables at one time, inside containers and objects too.
-
-    Attributes:
-        values: numbers, texts and copies by path; of a tensor else its identity and count of writes.
-        places: the variables by path.
-        tensors: the paths of tensors by id.
-    """
+    """The values of variables at one time, inside containers and objects too."""
 
     def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: Collection[str] | None = ()) -> None:
         super().__init__()
         self._scope, self._copied = scope, copied
-        self.values, self.places, self.tensors = dict[str, Any](), dict[str, Variable](), dict[int, str]()
+        self.values = dict[str, Any]()  # numbers, texts and copies by path; of a tensor else its id and count of writes
+        self.places, self.tensors = dict[str, Variable](), dict[int, str]()  # by path; the paths of tensors by id
         self._held, self._writes = list[tuple[Variable, Any]](), list[tuple[Any, Any]]()
         self._forms: list[tuple[Collection[Any], tuple[Any, ...]]] = []  # items, keys, or names of attributes
         self.read(map(self._entry, variables))
@@ -281,19 +272,14 @@ class Snapshot(Contents):
 
 
 class State:
-    """The state besides the modules that passes of one training may change.
-
-    Attributes:
-        counters: by path, how much each step adds to a number. Passes see its value at the begin of the step.
-        overwritten: paths that each pass sets again, and that no pass reads before.
-        undone: paths that passes change without an effect on losses. They keep their values.
-        unknown: other paths that passes have changed, since `scope` was found.
-    """
+    """The state besides the modules that passes of one training may change."""
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn, self.scope = loss_fn, cast("Scope | None", None)
-        self.counters, self.overwritten = dict[str, Any](), set[str]()
-        self.undone, self.unknown = set[str](), set[str]()
+        self.counters = dict[str, Any]()  # how much each step adds to a number; passes see that of the step's begin
+        self.overwritten = set[str]()  # what each pass sets again, and no pass reads before
+        self.undone = set[str]()  # what passes change without an effect on losses; it keeps its values
+        self.unknown = set[str]()  # what else passes have changed, since `scope` was found
         self._steps, self._credit, self._warned = 0, float(_CHECKS), set[str]()
         self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
         self._others = list[Variable]()
@@ -340,8 +326,7 @@ class State:
     def begin_step(self, model: nn.Module) -> bool:
         """Return whether a number or text changed since the last step, so that a check is due.
 
-        Warn once of each tensor that was written or replaced since; but not if the model was moved. At most _CHECKS +
-        steps / _EVERY checks are due, because a loop may set a number at every step.
+        Warn once of each tensor that was written or replaced since; but not if the model was moved.
         """
         self._now = None
         if self.scope is None or self._last is None or self._place != _place_of(model):
@@ -351,7 +336,7 @@ class State:
         changed -= self.overwritten | self.counters.keys()
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
         tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
-        due = bool(changed - tensors) and self._credit >= 1
+        due = bool(changed - tensors) and self._credit >= 1  # a loop may set a number at every step
         self._credit -= due
         if tensors - self._warned:
             vectors = {id(vector) for _, _, both in spectral_norms(model) for vector in both}  # they follow the weights

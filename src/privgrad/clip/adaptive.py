@@ -98,8 +98,7 @@ class AdaptiveClip:
     def _refuse_bins(self, norm_bins: NormBins) -> None:
         """Raise PrivacyError if norm_bins is given to a rule with a statistic of its own."""
         if norm_bins is not None:
-            condition = "to be None for a rule with a release of its own"
-            raise expected("PrivateGradient", "norm_bins", condition, norm_bins)
+            raise expected("PrivateGradient", "norm_bins", "to be None for a rule with its own release", norm_bins)
 
 
 class TargetFraction(AdaptiveClip):
@@ -130,7 +129,6 @@ class TargetFraction(AdaptiveClip):
         if steps is not None:
             require_integer("TargetFraction", "steps", steps, 1)
         self._target, self._rate, self._steps = float(target), float(rate), steps
-        self._taken = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._target:g}, rate={self._rate:g}, steps={self._steps})"
@@ -222,7 +220,6 @@ class SquaredError(AdaptiveClip):
     def __init__(self, weight: float = 0.2) -> None:
         require_positive("SquaredError", "weight", weight)
         self._weight = float(weight)
-        self._noise_per_norm = 0.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(weight={self._weight:g})"

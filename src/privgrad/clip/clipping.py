@@ -130,12 +130,10 @@ class ClippingAccumulator:
         self._devices = {value.device.type for value in like.values()}
 
     def add(self, chunk: Factors, padded: int | None = None) -> None:
-        """Clip the gradients of one part of the batch and add them.
+        """Clip the gradients of one part of the batch, one row per example, and add them.
 
-        Args:
-            chunk: gradients by parameter name, one row per example. A missing parameter has gradient 0.
-            padded: the number of rows at the end that are padding of a truncated batch; they count for nothing. None:
-                there are none.
+        A missing parameter has gradient 0. The last `padded` rows are padding of a truncated batch: they count for
+        nothing.
         """
         if not chunk:
             return
@@ -187,19 +185,14 @@ def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None
 
 def _joined(parts: Sequence[RawClipping]) -> RawClipping:
     """Return the norms and factors of all parts of a batch."""
-    nothing = torch.zeros(0, dtype=torch.float64)
-    return RawClipping(
-        torch.cat([part.raw_norms for part in parts] or [nothing]),
-        torch.cat([part.raw_factors for part in parts] or [nothing]),
-        torch.cat([part.raw_lengths for part in parts] or [nothing]),
-        sum(part.raw_nonfinite_examples for part in parts),
-    )
+    each = [(part.raw_norms, part.raw_factors, part.raw_lengths) for part in parts]
+    joined = map(torch.cat, zip(*each, strict=True)) if each else [torch.zeros(0, dtype=torch.float64)] * 3
+    norm_B, factor_B, length_B = joined
+    return RawClipping(norm_B, factor_B, length_B, sum(part.raw_nonfinite_examples for part in parts))
 
 
 class _Sums:
     """Weighted sums by parameter name, in float32 where rounding errors stay small.
-
-    The arguments are as in ClippingAccumulator.
 
     Privacy:
         One more example moves all later terms to other lanes of the matrix product, so the errors of ALL examples may
@@ -325,14 +318,12 @@ def _without_lost(factor_B: Tensor) -> Tensor:
 def _terms(
     chunk: Factors, norms: Named, factors: Named, max_grad_norm: float, inverse_scales: Named
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far.
+    """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far, or None.
 
-    The mask is None if each gradient is a single term.
-
-    The terms of such an example are so large that the rounding of their own sum would exceed the bound. This rounding
-    grows with the root of their number. The measured norm is then not the norm of the gradient that is added.
+    The rounding of such an example's own sum, which grows with the root of the number of terms, would exceed the bound.
+    The measured norm is then not the norm of the gradient that is added.
     """
-    terms, canceling_B = dict(norms), None
+    terms, canceling_B = dict(norms), None  # None: each gradient is a single term
     for name, factor in chunk.items():
         terms_B = factor.term_bound(inverse_scales.get(name))
         if terms_B is not None:

@@ -13,11 +13,8 @@ from privgrad.types import map_examples
 
 
 def group_of(words: np.ndarray, groups: int) -> Tensor:
-    """Return the group of each example, shape (B,), drawn uniformly from [0, groups).
+    """Return the group of each example, shape (B,), uniform in [0, groups), from an independent word of its own.
 
-    Args:
-        words: independent uniform 64-bit integers, one per example.
-        groups: the number of groups; some may get no example.
     Privacy:
         The guarantee rests on this: the group of an example does not depend on the other examples. If one example is
         added or removed, all others keep their groups, so only one group changes. If groups were consecutive slices
@@ -27,10 +24,7 @@ def group_of(words: np.ndarray, groups: int) -> Tensor:
 
 
 def split_by_group(examples: Any, group_B: Tensor, at_once: int) -> Iterator[tuple[int, Any]]:
-    """Yield (size of each group, examples), in parts of whole groups of equal size, smallest size first.
-
-    The examples of a group are next to each other. A part has at most `at_once` examples, or is one group.
-    """
+    """Yield (size, examples): whole groups of equal size, each in one piece; `at_once` examples, or one group."""
     order_B = torch.argsort(group_B, stable=True)
     size_B = torch.bincount(group_B)[group_B[order_B]]  # size of each example's group
     for size in cast("list[int]", size_B.unique().tolist()):

@@ -32,10 +32,7 @@ class NormStatistic(Protocol):
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         """Return the vector of each contribution, shape (B, K), float64; row i depends on entry i only.
 
-        Args:
-            norm_B: the norms before clipping.
-            length_B: the lengths of the contributions, that is, the norms after clipping: at most C up to rounding.
-            max_grad_norm: C > 0.
+        norm_B are the norms before clipping, and length_B those after it: at most C up to rounding.
         """
         ...
 
@@ -44,13 +41,7 @@ class NormStatistic(Protocol):
         ...
 
     def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
-        """Return the distribution that a release gives. Post-processing.
-
-        Args:
-            released_K: the noisy sum of the rows, divided by the expected number of contributions.
-            noise_std: the standard deviation of the noise in each coordinate.
-            max_grad_norm: C.
-        """
+        """Return the distribution that a release gives: the noisy sum of the rows, divided by B. Post-processing."""
         ...
 
 
@@ -166,8 +157,8 @@ def rows_and_sensitivity(
 ) -> tuple[Tensor, float]:
     """Return the rows of a statistic and its sensitivity; refuse rows that break the bound.
 
-    Each row is compared with the stated sensitivity, whatever the proof of its class says. The library's own classes
-    are known to use each contribution alone. A class of the user's is asked again for each half.
+    Each row is compared with the stated sensitivity, whatever the proof of its class says. A class of the user's is
+    asked again for each half, since its rows may not depend on other contributions.
     """
     rows_BK, bound = statistic.rows(norm_B, length_B, max_grad_norm), statistic.sensitivity(max_grad_norm)
     name, remedy = type(statistic).__name__, "correct the statistic: nothing was released"
@@ -196,9 +187,8 @@ def same_for_halves(whole: Mapping[str, Tensor], alone: Callable[[slice], Mappin
     for part in (slice(half), slice(half, None)) if half else ():
         own = alone(part)
         for name, rows in whole.items():
-            if own[name].shape != rows[part].shape:
-                return False
-            if not torch.allclose(rows[part], own[name], rtol=1e-6, atol=0.0, equal_nan=True):
+            is_same = own[name].shape == rows[part].shape
+            if not (is_same and torch.allclose(rows[part], own[name], rtol=1e-6, atol=0.0, equal_nan=True)):
                 return False
     return True
 
@@ -222,15 +212,12 @@ def require_bins(function: str, name: str, value: Any) -> None:
 def chosen_slots(
     norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, share_std: float = _STD
 ) -> Slots:
-    """Return the slots for `norm_bins` of PrivateGradient, where noise_std is that of one coordinate of the gradient.
-
-    "auto" is the largest number from 8 to 64 at which a share has a standard deviation of at most `share_std` in one
-    step, and 8 if there is none.
-    """
+    """Return the slots for `norm_bins` of PrivateGradient; noise_std is that of one coordinate of the gradient."""
     if math.isinf(max_grad_norm):
         raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf)
     if norm_bins != "auto":
         require_bins("PrivateGradient", "norm_bins", norm_bins)
         return Slots(int(norm_bins))
+    # The largest number from 8 to 64 at which a share has a standard deviation of at most `share_std`, or else 8.
     relative = noise_std / max_grad_norm
     return Slots(_MOST if relative == 0 else min(_MOST, max(_FEWEST, int((share_std / relative) ** 2))))

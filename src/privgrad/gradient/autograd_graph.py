@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointError
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.refusals import refused
 
 
 @contextmanager
@@ -22,15 +22,13 @@ def refusing_in_place() -> Generator[None]:
     try:
         yield
     except CheckpointError as error:
-        name, condition = "a checkpointed part", "to compute the same again in the backward pass"
-        got, remedy = type(error).__name__, "switch gradient checkpointing off for this training"
-        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError) from error
+        condition, remedy = "to compute the same again in the backward pass", "switch it off for this training"
+        raise refused("gradient checkpointing", condition, type(error).__name__, remedy) from error
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        name, remedy = "a tensor that autograd needs", "work on a copy, as ordinary training requires too"
-        condition, got = "not to be changed in place", "an in-place write"
-        raise expected("loss_fn", name, condition, got, remedy, UnsupportedModuleError) from error
+        condition, remedy = "not to be changed in place", "work on a copy, as ordinary training requires too"
+        raise refused("a tensor that autograd needs", condition, "an in-place write", remedy) from error
 
 
 def gradients_at(
@@ -40,15 +38,11 @@ def gradients_at(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients of sum <output, along> at edges or leaves; None where the outputs do not depend on one.
-
-    torch.autograd.grad would switch off the modes that see torch functions, also where a checkpointed part is computed
-    again.
-    """
+    """Return the gradients of sum <output, along> at edges or leaves; None where the outputs do not depend on one."""
+    # torch.autograd.grad would switch off the modes that see functions, also where a checkpointed part runs again.
     along = [torch.ones_like(output) for output in outputs] if along is None else along
-    run, keep = cast(Any, _engine_run_backward), create_graph
-    found = run(tuple(outputs), tuple(along), keep, create_graph, tuple(edges), True, accumulate_grad=False)
-    return cast("list[Tensor | None]", list(found))
+    run, ends = cast(Any, _engine_run_backward), tuple(edges)
+    return list(run(tuple(outputs), tuple(along), create_graph, create_graph, ends, True, accumulate_grad=False))
 
 
 def gradients_and_curvature(
@@ -74,14 +68,11 @@ def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def is_additive(tensor: Tensor) -> bool:
-    """Return whether the backward pass of a sum of gradients gives the sum of theirs, in the precision of the sum.
-
-    Not where a function has a backward pass of its own, or where precisions are converted, as under autocast.
-    """
+    """Return whether the backward pass of a sum of gradients gives the sum of theirs, in the precision of the sum."""
     return not any(
         isinstance(node, BackwardCFunction)
         or type(node).__name__ == "CppFunction"  # the type of every function that torch does not know by name
-        or node.name().startswith("ToCopy")
+        or node.name().startswith("ToCopy")  # precisions are converted, as under autocast
         for node in nodes([tensor])
     )
 
@@ -99,15 +90,8 @@ def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> Iterator[Any
 
 
 def refuse_reentrant(loss: Tensor) -> None:
-    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
-
-    Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.
-    """
+    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing."""
+    # Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
-        remedy = (
-            "pass use_reentrant=False to torch.utils.checkpoint (for transformers "
-            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
-            "checkpointing off"
-        )
-        name, condition, got = "gradient checkpointing", "not to be re-entrant", "use_reentrant=True"
-        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)
+        remedy = "pass use_reentrant=False, in transformers by gradient_checkpointing_kwargs={'use_reentrant': False}"
+        raise refused("gradient checkpointing", "not to be re-entrant", "use_reentrant=True", remedy)

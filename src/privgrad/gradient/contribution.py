@@ -63,8 +63,8 @@ class OwnExamples:
         if any(map(operator.ne, before, map(version_of, leaves))):
             self._writes = True
             if not self._tries:
-                got, remedy = "a write in place", "write to a copy, such as x = x / 255 or labels = labels.clone()"
-                raise expected("loss_fn", "examples", "to stay as they are", got, remedy)
+                remedy = "write to a copy, such as x = x / 255 or labels = labels.clone()"
+                raise expected("loss_fn", "examples", "to stay as they are", "a write in place", remedy)
         return losses
 
     def tried(self, model: nn.Module, examples: Any) -> Tensor:

@@ -104,10 +104,7 @@ class Mended(TorchFunctionMode):
 
 
 def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
-    """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules.
-
-    It raises RuntimeError for an operation without a rule, and for TorchScript in the `module` that the function calls.
-    """
+    """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules."""
     parts = [] if module is None else [part for _, part in named_modules(module)]
     attributes = chain(parts, *(vars(part).values() for part in parts))
     if any(map(isinstance, attributes, repeat((torch.jit.ScriptModule, torch.jit.ScriptFunction)))):
@@ -128,12 +125,9 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
 
 def refuse_own_generators(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PrivacyError if a torch function draws from a generator that is not global: its state is not secret."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator) and value not in (
-            torch.default_generator,
-            *torch.cuda.default_generators,
-        ):
-            raise known_draws("a torch.Generator")
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+    if any(one not in (torch.default_generator, *torch.cuda.default_generators) for one in given):
+        raise known_draws("a torch.Generator")
 
 
 def known_draws(got: str) -> PrivacyError:
@@ -147,10 +141,8 @@ def known_draws(got: str) -> PrivacyError:
 
 @contextmanager
 def differentiable(*, twice: bool) -> Generator[None]:
-    """Compute operations in a way that can be differentiated twice, if `twice` is set.
-
-    Fused attention has no second derivative. That of torch._weight_norm is wrong: it takes the norm of v as constant.
-    """
+    """Compute operations in a way that can be differentiated twice, if `twice` is set."""
+    # Fused attention has no second derivative. That of torch._weight_norm is wrong: it takes the norm of v as constant.
     if not twice:
         yield
         return
@@ -286,8 +278,7 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
     """Undo the changes that a forward or backward pass makes to the modules and to `.grad`, and warn about them.
 
-    It sees attributes, and containers, tensors and arrays in them at any depth, except the attributes `but`. `path` is
-    the module's, for the warning.
+    It sees attributes, and containers, tensors and arrays in them at any depth, except the attributes `but`.
 
     Privacy:
         State that private examples leave on a module could change the gradient of another example, or end in a
@@ -488,8 +479,8 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
 
-    `along` displaces parameters, by name; with `exact`, they stay, and the Hessian's product with `along` is added to
-    the gradient. Unless parameters are `copied`, a forward pass that writes to them does harm.
+    `along` and `exact` are as in `reference.per_sample_gradients`. Unless parameters are `copied`, a forward pass that
+    writes to them does harm.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
@@ -523,9 +514,8 @@ def losses_on_copies(
 ) -> Any:
     """Return the losses, or a function of them, computed with copies of parameters and buffers.
 
-    A backward pass may run code of the modules, such as hooks or a part that is computed again. It therefore belongs in
-    `result`, which runs while the copies are still in the modules. `parameters` replace some, by name. A `seed` of None
-    continues torch's streams.
+    `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
+    it may run code of the modules, such as hooks, which needs the copies.
     """
     given = parameters or {}
     own = {name: p for name, p in model.named_parameters() if name not in given}

@@ -30,10 +30,10 @@ class Novelty:
         self._values = dict[tuple[int, int], _Values]()  # by place and number of columns
 
     def rows(self, examples: Any) -> list[int]:
-        """Return some rows that hold what no earlier batch held: usually none.
+        """Return some rows that hold what no earlier batch held: usually none. NOT private.
 
-        Cost: ten small operations for each tensor, and one transfer from a device. NOT private: the rows may decide
-        only when a check runs, and which rows it compares.
+        They may decide only when a check runs, and which rows it compares. Cost: ten small operations for each tensor,
+        and one transfer from a device.
         """
         found, rows = list[tuple[int, Tensor, Tensor]](), list[int]()
         for place, leaf in enumerate(tree_leaves(examples)):
@@ -105,11 +105,7 @@ class _Values:
 
 
 class CheckSchedule:
-    """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
-
-    A call is also checked, briefly, if its examples hold what no earlier ones held (see `Novelty`): at most _EXTRA
-    times and once per 100 steps.
-    """
+    """The schedule of the self-check."""
 
     def __init__(self) -> None:
         self.calls = self._steps = self._extra = 0
@@ -127,15 +123,14 @@ class CheckSchedule:
         self.calls += 1
         self.depth = 2 if self.is_due else self.calls.bit_length() % 2
         self.is_due |= self.calls & (self.calls - 1) == 0
+        # Briefly, if its examples hold what no earlier ones held: at most _EXTRA times and once per 100 steps.
         may_check = self._extra < _EXTRA + self._steps // 100
         self.novel = self._seen.rows(examples) if self.is_due or may_check else []
         if self.novel and not self.is_due:
             self._extra, self.is_due, self.depth = self._extra + 1, True, 0
 
     def note_size(self, size: int) -> None:
-        """Set `is_due` at the first batch of a size that some other dimension has too; else the size is 0.
-
-        A model that uses other layouts for batches of this size would pass all comparisons of sizes.
-        """
+        """Set `is_due` at the first batch of a size that some other dimension has too; else the size is 0."""
+        # A model that uses other layouts for batches of this size would pass all comparisons of sizes.
         self.is_due |= size not in self._sizes
         self._sizes.add(size)

@@ -33,9 +33,8 @@ def secret_seed(salt: int = 0) -> int:
 def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[int] = ()) -> Any:
     """Return PROBED examples: the first, some at random indices, and one with a rare value, or else the last.
 
-    The last of them then often differs in its label from the first, so that their losses show weights of classes.
-    `salt` and torch's seed decide the indices, and the random streams do not advance. One of the `novel` rows is among
-    them if possible. `fill` adds examples of zeros if there are too few.
+    The last then often differs in its label from the first, so that their losses show weights of classes. One of the
+    `novel` rows is among them if possible. `fill` adds examples of zeros if there are too few.
     """
     size = count_examples(examples)
     if size > PROBED:
@@ -48,10 +47,8 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
 
 
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
-    """Return the first examples, at most `most`; one of each rare value comes before them, and the `novel` rows last.
-
-    So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
-    """
+    """Return at most `most` of the first examples; one of each rare value comes before them, the `novel` rows last."""
+    # So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
     size = min(count_examples(examples), most)
     rare = rare_rows(examples)[: (size + 1) // 4]
     if not rare and not novel:
@@ -116,10 +113,7 @@ def doubled(leaf: Tensor) -> Tensor:
 
 
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
-    """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences.
-
-    A loss that fails in float32, or still meets half precision, is compared as it is only.
-    """
+    """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences."""
 
     @wraps(compare)
     def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any) -> None:
@@ -140,7 +134,7 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
             losses_on_copies(model, widened, examples)
         except Exception:  # for instance a loss that accepts half precision only
             return
-        if not wide.half:
+        if not wide.half:  # a loss that converts to half precision by itself is compared as it is only
             compare(model, widened, examples, *args)
 
     return compared
@@ -195,11 +189,10 @@ def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) ->
 
 def unused_parameters(function: str, model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:
     """Return the names of the trainable parameters that the losses do not reach; `function` is named in errors."""
-    if isinstance(public_batch, Batch):
-        remedy = "give public examples: what is used, and at what cost, must not depend on private ones"
-        raise expected(function, "public_batch", "to be public", "a batch of a privacy plan", remedy)
+    if isinstance(public_batch, Batch):  # what is used, and at what cost, must not depend on private examples
+        raise expected(function, "public_batch", "to be public", "a batch of a privacy plan")
     if (size := count_examples(public_batch)) == 0:
-        raise expected(function, "public_batch", "to hold examples", size, "give one or more public examples")
+        raise expected(function, "public_batch", "to hold examples", size)
     own = {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
     with torch.enable_grad():
         return losses_on_copies(model, loss_fn, public_batch, partial(unreached, parameters=own), own)

@@ -43,8 +43,7 @@ _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 class Vmap:
     """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
 
-    `memory_mb` bounds the gradients, but at least one example is computed at once. `check` compares a few examples with
-    the same examples alone.
+    `memory_mb` bounds the gradients. `check` compares a few examples with the same examples alone.
     """
 
     batches_examples = False  # each example is computed by itself, with random numbers of its own
@@ -157,8 +156,7 @@ def per_sample_gradients(
             rows.append(_alone(model, loss_fn, one, own, exact=exact))
     if model not in _SLOW:
         _SLOW.add(model)
-        told = "vmap cannot batch this model; its gradients are computed one by one, which is slow"
-        warnings.warn(told, stacklevel=2)
+        warnings.warn("vmap cannot batch this model; its gradients are computed one by one, slowly", stacklevel=2)
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
 
@@ -188,11 +186,9 @@ def _gradient_of_one(bound: BoundLoss, rest: Named, exact: bool) -> Callable[[Na
 
 
 def _alone(model: nn.Module, loss_fn: LossFunction, example: Any, along: Named, *, exact: bool) -> Named:
-    """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
-
-    autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
-    without setup_context. A pass that writes to parameters or buffers writes to this example's copies, and is refused.
-    """
+    """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers."""
+    # autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
+    # without setup_context. A pass that writes to parameters or buffers writes to the copies, and is refused.
     held = list[tuple[str, Tensor, int]]()
 
     def watched(model: nn.Module, example: Any) -> Tensor:
@@ -208,10 +204,7 @@ def _alone(model: nn.Module, loss_fn: LossFunction, example: Any, along: Named, 
         remedy = "use BAM(mode='sam'), or other layers" if exact else "replace the operation"
         raise refused("the loss", "to have derivatives", first_line(error), remedy) from error
     except RuntimeError as error:
-        remedy = (
-            "compute with operations that autograd can differentiate, and write to no parameter; "
-            "loss_fn(model, examples) must also take a batch of one"
-        )
+        remedy = "compute by operations that autograd can differentiate, write to no parameter, and take a batch of one"
         raise refused("each example", "to have a gradient", first_line(error), remedy) from error
     _require_unwritten([name for name, copy, version in held if copy._version != version])
     return found

@@ -20,11 +20,9 @@ _dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 @contextmanager
 def secret_draws(key: bytes) -> Generator[None]:
-    """Compute under a secret state of the random streams of torch, numpy and Python; restore theirs afterwards.
-
-    `key` has 32 secret bytes, for this computation only. Three of torch's operations on the CPU, which dropout uses,
-    take 31 bits from the generator for all of their numbers. Inside, `_WIDE` replaces them.
-    """
+    """Compute under a secret state of the random streams, from 32 secret bytes for this computation only."""
+    # Three of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
+    # numbers. Inside, `_WIDE` replaces them.
     with streams_kept(), _dispatch._IncludeDispatchKeyGuard(_KEY):
         if torch.accelerator.is_available():
             torch.manual_seed(device_seed(key))

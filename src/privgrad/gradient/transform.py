@@ -55,8 +55,7 @@ class Scales(Mapping[str, Tensor]):
     def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
         if f"{provenance}" not in get_args(Provenance) or not source:
             condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
-            got = f"provenance {provenance!r} and source {source!r}"
-            raise expected("Scales", "provenance", condition, got, "say where the scales come from")
+            raise expected("Scales", "provenance", condition, f"provenance {provenance!r} and source {source!r}")
         # Copies, here and below: a tensor that is overwritten would change the scales, and not their provenance.
         tensors: dict[str, Tensor] = {name: torch.as_tensor(value).detach().clone() for name, value in values.items()}
         vars(self).update(provenance=provenance, source=source, _tensors=tensors)
@@ -87,11 +86,9 @@ class Scales(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class InputMap:
-    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
+    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U."""
 
-    Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
-    """
-
+    # Mapped inputs give the same gradients, see docs/mathematics.md (2.6), and (2.7) with a bias.
     # U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
     matrix: Tensor
     # The bias that is mapped too. Its gradient must be the sum over positions of the gradients of the layer's outputs.
@@ -223,8 +220,7 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
             shape = tuple(parameters[name].shape) if name in parameters else None
             if tuple(value.shape) != shape:
                 condition = f"to have a trainable parameter's shape, {shape}"
-                remedy = "name and shape them as model.named_parameters() does"
-                raise expected("precondition", f"{kind} of {name!r}", condition, tuple(value.shape), remedy)
+                raise expected("precondition", f"{kind} of {name!r}", condition, tuple(value.shape))
             if kind == "inverse_scales":
                 require_scales(name, value)
             elif not all(map(math.isfinite, _ends(value))):
@@ -232,15 +228,14 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
     for name, own in transform.input_maps.items():
         _require_map(name, own, parameters)
     if not 0 < transform.keep <= 1:
-        raise expected("precondition", "keep", "to be in (0, 1]", transform.keep, "0.9 is the paper's")
+        raise expected("precondition", "keep", "to be in (0, 1]", transform.keep)
 
 
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
     """Return the inverse scales of a transform that only divides, for LocalUpdate; refuse any other."""
     if transform.shift or transform.keep < 1 or transform.input_maps:
-        remedy = "use precondition.fixed, public_rmsprop or public_adagrad"
         got = f"keep = {transform.keep:g}, and {len(transform.shift)} shifts, {len(transform.input_maps)} input maps"
-        raise expected("LocalUpdate", "precondition", "to divide only", got, remedy)
+        raise expected("LocalUpdate", "precondition", "to divide only, as precondition.fixed does", got)
     return transform.inverse_scales
 
 
@@ -317,10 +312,8 @@ class Shifted(Factor):
 def _require_map(name: str, own: InputMap, parameters: Mapping[str, Tensor]) -> None:
     """Raise PrivacyError unless an input map fits its weight and bias, and its values are finite."""
     map_of = f"input map of {name!r}"
-    for parameter in (name, own.bias or name):
-        if parameter not in parameters:
-            remedy = "name weights and biases as model.named_parameters() does"
-            raise expected("precondition", map_of, "to be for trainable parameters", repr(parameter), remedy)
+    if missing := {name, own.bias or name} - parameters.keys():
+        raise expected("precondition", map_of, "to be for trainable parameters", ", ".join(map(repr, sorted(missing))))
     shape = parameters[name].shape
     inputs = (shape[0] if own.transposed else shape[1:].numel()) + (own.bias is not None)
     if tuple(own.matrix.shape) not in ((inputs,), (inputs, inputs)):
