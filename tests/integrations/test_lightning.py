@@ -285,7 +285,7 @@ def test_workers_load_the_same_batches_and_live_through_all_epochs(tmp_path: Pat
     assert all(map(torch.equal, here.parameters(), there.parameters()))
     assert len(workers) > 2
     assert len(set.union(*workers)) == 1  # the same worker in every epoch
-    with pytest.raises(ValueError, match="num_workers option should be non-negative"):
+    with pytest.raises(pg.PrivacyError, match=r"plan\.batches: expected num_workers to be an integer >= 0"):
         train("nowhere", num_workers=-1)
 
 

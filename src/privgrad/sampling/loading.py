@@ -256,6 +256,15 @@ class Examples(Dataset[Batch]):
         return tuple(self._whole)
 
 
+def require_loading(function: str, num_workers: object, prefetch_factor: object) -> None:
+    """Raise PrivacyError unless a DataLoader takes these options."""
+    require_integer(function, "num_workers", num_workers, 0)
+    if prefetch_factor is not None:  # torch takes 0, and then yields no batches
+        require_integer(function, "prefetch_factor", prefetch_factor, 1)
+        if num_workers == 0:
+            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor)
+
+
 def batches(
     sampler: Any, *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
 ) -> Generator[Batch]:
@@ -273,14 +282,13 @@ def batches(
         cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
         would release which draws were empty.
     Raises:
-        ValueError, TypeError: raised by the call: an option is out of range.
+        PrivacyError: raised by the call: an option is out of range.
         SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
             examples; an example cannot be loaded; or a worker process died.
     Privacy:
         As BatchSampler. Workers get the indices and the keys of single steps.
     """
-    if prefetch_factor is not None:  # torch takes 0, and then yields no batches
-        require_integer("plan.batches", "prefetch_factor", prefetch_factor, 1)
+    require_loading("plan.batches", num_workers, prefetch_factor)
     dataset = sampler.dataset
     loader: DataLoader[Any] = DataLoader(
         _Reported(dataset) if num_workers else dataset,
