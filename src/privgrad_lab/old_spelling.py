@@ -60,21 +60,23 @@ def canonical(raw: Mapping[str, Any]) -> Raw:
 
 def _modern(raw: Mapping[str, Any]) -> Raw:
     """Return the tables of a file in the new spelling."""
-    made = dict(raw)
-    for name, new in (("data", _data), ("model", _model), ("features", _features)):
-        if isinstance(raw.get(name), dict):
-            made[name] = new(raw[name])
+    made = dict(raw) | _parts(raw)
     if isinstance(raw.get("methods"), list):
         made["methods"] = [_method(method) if isinstance(method, dict) else method for method in raw["methods"]]
     return made
 
 
+def _parts(raw: Mapping[str, Any]) -> Raw:
+    """Return the tables that a file or a method may have, in the new spelling."""
+    made = {"data": _data, "model": _model, "features": _features}
+    return {name: new(raw[name]) for name, new in made.items() if isinstance(raw.get(name), dict)}
+
+
 def _tables(raw: Mapping[str, Any]) -> Iterator[tuple[str, Raw, Raw]]:
     """Yield each table that may have the old spelling: its place, as it is, and in the new spelling."""
     new = _modern(raw)
-    for name in ("data", "model", "features"):
-        if isinstance(raw.get(name), dict):
-            yield name, raw[name], new[name]
+    for name in _parts(raw):
+        yield name, raw[name], new[name]
     methods: Any = raw.get("methods")
     for index, method in enumerate(methods if isinstance(methods, list) else []):
         if isinstance(method, dict):
@@ -131,10 +133,7 @@ def _method(old: Raw) -> Raw:
     for (part, option), value in values.items():
         table = new.get(part, {})
         new[part] = ({"use": table} if isinstance(table, str) else _dict(table)) | {option: value}
-    for part, made in (("model", _model), ("features", _features)):
-        if isinstance(old.get(part), dict):
-            new[part] = made(old[part])
-    return new
+    return new | _parts(old)
 
 
 def to_toml(value: Any) -> str:
@@ -203,9 +202,8 @@ def _statements(text: str) -> tuple[list[_Statement], list[str]]:
             parsed = tomllib.loads("\n".join(lines))
         except tomllib.TOMLDecodeError:  # the next line belongs to the value too
             continue
-        found.append(
-            _Statement(before, lines, "" if line.lstrip().startswith("[") and len(lines) == 1 else next(iter(parsed)))
-        )
+        is_header = line.lstrip().startswith("[") and len(lines) == 1
+        found.append(_Statement(before, lines, "" if is_header else next(iter(parsed))))
         before, lines = [], []
     return found, before + lines
 
