@@ -23,7 +23,8 @@ from privgrad.gradient.functional import evaluating
 from privgrad.gradient.transform import Preconditioner
 from privgrad.plan import PrivacyPlan
 from privgrad.precondition.public_gradient import PublicGradient
-from privgrad_lab.calls import arguments, bind, call, called, find, imported, make
+from privgrad.private_gradient import PrivateGradient
+from privgrad_lab.calls import arguments, bind, call, called, find, imported, make, wrong
 from privgrad_lab.data import LOADERS
 from privgrad_lab.metrics import losses_for, require_suited
 from privgrad_lab.spec import (
@@ -73,7 +74,7 @@ def _fact(name: str, given: ModelTable, data: DataSet) -> Any:
     """Return the argument of this name that a model takes from the data."""
     if name in ("vocabulary", "num_tokens"):
         if data.vocabulary is None:
-            raise expected("load_spec", "data.use", "to be text for this model", data.name)
+            raise wrong("data.use", "to be text for this model", data.name)
         return data.vocabulary
     if name == "path":
         return encoder_folder(given.encoder)
@@ -85,14 +86,9 @@ def _fact(name: str, given: ModelTable, data: DataSet) -> Any:
 
 
 def make_data(spec: Spec) -> DataSet:
-    """Load the data, and check its size against the public count.
-
-    The guarantee rests on two steps: the public examples leave the training set, and each row is one privacy unit. It
-    does not rest on the count, because a plan draws and charges at the same sample rate.
-
-    Raises:
-        PrivacyError: the data are not available, or do not suit the model, the unit, num_examples or the metrics.
-    """
+    """Load the data, and check that they suit the spec."""
+    # The guarantee rests on two steps: the public examples leave the training set, and each row is one privacy unit. It
+    # does not rest on the count, because a plan draws and charges at the same sample rate.
     loaded = load(spec.data, spec.model.encoder)
     if spec.data.public:
         loaded = with_public(loaded, spec.data.public)
@@ -101,8 +97,8 @@ def make_data(spec: Spec) -> DataSet:
     if spec.data.reconstruct:
         loaded = to_reconstruct(loaded)
     if loaded.schema is not None and loaded.schema.bounds is not None:
-        remedy = "train it in Python, by data.table and fit_head with bounds"
-        raise expected("make_data", "the label", "to be a class", f"a number within {loaded.schema.bounds}", remedy)
+        got, remedy = f"a number within {loaded.schema.bounds}", "train it in Python, by fit_head with bounds"
+        raise expected("make_data", "the label", "to be a class", got, remedy)
     _require_suited(spec, loaded)
     for method in spec.methods:
         if method.needs_public:
@@ -149,42 +145,30 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
     by_user, name = len(loaded.train.tensors) > 2, spec.data.source  # the third tensor counts each user's examples
     by_unit = by_user or loaded.by_person
     if by_unit != (spec.privacy.privacy_unit == "user"):
-        remedy = "leave privacy_unit and local out, or give data by user or person"
-        if by_unit:
-            local = ", and give each method a local table" if by_user else ""
-            remedy = f'set privacy_unit = "user", and count {"users" if by_user else "persons"} in [privacy]{local}'
         got = f"data by {'user' if by_unit else 'example'}"
-        raise expected("load_spec", f"data {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
+        remedy = f"count {'persons' if by_unit else 'examples'} in [privacy]"
+        raise wrong(f"data {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
     for method in spec.methods:
         if by_unit and by_user != (method.local is not None):
-            condition = (
-                f"to be {'given for data by user' if by_user else 'absent for data whose rows are persons'}, {name}"
-            )
+            condition = "given for data by user" if by_user else "absent for data whose rows are persons"
             got = None if method.local is None else method.local.options
-            remedy = "add local with lr and batch_size" if by_user else ""
-            raise expected("load_spec", f"methods.{method.name}.local", condition, got, remedy)
+            raise wrong(f"methods.{method.name}.local", f"to be {condition}, {name}", got)
     by_validation = spec.tuning is not None and spec.tuning.by != "train_loss" and spec.tuning.way is None
     is_validated = by_validation and any(spec.is_tuned(method) for method in spec.methods)
     if len(loaded.test) == 0 or (len(loaded.validation) == 0 and is_validated):
         part = "validation" if len(loaded.test) else "test"
-        remedy = f"give {part}_share, or return more {part} examples"
+        remedy = f"give {part}_share of a file, or data.{part}, or return more {part} examples"
         raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
 
 
 def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
-    """Return the public examples of a method, as its `public` table selects them.
-
-    Raises:
-        PrivacyError: the data hold none, or fewer than requested.
-    """
+    """Return the public examples of a method, as its `public` table selects them."""
     whole = loaded.other_public if method.public.other else loaded.public
     if whole is None:
-        remedy = "give elsewhere, other_public or amazon in [data]"
-        raise expected("make_data", "other public data", f"to be given for {method.name!r}", None, remedy)
-    count = method.public.examples or len(whole)
-    if count > len(whole):
-        condition = f"to be at most {len(whole)} for {method.name!r}"
-        raise expected("make_data", "public.examples", condition, count)
+        place = "elsewhere, other_public or amazon" if method.public.other else "public"
+        raise wrong(f"data.{place}", f"to be given for {method.name!r}", None)
+    if (count := method.public.examples or len(whole)) > len(whole):
+        raise expected("make_data", "public.examples", f"to be at most {len(whole)} for {method.name!r}", count)
     return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
 
 
@@ -194,13 +178,11 @@ def require_model(spec: Spec, data: DataSet) -> None:
     got, name = repr(spec.model.use), spec.data.source
     if data.by_person and known and "input_dims" not in known and not (known & _IMAGES and len(data.input_shape) == 3):
         remedy = 'choose "head", "linear" or "mlp", or a function of yours'
-        raise expected("load_spec", "model.use", f"to take the rows of a person, as {name!r} has", got, remedy)
-    if data.train.tensors[0].dtype == torch.int8 and known:  # see features.text_rows
-        remedy = 'add [features] with blocks = ["tf-idf"] or "frozen-text", and choose the model "head"'
-        raise expected("load_spec", "model.use", f"to take texts, as {name!r} has", got, remedy)
-    if known & (_IMAGES | _VECTORS) and not data.train.tensors[0].is_floating_point():
-        remedy = 'choose "bag-of-words" or another model for text, or add [features]'
-        raise expected("load_spec", "model.use", f"to take word ids, as {name!r} has", got, remedy)
+        raise wrong("model.use", f"to take the rows of a person, as {name!r} has", got, remedy)
+    is_text = data.train.tensors[0].dtype == torch.int8  # see features.text_rows
+    if known & (_IMAGES | _VECTORS | (_WORDS if is_text else set())) and not data.train.tensors[0].is_floating_point():
+        remedy = 'add [features], such as blocks = ["tf-idf"], or choose another model'
+        raise wrong("model.use", f"to take {'texts' if is_text else 'word ids'}, as {name!r} has", got, remedy)
     if not known & _IMAGES:
         return
     try:
@@ -208,8 +190,7 @@ def require_model(spec: Spec, data: DataSet) -> None:
             _model(spec.model, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
         condition = f"to take inputs of shape {data.input_shape}, as {name!r} has"
-        remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
-        raise expected("load_spec", "model.use", condition, got, remedy) from error
+        raise wrong("model.use", condition, got, "try size = 28 in [data]") from error
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
@@ -228,6 +209,14 @@ def _model(given: ModelTable, data: DataSet) -> nn.Module:
     return make("model", given, MODELS, **{name: _fact(name, given, data) for name in names})
 
 
+def private_gradient(spec: Spec, model: nn.Module, plan: PrivacyPlan, data: DataSet, **parts: Any) -> PrivateGradient:
+    """Return the PrivateGradient of a model, with the losses of its data, as [run] asks for it."""
+    run = spec.run
+    losses = losses_for(data, views=run.augmentation_multiplicity, flip=None if run.flip == "none" else run.flip)
+    speed: Any = {"engine": run.engine, "microbatch_size": run.microbatch_size, "memory_mb": run.memory_mb}
+    return PrivateGradient(model, losses, plan, **speed, **parts)
+
+
 def require_options(place: str, given: ModelTable) -> None:
     """Raise PrivacyError unless a model has the name of the table, and its options."""
     if ":" in given.use:
@@ -238,7 +227,7 @@ def require_options(place: str, given: ModelTable) -> None:
 
 
 def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
-    """Return the gradient on the data's public examples, or None for a method without public examples."""
+    """Return the gradient on a method's public examples; None without them."""
     if not method.needs_public:
         return None
     examples = public_examples(method, data)
@@ -256,8 +245,7 @@ def preconditioner(
     facts: dict[str, Any] = {"gradient": public}
     if "counts" in arguments(table.rule):
         if data.public_counts is None:
-            remedy = "choose a data set with public text in addition to the examples"
-            raise expected("load_spec", "data.use", "to have public word counts", data.name, remedy)
+            raise wrong("data.use", "to have public word counts", data.name)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
         facts = {"counts": data.public_counts, "parameter": name, "dim": 0, "provenance": data.counts_provenance}
@@ -294,18 +282,13 @@ _FILES = (table, image_folder)  # loaders of files, whose `path` is given by fil
 
 
 def find_loader(given: Mapping[str, Any], place: str) -> Callable[..., DataSet]:
-    """Return the loader of a table [data] at a place of the file.
-
-    Raises:
-        PrivacyError: the table gives none or several of use, file and folder; or there is no loader of the name.
-    """
+    """Return the loader of a table [data] at a place of the file."""
     keys = [key for key in ("use", "file", "folder") if given.get(key) not in (None, "")]
     if len(keys) > 1:
-        remedy = "keep one: use for a data set or function, file for a table, folder for images"
-        raise expected("load_spec", place, "to have exactly one of use, file and folder", ", ".join(keys), remedy)
+        raise wrong(place, "to have exactly one of use, file and folder", ", ".join(keys))
     if not keys:
         remedy = 'add it, such as use = "digits", or give file = "people.csv" or folder = "xrays"'
-        raise expected("load_spec", f"{place}.use", "to be given", None, remedy)
+        raise wrong(f"{place}.use", "to be given", None, remedy)
     if keys == ["use"]:
         return find(place, f"{given['use']}", LOADERS)
     return table if keys == ["file"] or "columns" in given else image_folder
@@ -317,25 +300,14 @@ def require_loadable(given: DataTable, place: str) -> None:
     is_file = loader in _FILES
     known = bind(place, loader, given.options, ["tokenizer", "validation", *(["path"] if is_file else [])])
     if "validation" in given.model_fields_set and "validation" not in known:
-        condition = "to be absent for files" if is_file else "to be absent unless the function has this argument"
-        remedy = "give validation_share, a share of units" if is_file else "hold examples out in the function"
-        raise expected("load_spec", f"{place}.validation", condition, given.validation, remedy)
+        where = "for files" if is_file else "unless the function has this argument"
+        remedy = "give validation_share, a share of units" if is_file else ""
+        raise wrong(f"{place}.validation", f"to be absent {where}", given.validation, remedy)
     if is_file and given.public:
-        condition, remedy = (
-            "to be 0 for files, whose parts are decided for each unit",
-            "give a second file as elsewhere",
-        )
-        raise expected("load_spec", f"{place}.public", condition, given.public, remedy)
-    if is_file and place == "data" and not any(given.options.get(key) for key in ("test", "test_share", "test_every")):
-        remedy = "add test_share = 0.25, or the path of a second file as test"
-        raise expected("load_spec", "data.test or data.test_share", "to be given", None, remedy)
+        condition = "to be 0 for files, whose parts are decided for each unit"
+        raise wrong(f"{place}.public", condition, given.public, "give a second file as elsewhere")
     if given.elsewhere is not None:
         require_loadable(given.elsewhere, f"{place}.elsewhere")
-
-
-def is_own(given: DataTable) -> bool:
-    """Return whether the data are the user's: of a file, a folder or a function. `make_data` checks their parts."""
-    return not given.use or ":" in given.use
 
 
 def load(given: DataTable, encoder: str | None) -> DataSet:
@@ -351,8 +323,7 @@ def load(given: DataTable, encoder: str | None) -> DataSet:
         own["validation"] = given.validation
     made = call("data", given.source, loader, options, own)
     if not isinstance(made, DataSet):
-        remedy = "return privgrad.data.DataSet(...), or the result of privgrad.data.table"
-        raise expected("make_data", "data.use", "to return a DataSet", f"a {type(made).__name__}", remedy)
+        raise expected("make_data", "data.use", "to return a DataSet", f"a {type(made).__name__}")
     return made
 
 
@@ -379,8 +350,7 @@ def _own_model(given: ModelTable, data: DataSet) -> nn.Module:
 def encoder_folder(name: str | None) -> str:
     """Return the folder of the pretrained model whose tokenizer reads the data; see privgrad.pretrained."""
     if name is None:
-        remedy = "give a folder, or a name on the Hugging Face hub"
-        raise expected("load_spec", "model.encoder", "to be given for text that a tokenizer reads", None, remedy)
+        raise wrong("model.encoder", "to be given for text that a tokenizer reads", None)
     return pretrained(name)
 
 
@@ -389,8 +359,8 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
     count = len(loaded.train)
     if not _has_private_sizes(given, loaded):
         if count != num_examples:
-            held_out = f"{given.validation} for validation and {given.public} public ones"
-            condition = f"to be {count}, the training examples of {loaded.name} without {held_out}"
+            rest = f"without {given.validation} for validation and {given.public} public ones"
+            condition = f"to be {count}, the training examples of {loaded.name} {rest}"
             raise expected("make_data", "privacy.num_examples", condition, num_examples)
         return
     are_persons = loaded.by_person or len(loaded.train.tensors) > 2
@@ -412,12 +382,10 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
 
 
 def _has_private_sizes(given: DataTable, data: DataSet) -> bool:
-    """Return whether the exact sizes of the parts are private: those of the user's data, and of a split by unit.
-
-    Then neither an error nor a report may show them. By unit, a keyed hash of each unit chose its part.
-    """
-    # A function of the user may hide how it divided its parts, and public examples that are taken out change the split.
-    return is_own(given) or data.split == "unit"
+    """Return whether no error or report may show the exact sizes of the parts."""
+    # By unit, a keyed hash of each unit chose its part. A function of the user may hide how it divided its parts, and
+    # public examples that are taken out change the split.
+    return not given.use or ":" in given.use or data.split == "unit"
 
 
 def sizes_text(given: DataTable, data: DataSet, plan: PrivacyPlan) -> str:
@@ -446,11 +414,7 @@ def synthetic_images(kind: str, data: DataSet) -> features.Public | None:
 
 
 def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
-    """Return synthetic inputs in the form of the data's inputs, and their source. No example is read.
-
-    Raises:
-        PrivacyError: the data are not of that kind: images in a known range, or texts with public counts of words.
-    """
+    """Return synthetic inputs in the form of the data's inputs, and their source. No example is read."""
     require_synthetic(kind, data)
     if kind == "words":
         assert data.public_counts is not None
@@ -468,14 +432,11 @@ def require_synthetic(kind: Synthetic, data: DataSet) -> None:
     if kind == "words":
         is_public = data.public_counts is not None and data.counts_provenance not in (None, "private-derived")
         suits, condition = is_public and len(data.input_shape) == 1, "to be texts with public word counts"
-        remedy = "choose data with counts of words in public text, or take public examples"
     else:
         suits = data.pixel_range is not None and _are_square_images(data)
         condition = "to be square images with 1 or 3 channels and a known range"
-        remedy = "leave public out, and give public examples in [data]"
     if not suits:
-        got = f"{data.name} with inputs of shape {data.input_shape}"
-        raise expected("load_spec", "precondition.public", condition, got, remedy)
+        raise wrong("precondition.public", condition, f"{data.name} with inputs of shape {data.input_shape}")
 
 
 def _are_square_images(data: DataSet) -> bool:

@@ -72,16 +72,7 @@ class Call(Table):
 
 
 def make(place: str, table: Call, registry: Mapping[str, Callable[..., Any]], **given: Any) -> Any:
-    """Return what the function that a table names returns for the table's options.
-
-    Args:
-        place: of the table in the file, such as "methods.first.filter".
-        table: the call.
-        registry: the functions and classes by name.
-        given: arguments that the experiment gives by itself; the function gets those that it has.
-    Raises:
-        PrivacyError: the name or an option is unknown, an argument is missing, or the function refuses a value.
-    """
+    """Return what the function that a table names returns for the table's options, and those of `given` that it has."""
     return call(place, table.use, find(place, table.use, registry), table.options, given)
 
 
@@ -98,9 +89,14 @@ def find(place: str, use: str, registry: Mapping[str, Callable[..., Any]]) -> Ca
     if ":" in use:
         return imported(f"{place}.use", use)
     if use not in registry:
-        remedy = did_you_mean(use, list(registry), "choose one")
-        raise expected("load_spec", f"{place}.use", f"to be one of {', '.join(registry)}", repr(use), remedy)
+        raise unknown(f"{place}.use", use, registry)
     return registry[use]
+
+
+def unknown(place: str, name: object, valid: Iterable[str], remedy: str = "choose one") -> PrivacyError:
+    """Return the error for a name that is not one of the valid ones, with the nearest of them."""
+    names = list(valid)
+    return wrong(place, f"to be one of {', '.join(names)}", repr(name)[:80], did_you_mean(name, names, remedy))
 
 
 def arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -124,14 +120,11 @@ def _constructors(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 def bind(
     place: str, function: Callable[..., Any], options: Mapping[str, Any], given: Iterable[str]
 ) -> dict[str, inspect.Parameter]:
-    """Check that the options are arguments of a function, of the types of its annotations; return all its arguments.
-
-    Every argument without a default is among the options or among `given`, whose names are no options.
-    """
+    """Check that the options are arguments of a function, of the types of its annotations; return all its arguments."""
     try:
         known = arguments(function)
     except (TypeError, ValueError) as error:
-        raise expected("load_spec", f"{place}.use", "to name a function whose arguments suit", error) from error
+        raise wrong(f"{place}.use", "to name a function whose arguments suit", error) from error
     for name in options:
         require_option(name, [one for one in known if one not in given], f"{place}.{name}")
     for name, parameter in known.items():
@@ -165,21 +158,24 @@ def require_type(place: str, value: Any, kind: Any) -> None:
         raise problem(place, first) from error
 
 
+def wrong(place: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
+    """Return the error for a place of the file."""
+    return expected("load_spec", place, condition, got, remedy)
+
+
 def problem(place: str, found: Mapping[str, Any]) -> PrivacyError:
     """Return a problem that pydantic found at a place of the file as an error of ours."""
-    got = repr(found["input"])[:80]
     if found["type"] == "literal_error":
         valid = found["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        remedy = did_you_mean(found["input"], valid, "choose one")
-        return expected("load_spec", place, f"to be one of {', '.join(valid)}", got, remedy)
-    return expected("load_spec", place, f"to be valid ({found['msg']})", got)
+        return unknown(place, found["input"], valid)
+    return wrong(place, f"to be valid ({found['msg']})", repr(found["input"])[:80])
 
 
 def missing(place: str) -> PrivacyError:
     """Return the error for a required key that the file lacks."""
     name = place.rpartition(".")[2]
     example = f", such as {name} = {SUCH_AS[name]}" if name in SUCH_AS else ""
-    return expected("load_spec", place, "to be given", None, f"add it{example}")
+    return wrong(place, "to be given", None, f"add it{example}")
 
 
 def require_option(name: str, valid: list[str], place: str) -> None:
@@ -189,7 +185,7 @@ def require_option(name: str, valid: list[str], place: str) -> None:
         is_near = difflib.SequenceMatcher(None, name.lower(), "non_private").ratio() >= 0.8
         suggested = [option for option in valid if option != "non_private" or is_near]
         remedy = f"choose one of {', '.join(valid)}" if valid else "remove it: there are none"
-        raise expected("load_spec", "options", "to be known", f"{place!r}", did_you_mean(name, suggested, remedy))
+        raise wrong("options", "to be known", f"{place!r}", did_you_mean(name, suggested, remedy))
 
 
 def called(place: str, use: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -203,15 +199,14 @@ def called(place: str, use: str, function: Callable[..., Any], *args: Any, **opt
         if ":" not in use and not isinstance(error, TypeError | ValueError | OverflowError):
             raise
         condition, remedy = ("to run", f"correct {use}") if ":" in use else (f"to suit {use}", "")
-        raise expected("load_spec", place, condition, f"{type(error).__name__}: {error}", remedy) from error
+        raise wrong(place, condition, f"{type(error).__name__}: {error}", remedy) from error
 
 
 def imported(place: str, name: str) -> Callable[..., Any]:
     """Return the function that "package.module:function" names, from the current directory or an installed package."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        remedy = "name the module as in an import statement, and a function of it"
-        raise expected("load_spec", place, 'to be "package.module:function"', repr(name), remedy)
+        raise wrong(place, 'to be "package.module:function"', repr(name))
     here = f"{Path.cwd()}"
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -222,12 +217,11 @@ def imported(place: str, name: str) -> Callable[..., Any]:
             return moved
         missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
         condition = f"to name a module in {here} or an installed one" if missing else "to name a module that imports"
-        raise expected("load_spec", place, condition, f"{type(error).__name__}: {error}") from error
+        raise wrong(place, condition, f"{type(error).__name__}: {error}") from error
     function = getattr(found, attribute, None) or _moved(module_name, attribute)
     if not callable(function):
         own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-        remedy = did_you_mean(attribute, own, f"correct the name, or add it to {module_name}")
-        raise expected("load_spec", place, f"to name a function of {module_name}", repr(attribute), remedy)
+        raise wrong(place, f"to name a function of {module_name}", repr(attribute), did_you_mean(attribute, own))
     return function
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from privgrad.errors import described, expected, require_path
+from privgrad.errors import described, expected
 from privgrad.statement.text import budget_statement
 from privgrad_lab import paid_runner, runner
 from privgrad_lab.paid_runner import PaidFolder
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from privgrad.data import DataSet
 
 
-def compare_and_report(spec: Spec, out: Path, *, progress: bool, command: str = "") -> dict[str, Any]:
+def compare_and_report(spec: Spec, out: Path, *, progress: bool) -> dict[str, Any]:
     """Compare the methods of a spec, and write the report; return the numbers of `--json`."""
     if spec.privacy.total_epsilon is None:
-        return report_of(spec, runner.compare(spec, out, progress=progress), out, command=command)[0]
-    return paid_report_of(spec, paid_runner.compare(spec, out, progress=progress), out, command=command)
+        return report_of(spec, runner.compare(spec, out, progress=progress), out, command="")[0]
+    return paid_report_of(spec, paid_runner.compare(spec, out, progress=progress), out, command="")
 
 
 def report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -87,22 +87,13 @@ def compare(
     # The experiments import pydantic, and reports matplotlib: `import privgrad` does not wait for them.
     from privgrad_lab.load_spec import check_spec, read_tables
 
-    require_path("compare", "out", out, "give a folder's path")
-    if isinstance(spec, str | Path):
-        tables, path = read_tables(spec), Path(spec)
-    elif isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        tables, path = dict(spec), Path("spec.toml")
-    else:
-        raise expected("compare", "spec", "to be a path or a mapping", described(spec), "give the path of a TOML file")
+    is_path = isinstance(spec, str | Path)
+    tables, path = (read_tables(spec), Path(spec)) if is_path else (dict(spec), Path("spec.toml"))
     for name, function in (("data", data), ("model", model)):
         if function is not None:
-            tables[name] = {**_options(tables.get(name)), "use": _name_of(name, function)}
+            table = tables.get(name)  # a name in place of a table has no options
+            tables[name] = {**(table if isinstance(table, Mapping) else {}), "use": _name_of(name, function)}
     return compare_and_report(check_spec(tables, path), Path(out), progress=progress)
-
-
-def _options(table: Any) -> Mapping[str, Any]:
-    """Return the keys of a table; a name in place of it has none."""
-    return table if isinstance(table, Mapping) else {}
 
 
 def _name_of(place: str, function: Callable[..., Any]) -> str:

@@ -24,8 +24,8 @@ from privgrad.models import LowerLayers, UnitLinear
 from privgrad.training.defaults import head_noise_step
 from privgrad.training.run import FitResult
 from privgrad_lab import build
-from privgrad_lab.calls import Call, arguments, bind, find, make
-from privgrad_lab.spec import DataTable, FeaturesTable, MethodTable, Spec
+from privgrad_lab.calls import arguments, bind, find, make, wrong
+from privgrad_lab.spec import FeaturesTable, MethodTable, Spec
 
 
 def _lower_layers(encoder: str) -> Extractor:
@@ -48,10 +48,7 @@ _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary(
 
 
 def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the tables of a file whose model is "head" with the defaults of `fit_head` where a key is absent.
-
-    These are steps, expected_batch_size and max_grad_norm, and the method if there is none.
-    """
+    """Return the tables of a file whose model is "head" with the defaults of `fit_head`, and its method by default."""
     model, privacy = raw.get("model"), raw.get("privacy")
     use: Any = model.get("use") if isinstance(model, dict) else model
     if use != "head" or not isinstance(privacy, dict):
@@ -74,38 +71,30 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def require_features(spec: Spec) -> None:
     """Raise PrivacyError unless the tables of features name blocks, and fit together."""
+    loader, given = arguments(build.find_loader(spec.data.given, "data")), spec.data
+    standardizes = ":" not in given.use and "standardize" in loader and given.options.get("standardize", True)
     places = [("features", spec.features)]
     places += [(f"methods.{method.name}.features", method.features or None) for method in spec.methods]
     for place, table in places:
         if table is None:
             continue
         if spec.run.augmentation_multiplicity > 1:
-            remedy = "leave one of the two out: features are computed once"
-            condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
-            raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
+            got, remedy = spec.run.augmentation_multiplicity, "features are computed once"
+            raise wrong("run.augmentation_multiplicity", "to be 1 with features", got, remedy)
         for block in table.blocks:
-            _require_block(f"{place}.blocks", block, spec.data)
+            function = find(f"{place}.blocks", block.use, BLOCKS)
+            bind(f"{place}.blocks.{block.use}", function, block.options, ["name", "public", "source"])
+            if block.use in ("hog", "patches", "scattering") and standardizes:
+                condition = f"to be false for the block {block.use!r}, which takes pixels in [0, 1]"
+                raise wrong("data.standardize", condition, "true")
         if table.weights is not None and len(table.weights) != len(table.blocks):
             condition = f"to be {len(table.blocks)} numbers, one for each block"
-            raise expected("load_spec", f"{place}.weights", condition, len(table.weights))
-
-
-def _require_block(place: str, block: Call, given: DataTable) -> None:
-    """Raise PrivacyError unless a block has a known name, options that are arguments of it, and inputs that suit it."""
-    bind(f"{place}.{block.use}", find(place, block.use, BLOCKS), block.options, ["name", "public", "source"])
-    loader = arguments(build.find_loader(given.given, "data"))
-    standardizes = ":" not in given.use and "standardize" in loader and given.options.get("standardize", True)
-    if block.use in ("hog", "patches", "scattering") and standardizes:
-        condition = f"to be false for the block {block.use!r}, which takes pixels in [0, 1]"
-        raise expected("load_spec", "data.standardize", condition, "true", "add standardize = false to [data]")
+            raise wrong(f"{place}.weights", condition, len(table.weights))
 
 
 def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
-    """Return the spec with a method's own model, and the data with its features.
-
-    Privacy:
-        The features of a row depend on this row and on public rows only. A folder of features is private.
-    """
+    """Return the spec with a method's own model, and the data with its features."""
+    # The features of a row depend on this row and on public rows only. A folder of features is private.
     spec = spec.of(method)
     if spec.features is None or data.extractor is not None:
         return spec, data
@@ -149,7 +138,12 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
     made: list[tuple[Extractor, float]] = []
     for given, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
-        block = _block(given, table, data)
+        public: dict[str, Any] = {}
+        if "public" in arguments(find("features.blocks", given.use, BLOCKS)):
+            public["public"] = _public(table.public or table.whiten, data, given.use)
+        block = make("features.blocks", given, BLOCKS, **public)
+        if not isinstance(block, Extractor):
+            raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(block).__name__}")
         if table.whiten is not None:
             rows = _public(table.whiten, data, given.use)
             width = block(rows.rows[:1]).shape[1]
@@ -160,18 +154,6 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     return features.join(*made)
 
 
-def _block(given: Call, table: FeaturesTable, data: DataSet) -> Extractor:
-    """Return the extractor of one block; it gets public rows if it has an argument `public`."""
-    public: dict[str, Any] = {}
-    if "public" in arguments(find("features.blocks", given.use, BLOCKS)):
-        public["public"] = _public(table.public or table.whiten, data, given.use)
-    made = make("features.blocks", given, BLOCKS, **public)
-    if not isinstance(made, Extractor):
-        remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
-        raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)
-    return made
-
-
 def _public(name: str | None, data: DataSet, block: str) -> Public:
     """Return public rows for a block, with their source."""
     if name is None:
@@ -179,8 +161,8 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
         raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)
     if name in build.SYNTHETIC_IMAGES:
         if (images := build.synthetic_images(name, data)) is None:
-            condition, remedy = "to be square images with 1 or 3 channels", 'set public or whiten to "data"'
-            raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {data.input_shape}", remedy)
+            condition, got = "to be square images with 1 or 3 channels", f"shape {data.input_shape}"
+            raise expected("make_data", f"the inputs of {data.name}", condition, got)
         return images
     if data.public_inputs is not None:
         return Public(data.public_inputs, f"{len(data.public_inputs):,} public inputs of {data.name}")
@@ -196,12 +178,11 @@ def save_head(
 ) -> str | None:
     """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
 
-    A folder that holds a head is that of the same training. `privacy` are the facts that the head holds, with epsilon.
     `result` is for the statement in the folder; a training within a budget has none.
     """
     if not isinstance(model, UnitLinear):
         return None
-    if not (folder / "head.json").exists():
+    if not (folder / "head.json").exists():  # else it holds the head of the same training
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
         facts: dict[str, Any] = {"classes": data.classes, "image_shape": data.image_shape}

@@ -1,7 +1,8 @@
 """Read a TOML file into a Spec, and check that its tables suit each other."""
 
+import itertools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import nn
 
 from privgrad.clip.norm_statistics import require_bins
 from privgrad.data.schema import ROW
-from privgrad.errors import PrivacyError, expected, file_problem
+from privgrad.errors import PrivacyError, expected, file_problem, readable
 from privgrad.parts import Parts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad_lab import build, old_spelling
-from privgrad_lab.calls import arguments, find, missing, problem, require_option
+from privgrad_lab.calls import arguments, find, missing, problem, require_option, wrong
 from privgrad_lab.featuring import require_features, with_head_defaults
 from privgrad_lab.metrics import require_names
 from privgrad_lab.prices import require_payable, require_total
@@ -23,12 +24,7 @@ from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
 
 
 def load_spec(path: str | Path) -> Spec:
-    """Read and check a TOML file that describes an experiment.
-
-    Raises:
-        PrivacyError: the file is unreadable, has an unknown option (the error suggests the nearest valid one), or has a
-            wrong value.
-    """
+    """Read and check a TOML file that describes an experiment; an error names the place in the file."""
     return check_spec(read_tables(path), path)
 
 
@@ -37,21 +33,12 @@ def read_tables(path: str | Path) -> dict[str, Any]:
     if found := file_problem(path):
         remedy = "give the path of a TOML file that describes an experiment"
         raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {found}", remedy)
-    try:
-        with Path(path).open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
-        raise expected("load_spec", f"{path}", "to be valid TOML", error) from error
+    with readable("load_spec", f"{path}", "to be valid TOML", ""):
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
-    """Convert the tables of a TOML file into a Spec; `path` is the file's, for relative paths.
-
-    Raises:
-        PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
-    """
+    """Convert the tables of a TOML file into a Spec; `path` is the file's, for relative paths."""
     old_spelling.refuse(raw, path)
     raw = with_head_defaults(raw)
     model: Any = raw.get("model")
@@ -68,31 +55,8 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         if table is not None:
             build.require_options(place, table)
     require_features(spec)
-    for method in spec.methods:
-        _require_calls(method)
-    unit, given = spec.data.options.get("unit"), spec.privacy.privacy_unit
-    needed, counted = ("example", "rows") if unit == ROW else ("user", "persons")
-    if not spec.data.use and unit is not None and given != needed:
-        remedy = f"correct it, and count {counted} in [privacy]"
-        condition = f"to be {needed!r} for data.unit = {unit!r}"
-        raise expected("load_spec", "privacy.privacy_unit", condition, repr(given), remedy)
-    size, count = spec.privacy.expected_batch_size, spec.privacy.num_examples
-    if size > count:
-        raise expected("load_spec", "privacy.expected_batch_size", f"to be at most num_examples = {count}", size)
-    own, other = spec.data, spec.data.elsewhere
-    if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
-        condition, remedy = "to differ from data.use", "use data.public to count some of these examples as public"
-        raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
-    require_total(spec)
-    for method in spec.methods:
-        for rule in _RULES:
-            rule(method, spec)
-    require_names(spec)
-    require_payable(spec)
-    _methods_with_one_grid_have_equally_many_candidates(spec)
-    names = [method.name for method in spec.methods]
-    if len(set(names)) < len(names):
-        raise expected("load_spec", "methods", "to have different names", names)
+    for rule in _RULES:
+        rule(spec)
     return spec
 
 
@@ -109,7 +73,7 @@ def _explained(error: ValidationError, raw: Mapping[str, Any]) -> PrivacyError:
         return missing(place)
     if place == "privacy.max_grad_norm" and isinstance(first["input"], list):
         remedy = f"give one number here, and the values to try in [[methods]]: max_grad_norm = {first['input']}"
-        return expected("load_spec", place, "to be one number", repr(first["input"])[:80], remedy)
+        return wrong(place, "to be one number", repr(first["input"])[:80], remedy)
     return problem(place, first)
 
 
@@ -128,8 +92,7 @@ def _place(loc: tuple[int | str, ...], raw: Any) -> str:
 
 
 def _wrong(method: MethodTable, key: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
-    """Return the error for a key of a method's table."""
-    return expected("load_spec", f"methods.{method.name}.{key}", condition, got, remedy)
+    return wrong(f"methods.{method.name}.{key}", condition, got, remedy)
 
 
 # Arguments of a preconditioner's rule that the experiment gives itself, tiny.
@@ -145,20 +108,19 @@ _TINY: dict[str, Any] = {
 }
 
 
-def _require_calls(method: MethodTable) -> None:
-    """Raise PrivacyError unless the tables of a method name functions and arguments, and every grid has a value."""
+# Rules for one method of a spec.
+
+
+def _tables_name_functions_and_arguments(method: MethodTable, spec: Spec) -> None:
     for part, table in method.calls.items():
         place = f"methods.{method.name}.{part}"
         known = arguments(find(place, table.use, REGISTRIES[part]))
-        valid = [name for name in known if name not in ("params", "public", "horizon", *_TINY)]
         for name in table.options:
+            valid = [one for one in known if one not in ("params", "public", "horizon", *_TINY)]
             require_option(name, valid, f"{place}.{name}")
     for place, values in method.grids.items():
         if not values:
             raise _wrong(method, place, "to have a value to try", [])
-
-
-# Rules across tables, each for one method of a spec.
 
 
 def _a_noise_step_needs_the_true_noise(method: MethodTable, spec: Spec) -> None:
@@ -167,8 +129,9 @@ def _a_noise_step_needs_the_true_noise(method: MethodTable, spec: Spec) -> None:
         raise _wrong(method, "optimizer.noise_step", "to be given without this", got, "give lr in its place")
     noise = spec.privacy.noise_multiplier
     if noise == 0 and any(candidate.noise_step is not None for candidate in spec.grid(method)):
-        remedy = "give lr in place of noise steps"
-        raise expected("load_spec", "privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, remedy)
+        raise wrong(
+            "privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, "give lr in place of noise steps"
+        )
 
 
 def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:
@@ -188,8 +151,7 @@ def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:
 
 def _bands_need_poisson_sampling(method: MethodTable, spec: Spec) -> None:
     if method.bands is not None and spec.privacy.sampling != "poisson":
-        remedy = 'give sampling = "poisson", or leave bands out'
-        raise _wrong(method, "bands", "to be absent for this sampling", spec.privacy.sampling, remedy)
+        raise _wrong(method, "bands", "to be absent for this sampling", spec.privacy.sampling)
 
 
 def _only_inputs_take_synthetic_examples(method: MethodTable, spec: Spec) -> None:
@@ -201,62 +163,42 @@ def _only_inputs_take_synthetic_examples(method: MethodTable, spec: Spec) -> Non
 def _a_method_without_privacy_does_not_clip(method: MethodTable, spec: Spec) -> None:
     for part in ("clip", "adaptive_clip", "norm_bins"):
         if method.non_private and (value := getattr(method, part)) is not None:
-            got, remedy = getattr(value, "use", value), "leave it out: a method without privacy does not clip"
-            raise _wrong(method, part, "to be absent for non_private", got, remedy)
+            raise _wrong(method, part, "to be absent for non_private", getattr(value, "use", value))
 
 
 def _gradients_have_one_point(method: MethodTable, spec: Spec) -> None:
     is_filtered = method.filter is not None and method.filter.use == "DiSK"
     points = {"perturb": method.perturb, "local": method.local, 'filter = "DiSK"': is_filtered or None}
     if len(given := [name for name, point in points.items() if point is not None]) > 1:
-        raise _wrong(method, given[0], "to have the only point of the gradients", " and ".join(given), "leave one out")
+        raise _wrong(method, given[0], "to have the only point of the gradients", " and ".join(given))
 
 
-def _users_train_locally(method: MethodTable, spec: Spec) -> None:
+def _one_unit_has_one_contribution(method: MethodTable, spec: Spec) -> None:
     unit = spec.privacy.privacy_unit
-    if unit == "example" and method.local is not None:
-        remedy = 'leave it out, or set privacy_unit = "user" in [privacy] and choose [data] with one row per user'
-        raise _wrong(method, "local", 'to be absent for privacy_unit = "example"', method.local.options, remedy)
-    if unit == "user" and method.perturb is not None:
-        raise _wrong(method, "perturb", 'to be absent for privacy_unit = "user"', method.perturb.use)
-    if (
-        unit == "user" and method.local is None and not build.is_own(spec.data)
-    ):  # of data of your own, a row may be a person
-        remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
-        raise _wrong(method, "local", 'to be given for privacy_unit = "user"', None, remedy)
+    part = "local" if unit == "example" else "perturb"
+    if (table := getattr(method, part)) is not None:
+        raise _wrong(method, part, f'to be absent for privacy_unit = "{unit}"', table.options)
 
 
 def _users_are_tuned_on_other_users(method: MethodTable, spec: Spec) -> None:
     if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
-        remedy = 'tune by "accuracy" or "loss" on users that are held out'
-        raise expected("load_spec", "tuning.by", "to be measured on held-out users", "'train_loss'", remedy)
+        raise wrong("tuning.by", "to be measured on held-out users", "'train_loss'")
 
 
-def _public_examples_are_there_and_used(method: MethodTable, spec: Spec) -> None:
+def _public_examples_are_used(method: MethodTable, spec: Spec) -> None:
     if "public" in method.model_fields_set and not method.needs_public:
         got = method.public.model_dump(exclude_defaults=True)
-        remedy = "remove it, or add a precondition rule, a warm_start or an optimizer that uses public gradients"
-        raise _wrong(method, "public", "to be absent for a method that uses no public examples", got, remedy)
-    if method.needs_public and not method.public.other and spec.data.public == 0:
-        remedy = "set it to the number of training examples that count as public"
-        raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
+        raise _wrong(method, "public", "to be absent for a method that uses no public examples", got)
 
 
-def _tuning_has_values_and_held_out_examples(method: MethodTable, spec: Spec) -> None:
+def _tuning_has_values(method: MethodTable, spec: Spec) -> None:
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
-        rate = "an lr or a noise_step" if method.has_noise_step else "an lr"
-        raise _wrong(
-            method, "optimizer", "to have a rate", None, f"give it {rate}, or add a [tuning] table with a grid"
-        )
+        remedy = f"give it an lr{' or a noise_step' * method.has_noise_step}, or add a [tuning] table with a grid"
+        raise _wrong(method, "optimizer", "to have a rate", None, remedy)
     if spec.tuning is None:
-        remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
-        raise expected("load_spec", "[tuning]", f"to be given for the grid of {method.name}", None, remedy)
-    is_validated = spec.privacy.total_epsilon is None and spec.tuning.by != "train_loss"
-    if is_validated and spec.data.validation == 0 and not build.is_own(spec.data):
-        remedy = "set it to a number of examples to hold out; learning rates must not be chosen on the test set"
-        raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+        raise wrong("[tuning]", f"to be given for the grid of {method.name}", None, "add it with seeds")
 
 
 def _scales_without_noise_need_eps(method: MethodTable, spec: Spec) -> None:
@@ -266,33 +208,67 @@ def _scales_without_noise_need_eps(method: MethodTable, spec: Spec) -> None:
     without = {"non_private = true": method.non_private, "local": method.local is not None}
     without["privacy.noise_multiplier = 0"] = spec.privacy.noise_multiplier == 0
     if got := ", ".join(name for name, given in without.items() if given):
-        remedy = "add eps, such as eps = 1e-5"
-        raise _wrong(method, "precondition.eps", "to be given where no noise sets the unit", got, remedy)
+        raise _wrong(method, "precondition.eps", "to be given where no noise sets the unit", got, "add eps = 1e-5, say")
 
 
-_RULES = (
+_RULES_OF_METHODS: tuple[Callable[[MethodTable, Spec], None], ...] = (
+    _tables_name_functions_and_arguments,
     _a_noise_step_needs_the_true_noise,
     _every_part_can_be_made,
     _bands_need_poisson_sampling,
     _only_inputs_take_synthetic_examples,
     _a_method_without_privacy_does_not_clip,
     _gradients_have_one_point,
-    _users_train_locally,
+    _one_unit_has_one_contribution,
     _users_are_tuned_on_other_users,
-    _public_examples_are_there_and_used,
-    _tuning_has_values_and_held_out_examples,
+    _public_examples_are_used,
+    _tuning_has_values,
     _scales_without_noise_need_eps,
 )
 
 
+# Rules for the whole spec.
+
+
+def _names_differ(spec: Spec) -> None:
+    names = [method.name for method in spec.methods]
+    if len(set(names)) < len(names):
+        raise wrong("methods", "to have different names", names)
+
+
+def _the_unit_is_that_of_the_rows(spec: Spec) -> None:
+    unit, given = spec.data.options.get("unit"), spec.privacy.privacy_unit
+    needed = "example" if unit == ROW else "user"
+    if not spec.data.use and unit is not None and given != needed:
+        raise wrong("privacy.privacy_unit", f"to be {needed!r} for data.unit = {unit!r}", repr(given))
+
+
+def _a_batch_is_of_the_data(spec: Spec) -> None:
+    size, count = spec.privacy.expected_batch_size, spec.privacy.num_examples
+    if size > count:
+        raise wrong("privacy.expected_batch_size", f"to be at most num_examples = {count}", size)
+
+
+def _public_examples_are_other_ones(spec: Spec) -> None:
+    own, other = spec.data, spec.data.elsewhere
+    if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
+        remedy = "use data.public to count some of these examples as public"
+        raise wrong("data.elsewhere", "to differ from data.use", repr(other.source), remedy)
+
+
+def _methods_follow_their_rules(spec: Spec) -> None:
+    for method, rule in itertools.product(spec.methods, _RULES_OF_METHODS):
+        rule(method, spec)
+
+
 def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
-    """Raise PrivacyError unless all methods that are tuned together get the same number of trainings."""
+    """Methods that are tuned together get the same number of trainings."""
     together = [method for method in spec.methods if spec.shares_grid(method)]
     if not together or spec.tuning is None or spec.tuning.noise_steps is None or spec.privacy.total_epsilon is not None:
         return
     if len(set(spec.tuning.seeds)) < 2:
         remedy = "the spread over seeds decides whether a difference counts"
-        raise expected("load_spec", "tuning.seeds", "to hold two seeds or more", spec.tuning.seeds, remedy)
+        raise wrong("tuning.seeds", "to hold two seeds or more", spec.tuning.seeds, remedy)
     rates = len(set(spec.tuning.noise_steps))
     for method in together:
         if not method.has_noise_step and len(set(method.lr) if isinstance(method.lr, list) else ()) != rates:
@@ -301,5 +277,17 @@ def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
     counts = {method.name: len(set(spec.grid(method))) for method in together}
     if len(set(counts.values())) > 1:
         got = ", ".join(f"{count} ({name})" for name, count in counts.items())
-        remedy = "give each method as many values to try, or a rate of its own"
-        raise expected("load_spec", "candidates of methods", "to be equally many", got, remedy)
+        raise wrong("candidates of methods", "to be equally many", got)
+
+
+_RULES: tuple[Callable[[Spec], None], ...] = (
+    _names_differ,
+    _the_unit_is_that_of_the_rows,
+    _a_batch_is_of_the_data,
+    _public_examples_are_other_ones,
+    require_total,
+    _methods_follow_their_rules,
+    require_names,
+    require_payable,
+    _methods_with_one_grid_have_equally_many_candidates,
+)

@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 from privgrad.data import DataSet
 from privgrad.data.dataset import NO_LABEL
 from privgrad.diagnostics import by_frequency
-from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.errors import PrivacyError, described, expected
 from privgrad.gradient.functional import evaluating
 from privgrad.perturb.augmentation import Flip, multiplicity, shift_and_flip
 from privgrad.plugins import optional
 from privgrad.precondition.public_gradient import LossFunction
-from privgrad_lab.calls import called, imported
+from privgrad_lab.calls import called, imported, unknown, wrong
 from privgrad_lab.spec import Spec
 
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
@@ -33,10 +33,8 @@ _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
 def losses_for(data: DataSet, *, views: int = 1, flip: Flip | None = None) -> LossFunction:
     """Return the loss function for a data set: (model, examples) -> losses, shape (B,).
 
-    The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
-    gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
-    above 1, each loss is the mean over that many randomly shifted views of the image, and `flip` is the direction in
-    which half of them are mirrored.
+    With `views` above 1, each loss is the mean over that many randomly shifted views of the image, and `flip` is the
+    direction in which half of them are mirrored.
     """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -55,7 +53,7 @@ def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Return the loss of each example, shape (B,), or of each token, shape (B, T); 0 for a token without a label."""
     if data.score is None:
         return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
-    if labels.is_floating_point():
+    if labels.is_floating_point():  # equal shares for all tags of the example
         return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
     return F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
 
@@ -95,27 +93,20 @@ def tokens(labels: Tensor) -> int | None:
 def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Return a measure of each label: of each example, of each token, or of each row of a person.
 
-    Args:
-        name: "loss". "accuracy": 1 for the right class, and 0 otherwise. "recall@k": whether the class is among the k
-            most likely ones; for tags, the share of the example's tags among these. "squared_error": half the squared
-            distance between the probabilities and the right class, in [0, 1]; (p - y)^2 for two classes. Without
-            classes, the mean squared error of the outputs, which has no bound.
-        logits: outputs of the model.
-        labels: as in DataSet. Values of tokens without a label have no meaning.
-        data: their data set.
+    "squared_error" is half the squared distance between the probabilities and the right class, in [0, 1]: (p - y)^2 for
+    two classes. Without classes, it is the mean squared error of the outputs, which has no bound. Values of tokens
+    without a label have no meaning.
     """
-    if name == "loss":
+    if name == "loss" or (name == "squared_error" and data.score is None):
         return _losses(logits, labels, data)
     if name == "accuracy":
         return logits.argmax(-1) == labels
     if name == "squared_error":
-        if data.score is None:
-            return _losses(logits, labels, data)
         chances = logits.double().softmax(-1)
         right = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return ((chances.square().sum(-1) - 2 * right + 1) / 2).clamp(0, 1)
     likely = logits.topk(min(int(name.removeprefix("recall@")), logits.shape[-1]), dim=-1).indices
-    if labels.is_floating_point():
+    if labels.is_floating_point():  # the share of the example's tags among these
         return labels.gather(1, likely).sum(1) / labels.sum(1).clamp(min=1)
     return (likely == labels.unsqueeze(-1)).any(-1)
 
@@ -123,8 +114,7 @@ def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Te
 def unit_values(model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]) -> list[Tensor]:
     """Return measures of each row of `examples`, each of shape (n,), float64: means of `label_values` over its labels.
 
-    A row may be an example, a text or a person; one without labels has 0. A row of the result depends on one row of
-    `examples` only.
+    A row may be an example, a text or a person; one without labels has 0. It decides one row of the result.
     """
     found: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in names]
     with evaluating(model), torch.no_grad():
@@ -141,15 +131,12 @@ def unit_values(model: nn.Module, examples: TensorDataset, data: DataSet, names:
 def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: str = "accuracy") -> Tensor:
     """Return the score of each row of `examples`, shape (n,), float64 in [0, 1]; larger is better.
 
-    `by` is "accuracy" for the data's own score, or a name of `label_values`; the score of "squared_error" is 1 minus
-    the error, and 0 for errors above 1. A row without labels, and a model without finite outputs, score 0.
-
-    Privacy:
-        NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
+    A row without labels, and a model without finite outputs, score 0. A row of the result depends on one row of
+    `examples` only, and no noise is added.
     """
     name = data.score if by == "accuracy" else by
     if name is None:
-        raise expected("unit_scores", "data", "to have a score", data.name, "measure the loss")
+        raise expected("unit_scores", "data", "to have a score", data.name)
     (values,) = unit_values(model, examples, data, [name])
     scores = 1 - values if name == "squared_error" else values
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
@@ -158,11 +145,8 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
 def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
     """Return what two models without inputs reach on `examples`; nothing for scores other than accuracy.
 
+    The first always says the most frequent class, and the probabilities of the second are the shares of the classes.
     Each person counts once, as in `measure`.
-
-    Returns:
-        "most_frequent_class": the accuracy of a model that always says the most frequent class of `examples`.
-        "class_shares_loss": the loss of a model whose probabilities are always the shares of the classes.
     """
     labels = examples.tensors[1]
     if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
@@ -242,15 +226,15 @@ def require_names(spec: Spec) -> None:
         if ":" in name:
             imported("run.metrics", name)
         elif not family(name):
-            remedy = did_you_mean(name, valid, 'choose one, such as recall@3 for k = 3, or "package.module:function"')
-            raise expected("load_spec", "run.metrics", f"to hold {', '.join(valid)}", repr(name), remedy)
+            remedy = 'choose one, such as recall@3 for k = 3, or "package.module:function"'
+            raise unknown("run.metrics", name, valid, remedy)
     titles = [title(name) for name in spec.run.metrics]
     if double := [name for name in titles if titles.count(name) > 1]:
-        raise expected("load_spec", "run.metrics", "to have different names", repr(double[0]))
-    by, criteria = "accuracy" if spec.tuning is None else spec.tuning.by, ["loss", "train_loss", *valid]
-    if by not in criteria[:2] and family(by) not in valid:
-        remedy = did_you_mean(by, criteria, "choose one; a function may be in run.metrics only")
-        raise expected("load_spec", "tuning.by", f"to be one of {', '.join(criteria)}", repr(by), remedy)
+        raise wrong("run.metrics", "to have different names", repr(double[0]))
+    by = "loss" if spec.tuning is None else spec.tuning.by
+    if by not in ("loss", "train_loss") and family(by) not in valid:
+        remedy = "choose one; a function may be in run.metrics only"
+        raise unknown("tuning.by", by, ("loss", "train_loss", *valid), remedy)
 
 
 def is_paid(name: str) -> bool:
@@ -259,15 +243,15 @@ def is_paid(name: str) -> bool:
 
 
 def require_suited(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless the metrics suit the data, and functions of the user return a number.
-
-    A function is called with the labels of the test part and random outputs.
-    """
+    """Raise PrivacyError unless the metrics suit the data, and functions of the user return a number."""
     for name in spec.run.metrics:
         _require_suited("run.metrics", name, data, data.test)
-    by = "accuracy" if spec.tuning is None else spec.tuning.by
-    if by not in ("accuracy", "loss", "train_loss") and any(map(spec.is_tuned, spec.methods)):
-        _require_suited("tuning.by", by, data, data.validation if spec.privacy.total_epsilon is None else data.test)
+    is_paid_for = spec.privacy.total_epsilon is not None
+    if spec.tuning is None or not (is_paid_for or any(map(spec.is_tuned, spec.methods))):
+        return
+    by = spec.tuning.by
+    if by not in ("loss", "train_loss") and (by != "accuracy" or data.score is None):
+        _require_suited("tuning.by", by, data, data.test if is_paid_for else data.validation)
 
 
 def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -> None:
@@ -275,18 +259,17 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
     kind, labels = _kind(data), part.tensors[1]
     if kind not in _SUITS[family(name)]:
         suited = [other for other, kinds in _SUITS.items() if kind in kinds]
-        remedy = f"choose {', '.join(suited[:-1])} or {suited[-1]}" if suited[1:] else f"choose {suited[0]}"
+        remedy = f"choose {'loss or ' * (place == 'tuning.by')}{' or '.join(suited)}"
         raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
     if family(name) == "recall@k" and int(name.removeprefix("recall@")) >= data.num_classes:
-        condition, remedy = f"to have a k below {data.num_classes}, the number of classes", "lower k"
-        raise expected("make_data", place, condition, repr(name), remedy)
+        condition = f"to have a k below {data.num_classes}, the number of classes"
+        raise expected("make_data", place, condition, repr(name))
     if family(name) == "auc" and len(present := labels[labels != NO_LABEL].unique()) < 2:
-        remedy = f'leave "auc" out of {place}, or choose parts with examples of several classes'
         where = "the test part" if part is data.test else "the validation part"
-        raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present), remedy)
+        raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present))
     if family(name) in ("auc", "f1"):
         _sklearn()
-    if ":" in name:
+    if ":" in name:  # the function is called with the labels of the part and random outputs
         shape = (*labels.shape, data.num_classes) if kind == "classes" else labels.shape
         random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         _pooled(name, *_labeled(labels, random, data))
@@ -305,11 +288,10 @@ def _kind(data: DataSet) -> Kind:
 def metrics_of(
     model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str], known: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return metrics of a model on some examples, by name; those that are known are taken over.
+    """Return metrics of a model on some examples, by name; those that are known are taken over. No noise is added.
 
     Those of PER_PERSON are means over the rows of `examples`, so that each person counts once. The other ones are
-    computed from all labels together, so that each row of a person counts. They are NaN for a model whose outputs are
-    not finite. No noise is added: they are of the test part, or of the validation part where `tuning` costs nothing.
+    computed from all labels together, so that each row of a person counts.
     """
     per_person = [name for name in names if is_paid(name) and name not in known]
     values = unit_values(model, examples, data, per_person) if per_person else []
@@ -323,12 +305,7 @@ def metrics_of(
 def intervals_of(
     model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]
 ) -> dict[str, list[float] | None]:
-    """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person.
-
-    The metrics of PER_PERSON have that of `interval`. The other ones have a percentile bootstrap over the rows, with
-    500 draws and a fixed seed. It is None if a metric is undefined for one of the draws, and if all draws are equal:
-    those of a perfect result would claim certainty.
-    """
+    """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person."""
     per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
     most = math.inf if _kind(data) == "numbers" else 1.0
     values = unit_values(model, examples, data, per_person) if per_person else []
@@ -341,12 +318,9 @@ def intervals_of(
 
 
 def interval(values: Tensor, *, most: float = 1.0) -> list[float]:
-    """Return a 95 % confidence interval of the mean of per-person values in [0, most], by the number of persons.
-
-    It is Wilson's for values of 0 and 1, and otherwise the normal approximation.
-    """
+    """Return a 95 % confidence interval of the mean of per-person values in [0, most], by the number of persons."""
     count, center = len(values), values.mean().item()
-    if bool(((values == 0) | (values == 1)).all()):
+    if bool(((values == 0) | (values == 1)).all()):  # Wilson's; otherwise the normal approximation
         found = binomtest(int(values.sum()), count).proportion_ci(_CONFIDENCE, method="wilson")
         return [float(found.low), float(found.high)]
     half = 1.96 * values.std().item() / math.sqrt(count)
@@ -354,7 +328,7 @@ def interval(values: Tensor, *, most: float = 1.0) -> list[float]:
 
 
 def _bootstrap(name: str, labels: Tensor, logits: Tensor, data: DataSet) -> list[float] | None:
-    """Return the percentile interval of a metric over resamples of the rows."""
+    """Return the percentile interval of a metric over resamples of the rows; None if it is undefined for one."""
     generator, count = torch.Generator().manual_seed(0), len(labels)
     draws = (torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES))
     try:
@@ -362,6 +336,7 @@ def _bootstrap(name: str, labels: Tensor, logits: Tensor, data: DataSet) -> list
     except PrivacyError:  # a function of the user that is undefined for a draw
         return None
     low, high = (float(np.quantile(found, tail)) for tail in ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2))
+    # Equal draws are those of a perfect result, and would claim certainty.
     return [low, high] if math.isfinite(low + high) and not math.isclose(low, high) else None
 
 
@@ -394,7 +369,7 @@ def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
         except (TypeError, ValueError, RuntimeError):  # no number; RuntimeError for a tensor of several
             value = math.nan
         if not math.isfinite(value):
-            raise expected("metrics", f"{name}", "to return a finite number", described(made), f"correct {name}")
+            raise expected("metrics", f"{name}", "to return a finite number", described(made))
         return value
     binary = logits.shape[1] == 2
     if name == "f1":  # of class 1 for two classes, and otherwise the mean over classes

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import nn
 
 from privgrad.accounting.accountant import epsilon, rounded_up
-from privgrad.accounting.mechanisms import Release, Selection, Split
+from privgrad.accounting.mechanisms import Release, Selection
 from privgrad.accounting.selection import draw_repetitions
 from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
@@ -37,7 +37,6 @@ from privgrad_lab.runner import Prepared, Run, carry_out, checked_data, facts_of
 from privgrad_lab.spec import Spec
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
-_SELECTION = "selection.txt"  # in raw/: the secret choice of candidates, and the files of their releases
 _MOST_NOISE = 100.0  # times the noise of the spec: a comparison with more would learn nothing
 
 
@@ -52,11 +51,6 @@ class Trained(NamedTuple):
 class PaidFolder:
     """The folder of one private comparison, and the payer of its trainings, whose releases are committed to a budget.
 
-    Attributes:
-        out: the folder.
-        budget: holds all releases of the comparison.
-        name: of the commitment: title, folder and a random number, kept in the folder.
-        trained: the final trainings so far, one of which is published.
     Privacy:
         When the constructor returns, all releases are committed. A comparison that resumes has committed the same
         releases already; then nothing is written. One that begins again in a new folder pays again, and a copied
@@ -66,7 +60,8 @@ class PaidFolder:
     def __init__(self, spec: Spec, cost: Price, out: Path) -> None:
         table = spec.privacy
         self._spec, self._cost, self.out = spec, cost, out
-        self.trained: list[Trained] = []
+        self.selection = out / "raw" / "selection.txt"  # the secret choice of candidates, and its files. NOT private
+        self.trained: list[Trained] = []  # the final trainings so far, one of which is published
         self.budget = shared_budget(spec) or Budget(
             out / "budget.jsonl",
             total_epsilon=table.total_epsilon,
@@ -78,7 +73,7 @@ class PaidFolder:
             complete = path.with_suffix(".new")
             complete.write_text(f"{' '.join(spec.title.split())} (folder {out.name}, {secrets.token_hex(8)})\n")
             os.replace(complete, path)
-        self.name = path.read_text().splitlines()[0]
+        self.name = path.read_text().splitlines()[0]  # of the commitment: title, folder and a random number
         try:
             self.budget.commit(self.name, cost.releases, place=f"{out.absolute()}")
         except BudgetExceededError as error:
@@ -96,12 +91,10 @@ class PaidFolder:
     def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
         """Train once without any evaluation, in a ledger of the commitment, and score the model if it is a candidate.
 
-        Privacy:
-            The record of a secret run is NOT private.
+        The record of a secret run is NOT private.
         """
         if not math.isfinite(made.private_grad.epsilon(steps=1, assume_poisson=True)):
-            remedy = "leave the method out, or give it side information that is public"
-            raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
+            raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf)
         path, plan = run.folder(self.out) / "ledger.jsonl", made.plan
         made.private_grad.record_in(self.ledger(path, plan.release_of(plan.steps)))
         try:
@@ -155,18 +148,17 @@ class PaidFolder:
             # Files with a time of their own: that of the chosen training would show when it ran.
             shown = replace(best.run, secret=None).folder(self.out)
             shutil.copytree(best.run.folder(self.out), shown, dirs_exist_ok=True, copy_function=shutil.copy)
-        _publish(self.spec_of(best.run), best, self._cost, data, self)
-
-    @property
-    def selection(self) -> Path:
-        """The file of the secret choice of candidates. NOT private."""
-        return self.out / "raw" / _SELECTION
+        record, out = best.record | {"epsilon": self._cost.epsilon}, self.out
+        spec, data = own(self.spec_of(best.run), best.run.method, data)
+        facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+        facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
+        facts |= {"budget": self.budget.path.name, "total_epsilon": self.budget.total_epsilon}
+        made = {"head": save_head(best.model, data, out / "head", facts)}
+        torch.save(best.model.state_dict(), out / "model.pt")
+        recorded.append(out, [record | _tested(spec, best.model, data) | made])
 
     def ledger(self, path: Path, release: Release) -> Ledger:
-        """Open the ledger of one training or score, which accepts the given releases only.
-
-        Its first line names the commitment, so that `privgrad statement` refers to the budget.
-        """
+        """Open the ledger of one training or score, which names the commitment and accepts the given releases only."""
         self.require_kept(path)
         ledger = Ledger(path)
         try:
@@ -180,16 +172,11 @@ class PaidFolder:
         """Raise PrivacyError if a marked file is lost or empty: its releases would be made again, uncharged."""
         is_there = path.exists() and path.stat().st_size > 0
         if not is_there and f"{path.relative_to(self.out)}" in self._marks(path)[1]:
-            remedy = "restore it, or compare in a new folder, which is charged again"
             got = "an empty file" if path.exists() else "a missing file"
-            raise expected("compare", f"{path}", "to be kept", got, remedy)
+            raise expected("compare", f"{path}", "to be kept", got, "restore it, or compare in a new folder")
 
     def mark(self, path: Path) -> None:
-        """Note durably that a file of this comparison has its first line, before its first release leaves.
-
-        Privacy:
-            The names of files in raw/ show how many trainings a selection has, so they are noted in raw/ too.
-        """
+        """Note durably that a file of this comparison has its first line, before its first release leaves."""
         name = f"{path.relative_to(self.out)}"
         marks, known = self._marks(path)
         if name not in known:
@@ -199,12 +186,9 @@ class PaidFolder:
                 os.fsync(file.fileno())
 
     def hide_times(self) -> None:
-        """Give all files and folders outside of raw/ the time of midnight before the commitment.
-
-        Privacy:
-            The times of files would show the duration of the comparison, and with it the number of trainings of a
-            selection. The day of the commitment is in the budget.
-        """
+        """Give all files and folders outside of raw/ the time of midnight before the commitment."""
+        # The times of files would show the duration of the comparison, and with it the number of trainings of a
+        # selection. The day of the commitment is in the budget.
         day = next(one.date for one in self.budget.commitments if one.name == self.name)
         then = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
         for folder, folders, files in os.walk(self.out, topdown=True):
@@ -214,6 +198,7 @@ class PaidFolder:
 
     def _marks(self, path: Path) -> tuple[Path, list[str]]:
         """Return the file that would note that `path` was begun, and the names that it holds."""
+        # The names of files in raw/ show how many trainings a selection has, so they are noted in raw/ too.
         is_secret = path != self.selection and path.is_relative_to(self.out / "raw")
         file = self.selection if is_secret else self.out / NAME
         return file, file.read_text().splitlines()[1:]
@@ -234,11 +219,8 @@ def largest_total(cost: Price, budget: Budget) -> float:
     """Return a total_epsilon that fits into a budget, close to the largest one; 0 if none fits."""
 
     # The price falls with the total because all releases get more noise by the same factor.
-    def noisier(factor: float) -> tuple[Release | Selection | Split, ...]:
-        return tuple(_noisier(release, factor) for release in cost.releases)
-
     def fits(factor: float) -> bool:
-        return budget.spent(besides=noisier(factor)) <= budget.total_epsilon
+        return budget.spent(besides=_noisier(cost.releases, factor)) <= budget.total_epsilon
 
     if not fits(_MOST_NOISE):
         return 0.0
@@ -246,17 +228,20 @@ def largest_total(cost: Price, budget: Budget) -> float:
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
-    total = 0.99 * epsilon(noisier(high), delta=budget.delta)
+    total = 0.99 * epsilon(_noisier(cost.releases, high), delta=budget.delta)
     digits = 2 - math.floor(math.log10(total))
     return math.floor(total * 10**digits) / 10**digits
 
 
-def _noisier(release: Release | Selection | Split, factor: float) -> Any:
+def _noisier(release: Any, factor: float) -> Any:
+    """Return a release, or a tuple of releases, with the noise of each times a factor."""
+    if isinstance(release, tuple):
+        return tuple(_noisier(one, factor) for one in release)
     if isinstance(release, Release):
         return replace(release, noise_multiplier=release.noise_multiplier * factor)
     if isinstance(release, Selection):
-        return replace(release, releases=tuple(_noisier(one, factor) for one in release.releases))
-    return replace(release, groups=tuple(tuple(_noisier(one, factor) for one in group) for group in release.groups))
+        return replace(release, releases=_noisier(release.releases, factor))
+    return replace(release, groups=_noisier(release.groups, factor))
 
 
 def _too_much(spec: Spec, cost: Price, budget: Budget) -> PrivacyError:
@@ -287,18 +272,11 @@ def compare(
 ) -> list[Record]:
     """Tune and train within privacy.total_epsilon; the noise comes from the operating system's entropy.
 
-    Args:
-        spec: an experiment with privacy.total_epsilon.
-        out: folder for budget, ledgers, model, records and report. A second call resumes an interrupted comparison.
-        progress: show the current training; or as in `runner.train`.
-        announce: called once the data are checked, before anything is committed.
-        restart: moves an old folder aside; called once the data are checked and the shared budget has room.
-    Returns:
-        The records that were paid for, also in out/runs.jsonl: those of trials, with noisy scores, and the final one.
-        With "select" it is the final one alone.
-    Raises:
-        BudgetExceededError: the shared budget has less left than the total.
-        PrivacyError: the data or the model do not suit the spec, or `out` holds another comparison.
+    A second call resumes an interrupted comparison. The result are the records that were paid for, also in
+    out/runs.jsonl: those of trials, with noisy scores, and the final one. With "select" it is the final one alone.
+    `announce` is called once the data are checked, before anything is committed. `restart` moves an old folder aside;
+    it is called once the data are checked and the shared budget has room.
+
     Privacy:
         All releases are committed to the budget before the first training. The folder raw/ holds what no epsilon
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
@@ -340,29 +318,19 @@ def check(spec: Spec) -> DataSet:
     data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
     # A test result has no noise, so no training people may be among the test people.
     if data.measured_on == "training":
-        remedy = "give data a test part of its own, or compare with target_epsilon for research"
-        raise expected("compare", "the test part", "to be apart from the training part", data.name, remedy)
+        raise expected("compare", "the test part", "to be apart from the training part", data.name)
     score_on, held_out = "" if spec.tuning is None else spec.tuning.score_on, len(data.validation)
-    if score_on and data.score is None and spec.tuning is not None and spec.tuning.by == "accuracy":
-        remedy = 'leave [tuning] out, and give one noise_step; or give target_epsilon and by = "loss" for research'
-        raise expected("compare", "data.score", "to be accuracy or recall for paid tuning", None, remedy)
     if score_on == "public" and data.public is None:
-        remedy = 'set it to the number of public examples, or score_on = "training"'
-        raise expected("compare", "data.public", 'to be positive for score_on = "public"', 0, remedy)
-    if score_on == "held-out" and data.split == "unit" and not held_out:
-        remedy = 'set it in [data], such as validation_share = 0.2, or score_on = "training"'
-        raise expected("compare", "data.validation_share", 'to be positive for score_on = "held-out"', 0, remedy)
+        raise expected("compare", "data.public", 'to be positive for score_on = "public"', 0)
     # Held-out people pay for scores alone, so a rule about each person by itself must choose them: a part of fixed size
     # would change with every person who comes or goes.
-    if score_on == "held-out" and data.split != "unit":
-        remedy = 'give [data] file and validation_share, or score_on = "training"'
-        condition = "to be held out by a rule for each person"
-        raise expected("compare", "the validation part", condition, f"{data.name}, split by {data.split}", remedy)
+    if score_on == "held-out" and not (held_out and data.split == "unit"):
+        remedy = 'give [data] file and validation_share, such as 0.2, or score_on = "training"'
+        got = f"{data.name}, split by {data.split}" if held_out else "an empty part"
+        raise expected("compare", "the validation part", "to be held out by a rule for each person", got, remedy)
     if held_out and score_on != "held-out":
-        remedy = "leave it out: scores are measured on the training people, with noise, or on public examples"
-        if data.split == "unit":
-            remedy += '; or set score_on = "held-out"'
-        raise expected("compare", "the validation part", "to be empty with total_epsilon", "examples in it", remedy)
+        condition, remedy = "to be empty unless it pays for scores", 'leave it out, or set score_on = "held-out"'
+        raise expected("compare", "the validation part", condition, "examples in it", remedy)
     return data
 
 
@@ -419,18 +387,6 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     return json.loads(path.read_text().splitlines()[0])
 
 
-def _publish(spec: Spec, best: Trained, cost: Price, data: DataSet, place: PaidFolder) -> None:
-    """Measure the final model on the test set, write its weights, and then its record."""
-    record, out = best.record | {"epsilon": cost.epsilon}, place.out
-    spec, data = own(spec, best.run.method, data)
-    facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
-    facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
-    facts |= {"budget": place.budget.path.name, "total_epsilon": place.budget.total_epsilon}
-    made = {"head": save_head(best.model, data, out / "head", facts)}
-    torch.save(best.model.state_dict(), out / "model.pt")
-    recorded.append(out, [record | _tested(spec, best.model, data) | made])
-
-
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     """Measure the final model on the test set, each person once. NOT private for the people in it."""
     (losses,), names = unit_values(model, data.test, data, ["loss"]), spec.run.metrics
@@ -450,12 +406,8 @@ def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
 def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFolder) -> dict[str, Any]:
     """Return the result of a private comparison by name."""
     last = next(record for record in records if record["phase"] == "final")
-    chosen = ("method", "max_grad_norm", "noise_step", "own")
-    trials = [
-        {name: record[name] for name in chosen} | {"score": record["tuning_score"]}
-        for record in records
-        if record["phase"] == "tuning"
-    ]
+    chosen, tried = ("method", "max_grad_norm", "noise_step", "own"), in_phase(records, "tuning")
+    trials = [{name: record[name] for name in chosen} | {"score": record["tuning_score"]} for record in tried]
     return {
         **{name: last[name] for name in chosen},
         "accuracy": last["test_accuracy"],

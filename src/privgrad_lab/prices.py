@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.mechanisms import Release, Selection, Split
-from privgrad.errors import expected
+from privgrad_lab.calls import wrong
 from privgrad_lab.metrics import is_paid
-from privgrad_lab.spec import Candidate, MethodTable, Spec
+from privgrad_lab.spec import Candidate, MethodTable, Spec, TuningTable
 
 Way = Literal["none", "trials", "select"]
 ScoreOn = Literal["training", "held-out", "public"]
@@ -22,11 +22,7 @@ _SHARE_OF_SCORES = 0.05
 
 @dataclass(frozen=True)
 class Price:
-    """A way to spend the total epsilon of a comparison.
-
-    "none" trains the only candidate. "trials" trains every candidate once with much noise, and the best one again.
-    "select" trains a random number of random candidates, and releases the best one.
-    """
+    """A way to spend the total epsilon of a comparison."""
 
     way: Way
     candidates: int  # their number
@@ -49,29 +45,20 @@ def tunes_norm(spec: Spec) -> bool:
 
 def way_of(spec: Spec) -> Way:
     """Return the way that a spec chooses: that of [tuning], or "none" without it."""
-    return "none" if spec.tuning is None or spec.tuning.way is None else spec.tuning.way
+    return (spec.tuning or TuningTable()).way or "none"
 
 
 def price(spec: Spec, way: Way | None = None) -> Price:
     """Return the noise with which a private comparison costs its total epsilon, and all its releases.
 
-    Args:
-        spec: an experiment with privacy.total_epsilon.
-        way: None takes that of the spec. Another one is for comparing prices.
-    Raises:
-        PrivacyError: no noise multiplier meets the total.
-    Privacy:
-        The noise is calibrated on the safe side, with all releases of the comparison composed.
     Reference:
         "trials": Panda et al. 2022 (arXiv 2212.04486); only the noise step is carried over. "select": Liu, Talwar 2019
         (arXiv 1811.07971); Papernot, Steinke 2021 (arXiv 2110.03620).
     """
-    table, tuning, count = spec.privacy, spec.tuning, len(candidates_of(spec))
+    table, tuning, count = spec.privacy, spec.tuning or TuningTable(), len(candidates_of(spec))
     assert table.total_epsilon is not None
-    score_on = "training" if tuning is None else tuning.score_on
-    mean, shape = (8.0, 1.0) if tuning is None else (tuning.mean_runs, tuning.shape)
-    rate = table.expected_batch_size / table.num_examples
-    asked = _Asked(count, table.total_epsilon, table.delta, rate, table.steps, score_on, mean, shape)
+    rate, law = table.expected_batch_size / table.num_examples, (tuning.mean_runs, tuning.shape)
+    asked = _Asked(count, table.total_epsilon, table.delta, rate, table.steps, tuning.score_on, *law)
     return _price(way or way_of(spec), asked)
 
 
@@ -85,12 +72,10 @@ def prices_of(spec: Spec) -> dict[Way, Price]:
 
 
 def public_count(spec: Spec) -> int:
-    """Return the public number by which the sum of a score is divided.
-
-    For people who are held out it is the number to expect from num_examples and the shares of [data].
-    """
+    """Return the public number by which the sum of a score is divided."""
     if spec.tuning is None or spec.tuning.score_on != "held-out":
         return spec.privacy.num_examples
+    # The number of people who are held out, as to expect from num_examples and the shares of [data].
     held_out, tested = (float(spec.data.options.get(f"{part}_share", 0.0)) for part in ("validation", "test"))
     return max(1, round(spec.privacy.num_examples * held_out / (1 - held_out - tested)))
 
@@ -190,82 +175,65 @@ def require_total(spec: Spec) -> None:
         if value is not None:
             other = "noise_multiplier" if spec.privacy.noise_multiplier is not None else "target_epsilon"
             remedy = f"give total_epsilon in place of {other} and run `privgrad compare`, or leave {name} out"
-            raise expected("load_spec", "privacy.total_epsilon", f"to be given for {name}", None, remedy)
+            raise wrong("privacy.total_epsilon", f"to be given for {name}", None, remedy)
     if spec.tuning is not None and not spec.tuning.seeds:
         remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
-        raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
+        raise wrong("tuning.seeds", "to be given", None, remedy)
     if spec.tuning_scale > 1 and spec.privacy.simulate > 1:
-        remedy = "keep one of the two: privacy.simulate holds for all trainings"
-        raise expected("load_spec", "tuning.simulate", "to be absent with privacy.simulate", spec.tuning_scale, remedy)
+        raise wrong("tuning.simulate", "to be absent with privacy.simulate", spec.tuning_scale)
 
 
 def require_payable(spec: Spec) -> None:
     """Raise PrivacyError unless a spec with privacy.total_epsilon describes a comparison that this total can cover."""
     if spec.privacy.total_epsilon is None:
         return
-    _require_private_tables(spec)
-    for method in spec.methods:
-        _require_private_method(method)
-    count = len(candidates_of(spec))
-    if spec.tuning is None and count > 1:
-        remedy = 'add [tuning] with way = "trials" or "select", or keep one method with one noise_step'
-        raise expected("load_spec", "[tuning]", "to be given for several candidates", f"{count} candidates", remedy)
-    for method, candidate in candidates_of(spec) if way_of(spec) == "trials" else ():
+    for place, (value, reason) in _unpaid(spec).items():
+        if value is not None:
+            condition = f"to be {'false' if value is True else 'absent'} with total_epsilon"
+            raise wrong(place, condition, value, f"leave it out: {reason}")
+    tuning, candidates = spec.tuning, candidates_of(spec)
+    if tuning is not None and tuning.way is None:
+        remedy = 'add way = "trials", or way = "select"; docs/private-tuning.md compares them'
+        raise wrong("tuning.way", "to be given with total_epsilon", None, remedy)
+    if tuning is not None and not is_paid(tuning.by):
+        # A noisy mean of one value in [0, 1] per person can be paid for.
+        condition = 'to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
+        raise wrong("tuning.by", condition, tuning.by, "" if "loss" in tuning.by else "list it in run.metrics")
+    if tuning is None and len(candidates) > 1:
+        remedy = 'add [tuning] with way = "trials" or "select"'
+        raise wrong("[tuning]", "to be given for several candidates", f"{len(candidates)} candidates", remedy)
+    for method, candidate in candidates if way_of(spec) == "trials" else ():
         if candidate.noise_step is None:  # a learning rate fits one noise only, and that of trials is another one
-            place = f"methods.{method.name}.noise_step"
-            remedy = 'give noise steps, leave the method out, or choose way = "select"'
-            raise expected("load_spec", place, "to be given for trials", f"lr = {candidate.lr:g}", remedy)
+            place, got = f"methods.{method.name}.optimizer.noise_step", f"lr = {candidate.lr:g}"
+            raise wrong(place, "to be given for trials", got, 'or choose way = "select"')
 
 
-def _require_private_tables(spec: Spec) -> None:
-    """Raise PrivacyError unless the tables apart from the methods suit a private comparison."""
+def _unpaid(spec: Spec) -> dict[str, tuple[Any, str]]:
+    """Return by place what no private comparison may have: its value, None if it is absent, and the reason."""
     privacy, run, tuning = spec.privacy, spec.run, spec.tuning
-    if privacy.sampling != "poisson" or privacy.simulate > 1:
-        got = f"sampling = {privacy.sampling!r}" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
-        remedy = "leave this key out" + (", and max_batch_size" if privacy.max_batch_size else "")
-        raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, remedy)
-    total = "total_epsilon covers tuning and training together"
+    total, uncovered = "total_epsilon covers tuning and training together", "it is not covered by the accountant"
     seeds = "a seed makes the noise predictable. For research, give target_epsilon and seeds"
-    # The value of each key that must be absent, or None, and the reason.
-    unwanted: dict[str, tuple[Any, str]] = {
+    found: dict[str, tuple[Any, str]] = {
+        "privacy.sampling": (None if privacy.sampling == "poisson" else privacy.sampling, uncovered),
+        "privacy.simulate": (privacy.simulate if privacy.simulate > 1 else None, uncovered),
         "privacy.target_epsilon": (privacy.target_epsilon, total),
         "privacy.noise_multiplier": (privacy.noise_multiplier, total),
         "run.seeds": (run.seeds if "seeds" in run.model_fields_set else None, seeds),
         "run.diagnose": (run.diagnose or None, "diagnostics are computed before the noise"),
     }
     if tuning is not None:
-        simulated = "no epsilon covers a training in smaller batches with less noise"
-        unwanted |= {
+        found |= {
             "tuning.seeds": (tuning.seeds if "seeds" in tuning.model_fields_set else None, seeds),
             "tuning.extend": (tuning.extend or None, "the number of trainings must be known before the first one"),
-            "tuning.simulate": (tuning.simulate if tuning.simulate > 1 else None, simulated),
+            "tuning.simulate": (tuning.simulate if tuning.simulate > 1 else None, uncovered),
         }
-    for place, (value, reason) in unwanted.items():
-        if value is not None:
-            condition = f"to be {'false' if value is True else 'absent'} with total_epsilon"
-            raise expected("load_spec", place, condition, value, f"leave it out: {reason}")
-    if tuning is not None and tuning.way is None:
-        remedy = 'add way = "trials", or way = "select"; docs/private-tuning.md compares them'
-        raise expected("load_spec", "tuning.way", "to be given with total_epsilon", None, remedy)
-    if tuning is not None and not is_paid(tuning.by):
-        remedy = "choose one of these means of a value in [0, 1] per person: a noisy one can be paid for"
-        if tuning.by in ("auc", "f1"):
-            remedy += f', and list "{tuning.by}" in run.metrics'
-        condition = 'to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
-        raise expected("load_spec", "tuning.by", condition, tuning.by, remedy)
-
-
-def _require_private_method(method: MethodTable) -> None:
-    """Raise PrivacyError if no finite epsilon covers a method."""
-    unbounded = {
-        "non_private": method.non_private,
-        "perturb": method.perturb is not None and method.perturb.use == "RawSAM",
-        "precondition": method.precondition is not None and method.precondition.use.startswith("raw_"),
-    }
-    for name, is_unbounded in unbounded.items():
-        if is_unbounded:
-            condition = "to have a finite epsilon with total_epsilon"
-            raise expected("load_spec", f"methods.{method.name}.{name}", condition, name, "leave the method out")
-    if method.bands is not None:
-        place, remedy = f"methods.{method.name}.bands", "leave it out, or give target_epsilon of each training"
-        raise expected("load_spec", place, "to be absent with total_epsilon", method.bands, remedy)
+    for method in spec.methods:
+        place, infinite = f"methods.{method.name}", "it has no finite epsilon"
+        uses = {part: table.use for part, table in method.calls.items() if table.use.startswith(("RawSAM", "raw_"))}
+        found |= {
+            f"{place}.non_private": (method.non_private or None, infinite),
+            f"{place}.perturb": (uses.get("perturb"), infinite),
+            f"{place}.precondition": (uses.get("precondition"), infinite),
+            f"{place}.bands": (method.bands, "or give target_epsilon of each training"),
+        }
+    return found

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import PrivacyError, expected, readable
 from privgrad.ledger.file import is_in_use
 from privgrad_lab import old_spelling
 from privgrad_lab.calls import imported
@@ -28,8 +28,7 @@ def restart(out: Path) -> Path | None:
         return None
     for path in out.rglob("ledger.jsonl"):
         if is_in_use(path):
-            got, remedy = "a lock of a running training", "stop that training first"
-            raise expected("experiments", f"{path}", "to be unlocked", got, remedy)
+            raise expected("experiments", f"{path}", "to be unlocked", "a lock of a running training", "stop it first")
     aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
     shutil.move(out, aside)
     return aside
@@ -44,15 +43,12 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     """Create a folder for an experiment whose spec.json has this text, or check that it holds runs of this one only.
 
     With `look_only`, nothing is written, and a folder without spec.json is refused.
-
-    Raises:
-        PrivacyError: `out` is a file, or holds runs of another spec. Nothing was written.
     """
     require_same(out, description)
     path = out / "spec.json"
+    if look_only and not path.exists():
+        raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
     if look_only:
-        if not path.exists():
-            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
         return
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != description:
@@ -63,34 +59,35 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
 
 def require_same(out: Path, description: str) -> None:
     """Raise PrivacyError if `out` is a file, or holds runs of a spec of another description."""
-    remedy = "choose another --out, or add --restart to move the old folder aside"
     if out.exists() and not out.is_dir():
-        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "choose another --out")
+        raise expected("experiments", "--out", "to be a folder", f"the file {out}")
+    if got := _held(out, description):
+        remedy = "choose another --out, or add --restart to move the old folder aside"
+        raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy)
+
+
+def _held(out: Path, description: str) -> str:
+    """Return what a folder holds apart from runs of a spec of this description."""
     path = out / "spec.json"
-    held = path.read_text() if path.exists() else None
-    if held is None and (out / "runs.jsonl").exists():
-        raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
-    if held is None:
-        return
+    if not path.exists():
+        return "runs without their spec.json" if (out / "runs.jsonl").exists() else ""
     try:
-        old, new = old_spelling.canonical(json.loads(held)), old_spelling.canonical(json.loads(description))
+        old, new = (old_spelling.canonical(json.loads(text)) for text in (path.read_text(), description))
     except (TypeError, ValueError):
-        got = "a spec.json that cannot be read"
-        raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy) from None
+        return "a spec.json that cannot be read"
     # The paper's numbers do not count: no training depends on them.
     keys = [key for key in {**old, **new} if key != "paper" and old.get(key) != new.get(key)]
     # The name of a function does not count either: it may have moved since. Only the function counts.
-    if keys := [key for key in keys if _resolved(old.get(key)) != _resolved(new.get(key))]:
-        got = f"runs of a spec with a different {', '.join(keys)}"
-        raise expected("experiments", f"{out}", "to hold runs of this spec", got, remedy)
+    keys = [key for key in keys if _resolved(old.get(key)) != _resolved(new.get(key))]
+    return f"runs of a spec with a different {', '.join(keys)}" if keys else ""
 
 
 def _resolved(value: Any) -> Any:
     """Return a part of a spec with functions in place of their names "package.module:function"."""
     if isinstance(value, dict):
-        return {key: _resolved(part) for key, part in cast("dict[str, Any]", value).items()}
+        return {key: _resolved(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_resolved(part) for part in cast("list[Any]", value)]
+        return [_resolved(part) for part in value]
     if isinstance(value, str) and ":" in value:
         with suppress(PrivacyError):  # a title, say, or a module that is gone: it is compared as text
             return imported("spec.json", value)
@@ -107,11 +104,9 @@ def read_records(out: Path) -> list[Record]:
     path = out / "runs.jsonl"
     if not path.exists():
         return []
-    try:
+    remedy = "delete the damaged line; the run then resumes from its own folder"
+    with readable("experiments", f"{path}", "to be JSON lines", remedy):
         return [json.loads(line) for line in path.read_text().splitlines()]
-    except json.JSONDecodeError as error:
-        remedy = "delete the damaged line; the run then resumes from its own folder"
-        raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
 
 
 def make_secret(folder: Path) -> None:
@@ -136,19 +131,8 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Reduce the records of runs, of phase "tuning" or "final", to one row per method, in order of first appearance.
 
     Mean and standard deviation (ddof = 1) are over the final runs. A mean is None unless every final run has the
-    number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon.
-
-    Returns:
-        Rows with the keys method; max_grad_norm, lr, noise_step, radius and local_lr (None if the final runs differ in
-        it); rate ("noise_step" if the rate was given or tuned as such, otherwise "lr"; a noise_step together with an
-        lr was measured); bands (of noise with memory; 1 without it); own (the values of `tune`, as text);
-        raw_clip_fraction and raw_least_clipped (mean and minimum, or None, as for private runs; NOT private);
-        lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
-        trainings and tuning_trainings (numbers of trainings: all, and for tuning);
-        seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
-        with one seed); metrics (mean and std of each of run.metrics, by name); epsilon (max); simulates_epsilon (max;
-        None unless the runs simulate a plan in smaller batches); sampling ("fixed" if any run was); fraction_floored,
-        seconds and updates (means, or None).
+    number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon. The shares
+    raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs.
     """
     return [summary_row(method, runs) for method, runs in by_method(records).items()]
 
@@ -157,7 +141,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     """Return the row of `summarize` for the runs of one method."""
     finals = in_phase(runs, "final")
     tuning, schemes = in_phase(runs, "tuning"), {run.get("sampling") for run in runs}
-    chosen = {key: _only(run.get(key) for run in finals) for key in TUNED}
+    chosen = {key: _only(run.get(key) for run in finals) for key in TUNED}  # None if the final runs differ in it
     tried = {key: {run[key] for run in tuning if run.get(key) is not None} for key in TUNED}
     # A rate is at the edge of those that were tried with the same C.
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
@@ -168,6 +152,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     return {
         "method": method,
         **chosen,
+        # How the rate was given or tuned; a noise_step together with an lr was measured.
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
         "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
         "bands": _only(run.get("bands") for run in finals),
@@ -200,11 +185,11 @@ def without_raw(run: Record) -> Record:
     """Return a record without the keys "raw_...", computed before the noise, if its run is private, without a seed."""
     if run.get("seed") is not None:
         return run
-    kept = {key: value for key, value in run.items() if not key.startswith("raw_")}
-    points = [
-        {key: value for key, value in point.items() if not key.startswith("raw_")} for point in run.get("curve") or ()
-    ]
-    return kept | {"curve": points}
+    return _shown(run) | {"curve": list(map(_shown, run.get("curve") or ()))}
+
+
+def _shown(values: Record) -> Record:
+    return {key: value for key, value in values.items() if not key.startswith("raw_")}
 
 
 def _trainings(runs: Sequence[Record]) -> int:
@@ -353,22 +338,10 @@ def simulated_epsilon(records: Iterable[Record]) -> float | None:
     return max((epsilon for epsilon in simulated if epsilon is not None and is_finite(epsilon)), default=None)
 
 
-def is_scored(records: Sequence[Record]) -> bool:
-    """Return whether final runs have a score; otherwise they are compared by loss."""
-    return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
-
-
-def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
-    """Return, by method, the tried values of one entry of TUNED, each with the mean of the results of `tuned_seeds`."""
-    seeds = tuned_seeds(records, name)
-    return {method: [(value, statistics.fmean(found)) for value, found in points] for method, points in seeds.items()}
-
-
 def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[float, list[float]]]]:
     """Return, by method, the tried values of one entry of TUNED in ascending order, each with the results of all seeds.
 
-    The results are of `tuned_by`, at the best of all other tuned values, own ones included. Values at which a run
-    diverged are left out.
+    The results are at the best of all other tuned values. Values at which a run diverged are left out.
     """
     result, key = {}, tuned_by(records)
     best = min if is_cost(key) else max
@@ -383,18 +356,13 @@ def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[fl
 
 def tuned_names(records: Sequence[Record]) -> list[str]:
     """Return the entries of TUNED for which some method tried more than one value."""
-    return [name for name in TUNED if any(len(points) > 1 for points in tuned(records, name).values())]
+    return [name for name in TUNED if any(len(points) > 1 for points in tuned_seeds(records, name).values())]
 
 
 def curve(
     runs: Sequence[Record], measured: Callable[[Record], float | None], *, along: str = "epsilon"
 ) -> list[tuple[float, float, float, float]]:
-    """Return points (epsilon or step, mean, low, high) at the steps that all runs recorded with finite numbers.
-
-    The runs are those of one method, one per seed; at least one. The first value is the largest over the runs. low is
-    max(0, mean - std), high is mean + std; with one run, both equal the mean. The points are NOT private for
-    the examples of the measurement.
-    """
+    """Return points (epsilon or step, mean, mean - std, mean + std) at the steps that all runs of a method recorded."""
     curves = [
         {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
         for run in runs

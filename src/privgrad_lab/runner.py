@@ -34,6 +34,7 @@ from privgrad_lab.build import (
     make_data,
     make_model,
     preconditioner,
+    private_gradient,
     public_examples,
     public_gradient,
     require_model,
@@ -41,7 +42,7 @@ from privgrad_lab.build import (
     warm_start,
 )
 from privgrad_lab.featuring import own, save_head
-from privgrad_lab.metrics import constants, interval, losses_for, measure, metrics_of, outcomes, unit_scores
+from privgrad_lab.metrics import constants, interval, measure, metrics_of, outcomes, unit_scores
 from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.spec import Candidate, MethodTable, Spec
 from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, measurement_of, wider
@@ -109,17 +110,8 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.
     sources = [public and public.source, data.extractor and declared(data.extractor)]
     others = [source for source in sources if source and source != (made and made.source)]
-    private_grad = PrivateGradient(
-        model,
-        losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
-        plan,
-        precondition=made,
-        engine=spec.run.engine,
-        microbatch_size=spec.run.microbatch_size,
-        memory_mb=spec.run.memory_mb,
-        side_information="; ".join(others) or None,
-        **method.parts(spec.privacy.privacy_unit),
-    )
+    parts = method.parts(spec.privacy.privacy_unit) | {"precondition": made}
+    private_grad = private_gradient(spec, model, plan, data, side_information="; ".join(others) or None, **parts)
     source = private_grad.ledger.plan_facts["side_information"]
     has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
     released = ReleasedStats(private_grad) if has_distribution else None
@@ -127,10 +119,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
 
 
 def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
-    """Return the part of a run's record that every kind of comparison has: settings, privacy and speed.
-
-    Its epsilon is that of this training alone. Times depend on the data; a private comparison leaves them out.
-    """
+    """Return the part of a run's record that every kind of comparison has: settings, privacy and speed."""
     plan = made.plan
     assert plan.delta is not None
     return {
@@ -150,7 +139,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "released": None if made.released is None else made.released.summary(),
         "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
         "updates": result.updates,
-        "seconds": result.seconds,
+        "seconds": result.seconds,  # times depend on the data; a private comparison leaves them out
         "examples_per_second": result.examples_per_second,
     }
 
@@ -212,13 +201,10 @@ def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool
 
 
 class Free:
-    """A payer with a ledger for each training, which measures on validation or test examples along the training.
-
-    It keeps the facts `also` with each record.
-    """
+    """A payer with a ledger for each training, which measures on validation or test examples along the training."""
 
     def __init__(self, spec: Spec, out: Path, **also: str | None) -> None:
-        self._spec, self.out, self._also = spec, out, also
+        self._spec, self.out, self._also = spec, out, also  # `also` are facts for each record
 
     def spec_of(self, run: Run) -> Spec:
         return self._spec
@@ -310,7 +296,6 @@ class _ClipFraction:
         return self._clipped / self._examples if self._examples else None
 
     def observe(self, raw: RawStep) -> None:
-        """Count one step."""
         if raw.step >= self._from:
             self._clipped += int((raw.clipping.raw_factors < 1).sum())
             self._examples += len(raw.clipping.raw_factors)
@@ -321,26 +306,20 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
 
     Without a research seed, the noise comes from the operating system's entropy. A second call resumes an interrupted
     training. `progress` shows a bar; or `notes_only()` says only where a training resumes.
-
-    Raises:
-        PrivacyError: the spec has several methods, a grid or a total epsilon, or `out` holds runs of another spec or
-        seed.
-    Privacy:
-        `fit` charges each release to the run's ledger. The measurements in the record are NOT private for the examples
-        that they are measured on.
     """
-    if (total := spec.privacy.total_epsilon) is not None:
-        remedy = "run `privgrad compare`, which spends it on tuning and training; or give target_epsilon in its place"
-        raise expected("train", "privacy.total_epsilon", "to be absent", total, remedy)
+    spec.plan(None)  # it refuses a total epsilon
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
-        got = [method.name for method in spec.methods]
-        condition = "to be exactly one, with one lr and one max_grad_norm"
+        got, condition = (
+            [method.name for method in spec.methods],
+            "to be exactly one, with one lr and one max_grad_norm",
+        )
         raise expected("train", "methods", condition, got, "keep one in the file, or run `privgrad compare`")
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     recorded.require_same(out, recorded.describe(spec))
     if others := {record["seed"] for record in recorded.read_records(out)} - {seed}:
-        remedy = "choose another --out: each seed is an experiment of its own"
-        raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
+        raise expected(
+            "train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", "choose another --out"
+        )
     data = open_folder(spec, out)
     if find_record(recorded.read_records(out), run) is not None:
         note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
@@ -351,20 +330,12 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
 def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
-    Tuning compares candidates as TuningTable says. With `tuning.noise_steps`, all private methods are tuned over one
-    grid, with the same number of trainings (see `tuner.wider`). Each training has its own ledger. The records are in
-    the order of their runs, also in out/runs.jsonl.
-
-    Raises:
-        PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec or of `train`.
+    The records are in the order of their runs, also in out/runs.jsonl. Each training has its own ledger.
     """
     data, tuning = open_folder(spec, out), spec.tuning
-    if any(record["seed"] is None for record in recorded.read_records(out)):
-        remedy = "choose another --out: a comparison has research seeds, and would mix with the private run"
-        raise expected("compare", f"{out}", "to hold runs of a comparison", "a run of `privgrad train`", remedy)
-    if tuning is not None and tuning.by == "accuracy" and data.score is None:
-        got = "'accuracy' of data without a score"
-        raise expected("compare", "tuning.by", "to be measured", got, 'set by = "loss"')
+    if any(record["seed"] is None for record in recorded.read_records(out)):  # a private run, without a research seed
+        got = "a run of `privgrad train`"
+        raise expected("compare", f"{out}", "to hold runs of a comparison", got, "choose another --out")
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
         carry_out(_Research(spec, payer, bar).runs(), payer, data, bar)
@@ -426,8 +397,7 @@ class _Research:
 
     def _reuse(self, run: Run) -> None:
         """Keep the record of an equal tuning run as that of a final run."""
-        # If tuning uses the training loss, a tuning run and a final run are the same training with the same
-        # measurements.
+        # If tuning uses the training loss, both are the same training with the same measurements.
         if run.phase == "tuning" or self._by != "train_loss" or self._spec.tuning_scale > 1:
             return
         records = recorded.read_records(self._payer.out)
@@ -444,7 +414,7 @@ class _Research:
 def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
     """Load and check the data, then claim the folder for the spec. Nothing is written before every check has passed."""
     text = description or recorded.describe(spec)  # of spec.json
-    recorded.require_same(out, text)  # before the data are loaded, which may take minutes
+    recorded.require_same(out, text)  # before the data are loaded
     data = checked_data(spec)
     recorded.claim(out, text)
     return data

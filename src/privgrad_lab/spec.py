@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from privgrad import clip, perturb, precondition
-from privgrad.errors import expected
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.noise.banded import Banded
 from privgrad.optim import OPTIMIZERS, PrivateOptimizer, filters
@@ -26,7 +25,7 @@ from privgrad.precondition import counts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit, SamplingScheme
-from privgrad_lab.calls import Call, Table, arguments, find, make
+from privgrad_lab.calls import Call, Table, arguments, find, make, wrong
 
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
@@ -120,11 +119,9 @@ class FeaturesTable(Table):
 
 
 class PrivacyTable(Table):
-    """The table [privacy]: the numbers that decide the guarantee; those without a default must be given.
+    """The table [privacy]: the numbers that decide the guarantee; those without a default must be given."""
 
-    Of target_epsilon, noise_multiplier and total_epsilon, exactly one is given.
-    """
-
+    # Exactly one of these three is given.
     target_epsilon: float | None = None  # of each training
     noise_multiplier: float | None = None
     total_epsilon: float | None = Field(default=None, gt=0)  # of a private comparison: tuning, scores and training
@@ -145,12 +142,9 @@ Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
 
 class PreconditionTable(Call):
-    """A map of gradients before clipping: a rule on public data, or on public word counts.
+    """A map of gradients before clipping: a rule on public data, or on public word counts."""
 
-    The rule "inputs" takes synthetic examples by `public`; without it, the public examples of the data.
-    """
-
-    public: Synthetic | None = None
+    public: Synthetic | None = None  # examples for the rule "inputs"; without it, the public examples of the data
 
     @property
     def rule(self) -> Callable[..., Any]:
@@ -164,12 +158,9 @@ class LocalTable(Call):
 
 
 class PublicTable(Table):
-    """The public examples of a method: the first `examples` of those taken out of the training part.
+    """The public examples of a method: the first `examples` of those taken out of the training part."""
 
-    With `other`, they are the first of the data set's other public examples.
-    """
-
-    other: bool = False
+    other: bool = False  # take the first of the data set's other public examples
     examples: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
 
@@ -195,20 +186,17 @@ class ScheduleTable(Table):
 
 
 class TuningTable(Table):
-    """The table [tuning]: how methods without a single rate are tuned; from `way` on, the keys of private ones.
+    """The table [tuning]: how methods without a single rate are tuned; from `way` on, the keys of private ones."""
 
-    With `noise_steps`, every private method gets the same number of trainings; see `tuner.wider`. A method whose
-    optimizer has no noise step then gives a grid `lr` of the same length.
-    """
-
-    noise_steps: Grid | None = None  # of all private methods
+    # Of all private methods, each of which then gets the same number of trainings; see `tuner.wider`. A method whose
+    # optimizer has no noise step gives a grid `lr` of the same length.
+    noise_steps: Grid | None = None
     lr: Grid | None = None  # of all methods without their own, where noise_steps is not given
     seeds: list[int] = Field(default=[], min_length=1)  # research seeds
     simulate: int = Field(default=1, ge=1)  # as in [privacy], for trainings of tuning only
     way: Literal["trials", "select"] | None = None  # see `prices`
-    score_on: Literal["training", "held-out", "public"] = (
-        "training"  # whose score chooses; it is free of public examples
-    )
+    # Whose score chooses; it is free of public examples.
+    score_on: Literal["training", "held-out", "public"] = "training"
     mean_runs: float = Field(default=8.0, ge=1)  # the number of trainings of "select" is a truncated negative binomial
     shape: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # an infinite one allows no run at all
     by: str = "accuracy"  # or loss, or a named metric, on validation examples; or train_loss, NOT private
@@ -232,26 +220,16 @@ class RunTable(Table):
     diagnose: bool = False  # record the effect of clipping and noise on gradients in final runs, NOT private
     tensorboard: bool = False
 
-    @property
-    def mirrored(self) -> Flip | None:
-        """Return the direction in which views are mirrored."""
-        return None if self.flip == "none" else self.flip
-
 
 class Candidate(NamedTuple):
-    """One choice of a method's tuned values.
-
-    Either lr or noise_step is None. The radius is None for a method without perturbation; local_lr is None where users
-    do not train locally. `own` holds the other tuned options, as pairs: "momentum" is one of the optimizer, and
-    "filter.weight" one of the table `filter`.
-    """
+    """One choice of a method's tuned values. Either lr or noise_step is None."""
 
     max_grad_norm: float
     lr: float | None = None
-    radius: float | None = None
-    local_lr: float | None = None
+    radius: float | None = None  # of the perturbation
+    local_lr: float | None = None  # of users who train locally
     noise_step: float | None = None
-    own: tuple[tuple[str, Any], ...] = ()
+    own: tuple[tuple[str, Any], ...] = ()  # other options: "momentum" of the optimizer, "filter.weight" of `filter`
 
 
 # The options that have a field of Candidate, by their place in a method's table.
@@ -264,11 +242,9 @@ _FIELDS = {
 
 
 class MethodTable(Table):
-    """A table of [[methods]]: an optimizer and the other parts of a training, each of them a call.
+    """A table of [[methods]]: an optimizer and the other parts of a training, each of them a call."""
 
-    A list is a grid: each of its values is tried. An option that takes a list by itself has a grid of lists.
-    """
-
+    # A list is a grid: each of its values is tried. An option that takes a list by itself has a grid of lists.
     name: str = Field(min_length=1)
     optimizer: Call  # without lr and noise_step, the grid of [tuning]
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None  # None is that of [privacy]
@@ -339,11 +315,9 @@ class MethodTable(Table):
 
     @property
     def has_noise_step(self) -> bool:
-        """Return whether the method's rate can be given as a noise step.
-
-        An optimizer with an assumed noise scale would divide by that one, and so has none.
-        """
+        """Return whether the method's rate can be given as a noise step."""
         has = getattr(self._optimizer, "has_noise_step", lambda: False)
+        # An optimizer with an assumed noise scale would divide by that one.
         return not self.non_private and self.assumed_noise_std is None and has()
 
     @property
@@ -354,11 +328,9 @@ class MethodTable(Table):
     def needs_public(self) -> bool:
         """Return whether the method computes gradients on public examples or starts from them."""
         table = self.precondition
-        by_rule = table is not None and (
-            "gradient" in arguments(table.rule) or (table.use == "inputs" and not table.public)
-        )
-        by_optimizer = "public" in arguments(self._optimizer)
-        return by_rule or self.warm_start is not None or by_optimizer
+        by_rule = table is not None and "gradient" in arguments(table.rule)
+        by_inputs = table is not None and table.use == "inputs" and not table.public
+        return by_rule or by_inputs or self.warm_start is not None or "public" in arguments(self._optimizer)
 
     def at(self, candidate: Candidate) -> "MethodTable":
         """Return the method with the candidate's values in its tables."""
@@ -372,14 +344,10 @@ class MethodTable(Table):
         return self.model_copy(update=tables)
 
     def perturbation(self, unit: PrivacyUnit = "example") -> Contribution | None:
-        """Return the point of the gradients, or the local training of the users.
-
-        None means gradients at the current weights. With unit "user" and without local training, each row holds all
-        data of one person; `build.make_data` checks that.
-        """
+        """Return the point of the gradients, or the local training of the users; None for the current weights."""
         if self.local is not None:
             return self._made("local")
-        if unit == "user":
+        if unit == "user":  # each row holds all data of one person; `build.make_data` checks that
             return SampleGradient("user")
         if self.filter is not None and self.filter.use == "DiSK":
             return make(f"methods.{self.name}.filter", self.filter, {"DiSK": perturb.DiSK})
@@ -481,11 +449,9 @@ class Spec(Table):
         return self.model_copy(update={"model": method.model or self.model, "features": features})
 
     def shares_grid(self, method: MethodTable) -> bool:
-        """Return whether a method is tuned together with the other ones, with the same number of trainings.
-
-        These are the private methods without a rate of their own, if [tuning] gives noise_steps; methods whose
-        optimizer has no noise step belong to them, with their own grid of learning rates.
-        """
+        """Return whether a method is tuned together with the other ones, with the same number of trainings."""
+        # These are the private methods without a rate of their own, if [tuning] gives noise_steps; methods whose
+        # optimizer has no noise step belong to them, with their own grid of learning rates.
         common = self.tuning is not None and self.tuning.noise_steps is not None
         own_steps = method.noise_step is not None or (method.lr is not None and method.has_noise_step)
         return common and not method.non_private and not own_steps and not method.has_fixed_rate
@@ -502,15 +468,10 @@ class Spec(Table):
     def plan(
         self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None
     ) -> PrivacyPlan:
-        """Return the plan of the experiment.
+        """Return the plan of a method; without one, that of [privacy], without group size and bands.
 
-        The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite. With
-        `simulate` in [privacy], the plan is scaled, and epsilon is infinite too.
-
-        Args:
-            seed: a research seed, or None for noise from the operating system's entropy.
-            method: the method that trains; None leaves the plan without a method's group size and bands.
-            max_grad_norm: the method's own clipping norm; None takes that of [privacy].
+        The epsilon of a `non_private` method and of a simulation is infinite. Without a seed, the noise comes from the
+        operating system's entropy.
         """
         bands = None if method is None or method.non_private else method.bands
         plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm, bands)
@@ -530,21 +491,19 @@ class Spec(Table):
         """Return the plan of [privacy] with one clipping norm and a number of bands."""
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate", "budget"})
         numbers["max_grad_norm"] = max_grad_norm
-        if self.privacy.total_epsilon is not None:
+        if (total := self.privacy.total_epsilon) is not None:
             remedy = "run `privgrad compare`, which divides it; or give target_epsilon, of one training"
-            raise expected("Spec.plan", "privacy.total_epsilon", "to be divided", self.privacy.total_epsilon, remedy)
+            raise wrong("privacy.total_epsilon", "to be absent", total, remedy)
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
-            remedy = "give one of the two, or total_epsilon for a private comparison"
-            raise expected("load_spec", name, "to be given", got, remedy)
+            raise wrong(name, "to be given", got, "or give total_epsilon for a private comparison")
         correlation = Banded(bands) if isinstance(bands, int) else bands
         if self.privacy.noise_multiplier is None:
             # Reports label the epsilon of batches of fixed size.
             return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation, assume_poisson=True)
         if correlation == "auto":
-            remedy = "give target_epsilon in its place, or a number of bands"
-            got, condition = self.privacy.noise_multiplier, 'to be absent for bands = "auto"'
-            raise expected("load_spec", "privacy.noise_multiplier", condition, got, remedy)
+            got = self.privacy.noise_multiplier
+            raise wrong("privacy.noise_multiplier", 'to be absent for bands = "auto"', got, "give target_epsilon")
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
         return PrivacyPlan(**numbers, sample_rate=rate, seed=seed, correlation=correlation)

@@ -36,10 +36,9 @@ class Verdict:
     @property
     def leads_at(self) -> str | None:
         """The edge of the grid, "low" or "high", that holds the best rate and leads by more than the spread."""
-        best = _rate(self.best)
         if len(self.rates) < 2 or self.low != self.high:
             return None
-        return {self.rates[0]: "low", self.rates[-1]: "high"}.get(best)
+        return {self.rates[0]: "low", self.rates[-1]: "high"}.get(_rate(self.best))
 
     @property
     def text(self) -> str:
@@ -57,10 +56,7 @@ def measurement_of(by: str) -> str:
 
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
-    """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
-
-    `by` is "accuracy", "loss" or a named metric (on validation examples), or "train_loss".
-    """
+    """Return the candidate with the best mean over tuning seeds of the criterion `by` of [tuning]."""
     return _best(_means(_costs(records, method, by)))
 
 
@@ -90,10 +86,10 @@ def judge(records: Sequence[Record], method: str, by: str) -> Verdict:
 def wider(records: Sequence[Record], methods: Sequence[str], by: str) -> dict[str, float] | None:
     """Return one more rate for each method of a fair comparison, or None if no grid needs one.
 
-    A grid needs one if some method's best rate is at an edge and leads by more than the seeds' spread. Then all methods
-    get one more rate, so that all have the same number of trainings: those that share a grid of noise steps the same
-    one, every other method one beyond its own best edge.
+    A grid needs one if its best rate is at an edge and leads by more than the seeds' spread.
     """
+    # All methods get one more rate, so that all have the same number of trainings: those that share a grid of noise
+    # steps the same one, every other method one beyond its own best edge.
     verdicts = {name: judge(records, name, by) for name in methods}
     leads = {name: verdict.leads_at for name, verdict in verdicts.items()}
     if not any(leads.values()) or any(len(verdict.rates) >= _MOST_RATES for verdict in verdicts.values()):
@@ -109,8 +105,7 @@ def wider(records: Sequence[Record], methods: Sequence[str], by: str) -> dict[st
 def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
     """Return the candidate half a power of ten beyond the best one, if the best lr is at the edge of its grid.
 
-    The grid holds the rates that were tried with the best candidate's other values. The result is None if the best is
-    inside the grid, if another rate was equally good, or if _MOST_RATES were tried.
+    The grid holds the rates that were tried with the best candidate's other values.
     """
     costs = _means(_costs(records, method, by))
     best = _best(costs)

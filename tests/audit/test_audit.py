@@ -400,7 +400,7 @@ def test_a_specification_is_audited_with_scales_that_follow_its_noise(here: Here
 
 def test_specifications_that_cannot_be_audited_are_refused(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
-    assert "to be one of DP-AdamBC" in here("audit", "one.toml", "--method", "DP-SGD", code=2).stderr
+    assert "method to be 'DP-AdamBC'" in here("audit", "one.toml", "--method", "DP-SGD", code=2).stderr
     (tmp_path / "none.toml").write_text(ONE.replace("lr = 0.01 }\n", "lr = 0.01 }\nnon_private = true\n"))
     assert "to include a private one" in here("audit", "none.toml", code=2).stderr
     (tmp_path / "same.toml").write_text(ONE.replace("validation = 240", "validation = 240\nreconstruct = true"))

@@ -541,7 +541,7 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
     (spec(TABLE, privacy=USERS), "privacy.privacy_unit to be 'example' for data.unit = 'row', got 'user'"),
     (spec({k: v for k, v in TABLE.items() if k != "label"}), "data.label to be given, got None; add it"),
     (spec({k: v for k, v in TABLE.items() if k != "classes"}), "data: table: expected classes to be given, got None"),
-    (spec({k: v for k, v in TABLE.items() if k != "test_share"}), "data.test or data.test_share to be given, got None"),
+    (spec({k: v for k, v in TABLE.items() if k != "test_share"}), "test part of visits.csv to hold at least 1 example"),
     (spec({**TABLE, "validation": 5}), "data.validation to be absent for files, got 5; give validation_share"),
     (spec({**TABLE, "public": 5}), "data.public to be 0 for files"),
     (spec({**TABLE, "max_row": 5}), "options to be known, got 'data.max_row'; did you mean 'max_rows'"),

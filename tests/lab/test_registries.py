@@ -13,7 +13,7 @@ import privgrad as pg
 from privgrad import optim
 from privgrad.data import LOADERS, DataSet
 from privgrad.optim import OPTIMIZERS, PrivateOptimizer
-from privgrad_lab.build import MODELS
+from privgrad_lab.build import MODELS, make_data
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.runner import train
 
@@ -132,8 +132,8 @@ def test_errors_name_the_rows_and_their_options(old: str, new: str, match: str, 
 def test_an_optimizer_that_takes_a_public_gradient_needs_public_examples(tmp_path: Path):
     changed = SPEC.replace('"Signs"', '"WithPublic"').replace(", scale = 2.0", "")
     (tmp_path / "spec.toml").write_text(changed)
-    with pytest.raises(pg.PrivacyError, match=r"data.public to be positive for signs"):
-        load_spec(tmp_path / "spec.toml")
+    with pytest.raises(pg.PrivacyError, match=r"data.public to be given for 'signs'"):
+        make_data(load_spec(tmp_path / "spec.toml"))
 
 
 def test_every_exported_optimizer_has_a_row():

@@ -17,7 +17,7 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad_lab.records import summarize, tuned, tuned_by, tuned_names, tuned_seeds
+from privgrad_lab.records import summarize, tuned_by, tuned_names, tuned_seeds
 from privgrad_lab.report import figures
 from privgrad_lab.report.page import write_report
 from privgrad_lab.report.paid import result_text
@@ -55,6 +55,12 @@ def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Words are tested without drawing, which takes most of a report's time."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(figures, "png", lambda _: bytes(24))
+
+
+def tuned(records: list[dict[str, Any]], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
+    """Return the means over the seeds."""
+    found = tuned_seeds(records, name)
+    return {method: [(value, statistics.fmean(seeds)) for value, seeds in points] for method, points in found.items()}
 
 
 def final(method: str = "DP-AdamBC", seed: int = 0, accuracy: float | None = 0.9, **changes: Any) -> dict[str, Any]:

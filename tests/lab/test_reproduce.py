@@ -145,7 +145,7 @@ def test_the_items_are_listed_on_request():
     assert json.loads(RUNNER.invoke(app, ["reproduce", "--list", "--json"]).stdout) == {"items": items()}
     both = RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--list"])
     assert both.exit_code
-    assert "leave one out" in f"{both.exception}"
+    assert "to be given alone" in f"{both.exception}"
 
 
 def test_noise_moments_beside_the_paper(tmp_path: Path):

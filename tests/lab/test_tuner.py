@@ -515,7 +515,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a simulation of a simulation": (
         tables(privacy={"simulate": 2}, tuning={"simulate": 2}),
-        r"tuning\.simulate to be absent with privacy\.simulate, got 2; keep one",
+        r"tuning\.simulate to be absent with privacy\.simulate, got 2",
     ),
     "a noise step of a wrong noise": (
         changed('assumed_noise_std = 0.1\noptimizer = { use = "SGD", noise_step = 0.1 }'),

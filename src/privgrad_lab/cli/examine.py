@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -31,14 +31,11 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
         sys.stdout.write(old_spelling.rewritten(path.read_text()))
         return 0
     old_spelling.refuse(tables, path)
-    given: object = tables.get("data")
-    if not isinstance(given, dict):
-        remedy = "add it, as docs/own-data.md describes"
-        raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(given), remedy)
-    data = cast("dict[str, Any]", given)
+    data = tables.get("data")
+    if not isinstance(data, dict):
+        raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(data))
     if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
-        remedy = "name a file or a folder; a function is checked by its author"
-        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")), remedy)
+        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")))
     if {"model", "privacy"} <= tables.keys():  # it says what to train, and not only on what
         check_spec(tables, path)
     is_table = loader is loaders.table
@@ -46,8 +43,8 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
     declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
     split = {key: data[key] for key in _SPLIT if key in data}
-    privacy: object = tables.get("privacy")
-    counted: object = cast("dict[str, Any]", privacy).get("num_examples") if isinstance(privacy, dict) else None
+    privacy = tables.get("privacy")
+    counted = privacy.get("num_examples") if isinstance(privacy, dict) else None
     found: dict[str, list[RawFinding]] = {}
     sizes: dict[str, RawSize] = {}
     for name, own in ((data.get("file") or data.get("folder"), split), (data.get("test"), None)):
@@ -56,7 +53,7 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
             size, several = (findings.of_table if is_table else findings.of_folder)(place, own, **declared)
             found[place.name] = several + findings.of_count(size, counted)
             sizes[place.name] = size
-    if isinstance(privacy, dict) and (too_large := _of_delta(cast("dict[str, Any]", privacy))):
+    if isinstance(privacy, dict) and (too_large := _of_delta(privacy)):
         found[path.name] = too_large
     blocked = any(one.blocks for several in found.values() for one in several)
     if as_json:

@@ -104,8 +104,7 @@ def reproduce(
     from privgrad_lab.papers import reproduce as papers
 
     if as_list and item is not None:
-        remedy = "leave one out: --list lists all items, and PAPER/ITEM runs one"
-        raise expected("privgrad reproduce", "--list or PAPER/ITEM", "to be given alone", f"--list and {item}", remedy)
+        raise expected("privgrad reproduce", "--list or PAPER/ITEM", "to be given alone", f"--list and {item}")
     if item is None:
         if as_json:
             print_json({"items": papers.items()})
@@ -116,9 +115,7 @@ def reproduce(
     if smoke and out is None:
         folder = folder.with_name(f"{folder.name}-smoke")
     if restart and so_far:
-        remedy = "leave one out: --so-far shows the results so far, and --restart moves them aside"
-        got = "--so-far and --restart"
-        raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", got, remedy)
+        raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", "--so-far and --restart")
     if restart:
         move_aside(folder)
     with stoppable(lambda: resuming(folder)):

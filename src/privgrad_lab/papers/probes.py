@@ -2,7 +2,7 @@
 
 Each item is a function of a spec, the item's table [probe], the output folder, and whether to show a progress bar. It
 writes the records and a plot to the folder, and returns its numbers and the same as a table. A second call resumes. A
-folder with another spec is refused.
+folder with another spec is refused. The numbers are NOT private.
 """
 
 import json
@@ -31,7 +31,7 @@ from privgrad.optim import AdamBC, PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import one_thread
 from privgrad.types import NoisyGradient
-from privgrad_lab.build import make_model
+from privgrad_lab.build import make_model, private_gradient
 from privgrad_lab.metrics import losses_for
 from privgrad_lab.records import Record, append, claim, mean, read_records, std
 from privgrad_lab.runner import open_folder
@@ -43,21 +43,14 @@ def begin(
 ) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
     """Return model, PrivateGradient and optimizer of a training before its first step, without side information."""
     if spec.is_tuned(method):
-        condition = "to have one lr, one max_grad_norm and one radius"
         got = f"{len(spec.grid(method))} candidates"
-        raise expected("reproduce", method.name, condition, got, "correct the item's file")
+        raise expected("reproduce", method.name, "to have one lr, one max_grad_norm and one radius", got)
     candidate = spec.grid(method)[0]
     method = method.at(candidate)
     torch.manual_seed(seed)
     model = make_model(spec, data)
-    private_grad = PrivateGradient(
-        model,
-        losses_for(data),
-        spec.plan(seed, method, candidate.max_grad_norm),
-        perturb=method.perturbation(),
-        engine=spec.run.engine,
-        memory_mb=spec.run.memory_mb,
-    )
+    plan = spec.plan(seed, method, candidate.max_grad_norm)
+    private_grad = private_gradient(spec, model, plan, data, perturb=method.perturbation())
     return model, private_grad, method.make(model.named_parameters())
 
 
@@ -75,8 +68,7 @@ def stops(
 ) -> Iterator[Stop]:
     """Train one method, call `tick` after each step, and yield a Stop at each number of steps in `at`, maybe 0."""
     if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
-        condition = f"to be within the {spec.privacy.steps} steps"
-        raise expected("reproduce", "probe.at", condition, list(at))
+        raise expected("reproduce", "probe.at", f"to be within the {spec.privacy.steps} steps", list(at))
     model, private_grad, optimizer = begin(spec, method, seed, data)
     if 0 in at:
         yield Stop(0, model, private_grad, None)
@@ -131,16 +123,14 @@ def clipping_bias(
 
     The measurements do not change the training. Every method is measured on the same examples.
 
-    Privacy:
-        NOT private.
     Reference:
         The paper on BAM, figures 2, 4, 5 and 6. Deviation: the plots against batch size change the number of measured
         examples, along the same trainings.
     """
     item = BiasProbe.model_validate(probe)
     if max(item.batch_sizes) > spec.privacy.num_examples:
-        condition = f"to be at most {spec.privacy.num_examples}"
-        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes)
+        most = spec.privacy.num_examples
+        raise expected("reproduce", "probe.batch_sizes", f"to be at most {most}", item.batch_sizes)
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
@@ -193,9 +183,6 @@ def _measured(
 def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
     """Measure the seconds of one step of each method, gradient and update together; `probe` is a RuntimeProbe.
 
-    The measurement uses one thread and flushes denormal numbers (below 1e-38) to zero. Gradients that vanish over many
-    layers would otherwise become denormal, and the processor handles these many times slower.
-
     Reference:
         The paper on BAM, figure 3. Deviation: not compiled.
     """
@@ -246,6 +233,7 @@ def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], 
 
 @contextmanager
 def _flushed() -> Generator[None]:
+    # Gradients that vanish over many layers become denormal (below 1e-38): the processor is many times slower on these.
     torch.set_flush_denormal(True)
     try:
         yield
@@ -311,10 +299,7 @@ class NoiseMoments(Table):
 
 
 def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
-    """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's.
-
-    `raw` is the item's file, NoiseMoments. The numbers are by step and divisor.
-    """
+    """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's."""
     item = NoiseMoments.model_validate(raw)
     claim(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
@@ -365,11 +350,7 @@ class _Along(Table):
 
 
 def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
-    """Measure the moments of the gradient with and without noise along one training of the only method.
-
-    Privacy:
-        NOT private: the moments without noise are computed before the noise.
-    """
+    """Measure the moments of the gradient with and without noise along one training of the only method."""
     from privgrad_lab.report.figures import histograms_figure, png
 
     def measured(_: DataSet, along: Iterator[Stop]) -> Iterator[Record]:
@@ -391,11 +372,7 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
 
 
 def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
-    """Measure the cosines between the gradients of random pairs of examples along one training of the only method.
-
-    Privacy:
-        NOT private.
-    """
+    """Measure the cosines between the gradients of random pairs of examples along one training of the only method."""
     from privgrad_lab.report.figures import cosines_figure, png
 
     matrices: dict[int, Tensor] = {}

@@ -3,16 +3,15 @@
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
 from privgrad_lab import spec as spec_tables
 from privgrad_lab.data import LOADERS
@@ -25,10 +24,13 @@ from privgrad_lab.runner import compare
 from privgrad_lab.spec import DataTable, MethodTable, Spec
 from privgrad_lab.tuner import judge
 
+_ITEMS = resources.files("privgrad_lab.papers").joinpath("items")
+
 
 def items() -> list[str]:
     """Return the names of all items, as paper/item."""
-    return sorted(f"{paper.name}/{item.name.removesuffix('.toml')}" for paper, item in _files())
+    files = ((paper, file.name) for paper in _ITEMS.iterdir() if paper.is_dir() for file in paper.iterdir())
+    return sorted(f"{paper.name}/{file.removesuffix('.toml')}" for paper, file in files if file.endswith(".toml"))
 
 
 def reproduce(
@@ -45,19 +47,13 @@ def reproduce(
     """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
-    comparison the report. `data`, `methods` and `smoke` are those of `prepared`. With `so_far`, nothing is run: the
-    results of an interrupted comparison are shown.
-
-    Raises:
-        PrivacyError: the item is unknown or does not support `data` or `so_far`, or the folder holds runs of another
-            item.
+    comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown.
     """
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
     if so_far and kind not in ("comparison", "table"):
-        condition, got = "to be given for a comparison only", f"the item {name}"
-        raise expected("reproduce", "--so-far", condition, got, "leave --so-far out")
+        raise expected("reproduce", "--so-far", "to be given for a comparison only", f"the item {name}")
     if kind == "table":
         found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
     elif kind in _WHOLE:
@@ -90,23 +86,12 @@ _PROBES: dict[str, _Item] = {
 }
 
 
-def _files() -> Iterator[tuple[Traversable, Traversable]]:
-    for paper in resources.files("privgrad_lab.papers").joinpath("items").iterdir():
-        for item in paper.iterdir() if paper.is_dir() else ():
-            if item.name.endswith(".toml"):
-                yield paper, item
-
-
 def _load(name: str) -> dict[str, Any]:
     """Return an item's tables, merged over the tables of its base item if it names one."""
-    for paper, item in _files():
-        if f"{paper.name}/{item.name}" == f"{name}.toml":
-            raw = tomllib.loads(item.read_text())
-            base = raw.pop("base", None)
-            # The paper's numbers belong to one item, so they are not inherited.
-            return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
-    remedy = did_you_mean(name, items(), "choose one of them")
-    raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), remedy)
+    raw = tomllib.loads(_ITEMS.joinpath(f"{name}.toml").read_text())
+    base = raw.pop("base", None)
+    # The paper's numbers belong to one item, so they are not inherited.
+    return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
 
 
 def prepared(
@@ -114,12 +99,10 @@ def prepared(
 ) -> dict[str, Any]:
     """Return the tables of an item "paper/item", adapted to the request.
 
-    Args:
-        name: of the item.
-        data: path of the paper's own data; None keeps the item's default data.
-        smoke: return a tiny version, which only shows that the item works; its numbers mean nothing.
-        methods: names of the methods to keep; none of them keeps all.
+    `data` is the path of the paper's own data, and `methods` are the names of those to keep; none of them keeps all.
+    A `smoke` version only shows that the item works; its numbers mean nothing.
     """
+    require_choice("reproduce", "item", name, items())
     raw = _load(name)
     known = [method["name"] for method in raw.get("methods", [])]
     for method in methods:
@@ -130,10 +113,9 @@ def prepared(
     few = tiny.pop("only", [])
     if data is not None:
         if given is None:
-            remedy = "leave --data out: it has one source of data"
-            raise expected("reproduce", "--data", f"to be absent for {name}", data, remedy)
+            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
         if smoke:
-            raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
+            raise expected("reproduce", "--data", "to be absent for --smoke", data)
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         # The stand-in may have options that the paper's own data lack.
         known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
@@ -176,16 +158,13 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away.
-
-    A model of another name has other options: it replaces the whole table.
-    """
+    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
     merged = dict(raw)
     for key, value in changes.items():
         before = merged.get(key, {})
         if value is False and isinstance(before, dict):
             merged.pop(key, None)
-        elif not isinstance(value, dict) or (key == "model" and "use" in value):
+        elif not isinstance(value, dict) or (key == "model" and "use" in value):  # its options are other ones
             merged[key] = value
         else:
             merged[key] = _merged(before, value)

@@ -70,11 +70,7 @@ class Toy(spec.Table):
 def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Tune the private methods, train every method in every trial, and compare the losses with the expected ones.
 
-    `raw` is the item's file, a Toy. A second call resumes after the last finished training. The result is mean and
-    standard deviation of the final loss by method, and the same as a table.
-
-    Privacy:
-        NOT private: the losses are measured on the training examples without noise.
+    A second call resumes after the last finished training. The losses are NOT private.
     """
     item = Toy.model_validate(raw)
     claim(out, json.dumps(raw, indent=1))

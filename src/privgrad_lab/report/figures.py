@@ -69,7 +69,8 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Plot score (if the data have one) and loss during training, and each seed's result after the last step below."""
     looks, finals = _looks(recorded.by_method(records)), recorded.by_method(recorded.in_phase(records, "final"))
-    shown = {"accuracy": recorded.score_of(records)} if recorded.is_scored(records) else {}
+    is_scored = any(run.get("test_accuracy") is not None for runs in finals.values() for run in runs)
+    shown = {"accuracy": recorded.score_of(records)} if is_scored else {}
     shown["loss"] = "loss"
     lines = sum(1 + look["label"].count("\n") for name, look in looks.items() if name in finals)
     below, on = 0.9 + 0.28 * lines, recorded.measured_on(records)
@@ -167,11 +168,7 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
 
 
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot the measurement that tuning compared against each tuned quantity.
-
-    Rings mark the chosen values. Lines are means, and small points are single seeds. Below a plot of rates that were
-    judged, bars show the plateaus.
-    """
+    """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
     looks, names = _looks(recorded.by_method(records)), recorded.tuned_names(records)
     chosen = {row["method"]: row for row in recorded.summarize(records)}
     columns = 1 if narrow or len(names) == 1 else 2

@@ -22,10 +22,7 @@ from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
 
 
 def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
-    """Return the facts of a report apart from its records, as `write_report` takes them.
-
-    There is at least one record. The total epsilon covers every ledger in the folder `out`.
-    """
+    """Return the facts of a report apart from its records; the total epsilon covers every ledger in the folder."""
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     finals = {str(record["method"]): record for record in records if record["phase"] == "final"}

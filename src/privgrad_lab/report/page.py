@@ -32,17 +32,9 @@ _TUNED_BY = {
 def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
     """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
 
-    Args:
-        records: one mapping per training run; at least one with phase "final".
-        metadata: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
-        folder: the output folder; it is created if it does not exist. An earlier report in it is replaced.
-    Returns:
-        Path of index.html, which embeds its plots and needs no other file.
-    Raises:
-        PrivacyError: there is no final run.
-    Privacy:
-        The page states the guarantee of the runs. The results on it are NOT private for the examples on which they
-        were measured.
+    `metadata` is that of `metadata_of`; each of its entries may be missing. The result is the path of index.html, which
+    embeds its plots and needs no other file. The results on it are NOT private for the examples on which they were
+    measured.
     """
     # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
     plan = metadata.get("plan") or {}
@@ -50,9 +42,8 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
     records = [{**first, **recorded.without_raw(record), **last} for record in records]
     if not (finals := recorded.in_phase(records, "final")):
-        condition, remedy = 'to hold a run with phase "final"', "add a final run, which is measured on the test set"
         got = f"{len(records)} runs of the phases {sorted({str(record.get('phase')) for record in records})}"
-        raise expected("write_report", "records", condition, got, remedy)
+        raise expected("write_report", "records", 'to hold a run with phase "final"', got)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = recorded.summarize(records), metadata.get("total_epsilon"), recorded.score_of(records)

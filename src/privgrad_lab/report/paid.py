@@ -15,7 +15,7 @@ from privgrad_lab.prices import Price, Way, public_count, tunes_norm
 from privgrad_lab.records import Record, own_text, score_of
 from privgrad_lab.report.page import template
 from privgrad_lab.report.texts import epsilon_text, losses_text
-from privgrad_lab.spec import Spec
+from privgrad_lab.spec import Spec, TuningTable
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
 
@@ -32,7 +32,7 @@ def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
         mark = " ←" if way == chosen else ""
         count = "1" if price.way == "none" else f"{price.candidates} + 1"
         if price.way == "select":  # the number is secret, and only its mean is public
-            count = f"secret, {8.0 if spec.tuning is None else spec.tuning.mean_runs:g} on average"
+            count = f"secret, {(spec.tuning or TuningTable()).mean_runs:g} on average"
         score = "–" if price.score_noise is None else f"{price.score_noise / public_count(spec):.2g}"
         trial = "–" if price.trial_noise is None else f"{price.trial_noise:.3g}"
         table.add_row(f"{WAYS[way]}{mark}", count, f"{price.noise_multiplier:.3g}", trial, score)

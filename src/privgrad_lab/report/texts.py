@@ -173,14 +173,7 @@ def epsilon_text(epsilon: float | None) -> str:
 
 
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
-    """Describe the total cost of all trainings on the same data in one or two sentences.
-
-    Args:
-        total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
-            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise),
-            "simulated" (the trainings that simulate the plan in smaller batches: "all", those of "tuning", or None).
-        tuned: whether some of the trainings were tuning runs.
-    """
+    """Describe the total cost of all trainings on the same data, from `metadata_of`, in one or two sentences."""
     runs, cost = total["runs"], epsilon_text(total["value"])
     if cost == "not private":
         simulated = {"all": "they simulate a plan", "tuning": "tuning simulates the plan"}
@@ -223,13 +216,7 @@ _LEAST_ROOM = 16  # for the names of methods, if they are as long; with less roo
 
 
 def summary_table(records: Iterable[Record]) -> Table:
-    """Return the rows of `summarize` as a table for a terminal of 80 columns.
-
-    The number of seeds is in the caption, if it is the same for all.
-
-    Privacy:
-        NOT private for the examples on which accuracy and loss were measured, and for the share clipped.
-    """
+    """Return the rows of `summarize` as a table for a terminal of 80 columns, NOT private as the records."""
     records = list(records)
     rows, texts = recorded.summarize(records), method_texts(records)
     title, score = rate_title(rows), recorded.score_of(records)
@@ -244,7 +231,7 @@ def summary_table(records: Iterable[Record]) -> Table:
         "clipped": [row["clipped"] + ("\n⚠ low" if row["few_clipped"] else "") for row in texts],
         "floored": [row["floored"] for row in texts],
     }
-    if len({row["seeds"] for row in rows}) == 1:
+    if len({row["seeds"] for row in rows}) == 1:  # the caption has it
         del columns["seeds"]
     for name in ("clipped", "floored", "metrics"):
         if set(columns[name]) <= {"–", ""}:
