@@ -203,15 +203,15 @@ def test_a_published_loser_is_caught(losers: int, tmp_path: Path, monkeypatch: p
     The price of a selection is above that of one training. With a mean of 8, a total of 8 and delta 1e-5 it covers two,
     which cost 6.3, and no attack can refute it. With a mean of 1.5, a total of 16 and delta 1e-8 two cost 20.6.
     """
-    publish = paid_runner._publish
+    publish = paid_runner.PaidFolder.publish
 
-    def wrong(*published: Any) -> None:
-        publish(*published)
-        out: Path = published[-1].out
+    def wrong(folder_of_all: Any, data: Any) -> None:
+        publish(folder_of_all, data)
+        out: Path = folder_of_all.out
         for folder in sorted((out / "raw" / "runs").iterdir())[1 : 1 + losers]:  # all score 1, so the first one wins
             shutil.copytree(folder, out / "runs" / "loser")
 
-    monkeypatch.setattr(paid_runner, "_publish", wrong)
+    monkeypatch.setattr(paid_runner.PaidFolder, "publish", wrong)
     spec = spec_of("select", "public", 16.0, delta=1e-8, noise_steps=[STEP], mean_runs=1.5)
     share = 1 / 3 if losers else 1.0  # a third makes more than one training, by the geometric law
     claimed, found = audited(spec, 10, tmp_path, targets=400, published=1 + losers, share=share)

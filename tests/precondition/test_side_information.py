@@ -188,7 +188,9 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     assert "has the lowest mean test loss" in page.read_text()
     assert "(plain), 3 (other)" in page.read_text()
     raw["tuning"]["by"] = "accuracy"
-    with pytest.raises(pg.PrivacyError, match=r"tuning\.by to suit data with no classes, got 'accuracy'; choose loss or"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"tuning\.by to suit data with no classes, got 'accuracy'; choose loss or"
+    ):
         compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
     raw["tuning"]["by"] = "loss"
     del raw["data"]["elsewhere"]
