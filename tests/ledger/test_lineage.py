@@ -53,7 +53,7 @@ def test_a_saved_model_that_was_loaded_is_named_by_the_next_save(tmp_path: Path)
     pg.load(other, tmp_path / "a")
     said = pg.save(other, tmp_path / "b", ledger=train(other).ledger)
     (named,) = (line for line in said.sections[-1].sentences if "were loaded into the model" in line)
-    assert f"epsilon = {rounded_up(first.numbers['epsilon'], 3)} and delta = 0.001" in named
+    assert f"epsilon = {rounded_up(first.numbers['epsilon'], 4)} and delta = 0.001" in named
     assert "were loaded into the model" in str(
         pg.save(copy.deepcopy(other), tmp_path / "c", ledger=pg.ledgers_of(other))
     )

@@ -305,7 +305,7 @@ def test_weights_are_compared_with_the_checkpoint_of_their_ledger(tmp_path: Path
     assert "After the training, the weights were changed, as declared: added 1." in str(said)
     (tmp_path / "run" / "checkpoint.pt").unlink()
     said = pg.save(weights, tmp_path / "alone", ledger=ledger)
-    assert "Nothing but the word of the person who saved these weights ties them to this record." in str(said)
+    assert "That these weights belong to this record is only the word of the person who saved them." in str(said)
     assert str(tmp_path) not in (tmp_path / "alone" / "statement.json").read_text()
 
 

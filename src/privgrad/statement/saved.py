@@ -138,7 +138,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         remedy = "make the model with the same code and sizes as before"
         got = _difference(model, place / WEIGHTS) or " ".join(str(error).split())[:300]
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
-    size, delta = (rounded_up(float(numbers[name]), 3) for name in ("epsilon", "delta"))
+    size, delta = (rounded_up(float(numbers[name]), 4) for name in ("epsilon", "delta"))
     note_loaded(model, f"epsilon = {size} and delta = {delta}")
     return Statement(sections, numbers, about)
 
@@ -206,7 +206,7 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
     if changes is not None:
         return (
             f"After the training, the weights were changed, as declared: {' '.join(changes.split())}.",
-            "This costs no privacy if no private data were used for it. Nothing else checks this.",
+            "This costs no privacy if no private data were used for it. Nothing checks this.",
             *begun,
         )
     if known:
@@ -214,13 +214,13 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
         said = "The process that trained the model with this record saved its weights."
         if _is_at_checkpoint(model, [held.path for held in known], remedy):
             return (f"{said} They are those of the checkpoint that was written with it.", *begun)
-        said += " Nothing but the word of the person who saved them says that nothing changed them since."
+        said += " That they were not changed since is only the word of the person who saved them."
         return (said, *begun)
     paths = [record.path for record in records if isinstance(record, Ledger)]
     remedy = "give the ledger of this model's training, or say in post_processing what changed the weights"
     if _is_at_checkpoint(model, paths, remedy):
         return ("The weights are those of the checkpoint that was written with this record.", *begun)
-    return ("Nothing but the word of the person who saved these weights ties them to this record.", *begun)
+    return ("That these weights belong to this record is only the word of the person who saved them.", *begun)
 
 
 def _is_at_checkpoint(model: nn.Module, ledgers: Sequence[Path | None], remedy: str) -> bool:
