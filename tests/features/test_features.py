@@ -285,7 +285,7 @@ def test_a_statement_says_that_it_does_not_count_the_release_that_features_white
     head.save(tmp_path / "head")
     alone = (tmp_path / "head" / "statement.txt").read_text()
     assert "would satisfy differential privacy" in alone
-    assert "The features whiten by a private second moment, whose release is not counted here." in alone
+    assert "use a private statistic of the data, a second moment. Its release is not counted here." in alone
     assert head.result is not None
     together = str(statement([pg.Ledger(path, read_only=True), head.result.ledger], delta=1e-4))
     assert "are protected by differential privacy" in together

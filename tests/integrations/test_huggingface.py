@@ -1015,8 +1015,9 @@ def test_a_card_says_that_a_training_may_have_been_ended_by_results(tmp_path: Pa
     trainer = make_trainer(tmp_path, bert(), texts(), planned={"seed": None, "delta": 1e-3}, callbacks=[Stop()])
     trainer.train()
     trainer.save_model()
-    said = "planned steps, 2 are released. If results decided when to stop, the number here is no guarantee."
-    assert said in (tmp_path / "README.md").read_text()
+    said = "If results decided when to stop, the number here is no guarantee; that of all planned steps is."
+    card = (tmp_path / "README.md").read_text()
+    assert f"planned steps, 2 are released. {said}" in card
 
 
 def labeled(value: Any) -> list[dict[str, Any]]:
@@ -1270,7 +1271,7 @@ def test_a_card_counts_every_private_training_of_the_model(tmp_path: Path):
     charged = [one for ledger in pg.ledgers_of(trainer.private_grad.model) for one in ledger.charged]
     assert privacy["epsilon"] == epsilon(charged, delta=5e-4)
     assert privacy["epsilon"] > trainer.private_grad.ledger.epsilon(delta=5e-4)
-    assert "The training released 7 noisy gradients." in (tmp_path / "saved" / "statement.txt").read_text()
+    assert "The trainings released 7 noisy gradients." in (tmp_path / "saved" / "statement.txt").read_text()
 
 
 def test_merged_adapters_keep_their_training(tmp_path: Path):

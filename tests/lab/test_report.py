@@ -379,7 +379,7 @@ def test_epsilon_is_never_rounded_down(tmp_path: Path, epsilon: float, shown: st
 @pytest.mark.parametrize("epsilon", [None, float("inf"), float("nan")])
 def test_a_run_without_finite_epsilon_gets_no_guarantee(tmp_path: Path, epsilon: float | None) -> None:
     text = words(write(tmp_path, [final("A"), final("B", epsilon=epsilon)]))
-    assert "At least one of these trainings protects nobody: their epsilon is infinite." in text
+    assert "At least one of these trainings protects nobody: its epsilon is infinite." in text
     assert "are protected by" not in text
     assert "not a comparison at equal privacy" in text
     assert cells((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))["B"][2] == "not private"

@@ -528,7 +528,7 @@ def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
     budget = make(tmp_path, total_epsilon=2.0)
     budget.commit("imputation", [ONE], by="Ada")
     text = str(budget_statement(budget))
-    assert "Quote this number" in text
+    assert f"Quote epsilon = {rounded_up(budget.spent(), 4)}, with delta and the unit." in text
     assert "With a second commitment, quote the budget, epsilon = 2." in text
     budget.commit("training", [Release(30.0, 1.0, count=2)], by="Ben")
     found = CliRunner().invoke(app, ["statement", str(budget.path), "--json"])

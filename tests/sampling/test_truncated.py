@@ -249,6 +249,7 @@ def test_what_a_model_costs_the_statement_says():
     for batch in plan.batches(make_data()):
         private_grad(batch)
     text = str(statement([private_grad.ledger]))
-    assert "Batches held at most 9 rows. The cost assumes that the declared number in the data set is exact." in text
+    assert "Batches held at most 9 rows. Epsilon holds only if the declared number is right." in text
     assert "declared to have 32 rows, or one less." in text
-    assert "RDP does not cover truncated batches." in text
+    assert "The other bound (RDP) does not cover truncated batches." in text
+    assert "two bounds" not in text

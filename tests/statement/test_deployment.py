@@ -427,7 +427,7 @@ def test_a_head_that_was_trained_further_counts_every_training(tmp_path: Path):
     both = epsilon([one for held in pg.ledgers_of(head.model) for one in held.charged], delta=1e-3)
     assert head.epsilon == both > alone == copied.epsilon
     head.save(tmp_path / "head")
-    assert "The training released 4 noisy gradients." in (tmp_path / "head" / "statement.txt").read_text()
+    assert "The trainings released 4 noisy gradients." in (tmp_path / "head" / "statement.txt").read_text()
     facts = json.loads((tmp_path / "head" / "head.json").read_text())["privacy"]
     assert facts["epsilon"] == both == Head.load(tmp_path / "head").epsilon
     (further,) = facts["further"]

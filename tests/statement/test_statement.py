@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import Release, attack_success, rounded_up
+from privgrad.accounting.mechanisms import Selection
 from privgrad.cli import app
 from privgrad.statement import About, budget_statement, statement
 
@@ -46,6 +47,8 @@ def test_the_statement_says_what_must_not_follow_from_results():
     assert ledger.planned_steps == (3, 5)
     stopped = str(statement([trained(2)]))
     assert "Of 10 planned steps, 2 are released. If results decided when to stop, the number here is no" in stopped
+    assert "no guarantee; that of all planned steps is." in stopped
+    assert "that of all planned steps is" not in str(statement([trained(2, seed=1)]))
     both = str(statement([ledger, trained(10)]))
     assert "Epsilon holds if the plans of all these trainings and releases were fixed beforehand" in both
 
@@ -119,6 +122,7 @@ def test_people_are_called_people():
     ledger.bind(plan.public_facts)
     text = str(statement([ledger]))
     assert "Nothing has been released" in text
+    assert "Quote epsilon" not in text
     assert "declared to have 30 people or more" in text
     assert "all data of this person" in text
     with pytest.raises(
@@ -231,6 +235,19 @@ def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
     assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))
 
 
+def test_a_secret_number_of_trainings_protects_the_best_one_only(tmp_path: Path):
+    budget = pg.Budget(tmp_path / "b.jsonl", total_epsilon=9.0, delta=1e-3, num_examples=32, privacy_unit="example")
+    run = (Release(9.0, 0.1, count=5), Release(20.0, 1.0))
+    budget.commit("two trainings", run)
+    warning = "The others, their number and their duration must stay secret."
+    assert warning not in str(budget_statement(budget))
+    budget.commit("best", [Selection(run, mean=8, shape=0)])
+    text = str(budget_statement(budget))
+    assert warning in text
+    assert "best: the best of several trainings, and its score, by" in text
+    assert "Later ones outside of the budget raise epsilon." in text
+
+
 def test_a_clipping_norm_that_moves_is_named():
     plan = make_plan(delta=1e-5)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
@@ -243,7 +260,10 @@ def test_a_clipping_norm_that_moves_is_named():
     ("options", "words"),
     [
         ({"norm_bins": 6}, "noisy shares of gradients by length, Slots(bins=6)"),
-        ({"adaptive_clip": pg.clip.Quantile(count_std=5.0)}, "a noisy count of gradients within C, Count(weight=0.2"),
+        (
+            {"adaptive_clip": pg.clip.Quantile(count_std=5.0)},
+            "a noisy count of gradients within the clipping norm, Count(",
+        ),
         ({"adaptive_clip": pg.clip.SquaredError()}, "a noisy histogram of the gradients' norms, Histogram("),
         ({}, None),
     ],

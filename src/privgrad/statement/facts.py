@@ -185,6 +185,8 @@ def words_of(one: Commitment) -> str:
         kind, _, shape = one.released.partition(" [")
         count = math.prod(map(int, filter(None, shape.partition("]")[0].split(", "))))
         what = f"a noisy {kind} with {count:,} value{'s' * (count != 1)}"
+    elif has_random_runs(one):
+        what = "the best of several trainings, and its score"
     elif others or not isinstance(first, Release):
         what = "trainings that were compared, and their scores"
     else:
@@ -197,7 +199,7 @@ def released_beside(plan: Mapping[str, Any]) -> str | None:
     """Return what each gradient was released with, by a plan's `norm_statistic`; None if it was released alone."""
     kinds = {
         "Slots": "noisy shares of gradients by length",
-        "Count": "a noisy count of gradients within C",
+        "Count": "a noisy count of gradients within the clipping norm",
         "Histogram": "a noisy histogram of the gradients' norms",
     }
     recorded = str(plan.get("norm_statistic") or "")
