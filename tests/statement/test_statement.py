@@ -248,6 +248,13 @@ def test_a_secret_number_of_trainings_protects_the_best_one_only(tmp_path: Path)
     assert "Later ones outside of the budget raise epsilon." in text
 
 
+def test_noise_that_is_not_cryptographic_is_named():
+    ledger, words = trained(), "An attacker who predicts the noise: its generator is not cryptographic."
+    assert words not in str(statement([ledger]))
+    ledger.plan_facts["noise_generator"] = "torch's generator on cuda (Philox): not cryptographic"
+    assert words in str(statement([ledger]))
+
+
 def test_a_clipping_norm_that_moves_is_named():
     plan = make_plan(delta=1e-5)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
