@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -719,6 +720,10 @@ def test_the_help_groups_commands_and_has_one_line_for_each(here: Here, monkeypa
         ("doctor", "calibrate", "data", "train", "compare", "reproduce", "epsilon", "statement", "budget", "audit")
     )
     assert not [line for line in lines if re.match(r"│   +\S", line)]  # none goes on in a second line
-    assert [line for line in lines if "$ privgrad train" in line]
+    [example] = [line.split()[-1] for line in lines if "$ privgrad train" in line]
+    spec = tomllib.loads(Path(__file__).parents[2].joinpath(example).read_text())
+    assert len(spec.get("methods", [])) < 2  # train takes one method
+    told = here("doctor", "--help").stdout.splitlines()
+    assert any("say how each gradient is computed" in line for line in told)  # lines of a paragraph are joined
     for group in ("Before a training", "Training", "After a training"):
         assert any(f"─ {group} ─" in line for line in lines)

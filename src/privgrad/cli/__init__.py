@@ -34,7 +34,7 @@ app = typer.Typer(
     help="Differentially private training for PyTorch, with optimizers corrected for the privacy noise.",
     epilog="""For example, train on images of digits, and say what is protected:
 
-$ privgrad train examples/digits.toml
+$ privgrad train examples/recipes/digits.toml
 
 $ privgrad statement runs/digits/runs/*/ledger.jsonl
 
@@ -69,7 +69,8 @@ for _panel, _names in _PANELS.items():
             app.add_typer(_command, name=_name, rich_help_panel=_panel)
         else:  # a command that only refuses takes all options
             _context = {"ignore_unknown_options": True, "allow_extra_args": True} if _command is _refuse else None
-            app.command(_name, rich_help_panel=_panel, context_settings=_context)(_command)
+            _help = "\n\n".join(" ".join(part.split()) for part in f"{_command.__doc__}".split("\n\n"))
+            app.command(_name, help=_help, rich_help_panel=_panel, context_settings=_context)(_command)
 
 
 def _tell_version(wanted: bool) -> None:

@@ -43,5 +43,5 @@ def budget(
             f"which is less tight. Quote epsilon {total}, the budget."
         )
     left = answer["left_for_one_release"]
-    more = f"one more Gaussian release of epsilon about {left:.4g}. Epsilons do not simply add up"
+    more = f"one more Gaussian release of epsilon about {left:.4g}. Epsilons do not simply add up."
     STDOUT.print("\n".join([*lines, f"left: {more if left else 'nothing'}"]), highlight=False)
