@@ -122,8 +122,9 @@ def test_refused(changes: Any, message: str):
         "delta": 1e-3,
         "num_examples": 400,
     } | changes
-    with pytest.raises(pg.PrivacyError, match=message):
-        PrivateLogisticRegression(**facts).fit(rows, votes)
+    for given in (votes, votes.astype(object)):
+        with pytest.raises(pg.PrivacyError, match=message):
+            PrivateLogisticRegression(**facts).fit(rows, given)
 
 
 @pytest.mark.parametrize("bounds", [[(-5, 5)] * 20, ([18, 0, 0], [90, 1]), 90])
@@ -150,6 +151,8 @@ def test_missing_values_and_texts_are_refused_without_a_value_or_private_advice(
         (named.assign(income=pd.Categorical(jobs)), "X to be numbers, got text in column 'income'; give numbers"),
         (named.assign(age=jobs).to_numpy(), "X to be numbers, got text in column 0"),
         (np.stack([jobs, jobs], axis=1), "X to be numbers, got text in column 0"),
+        (named.assign(age=pd.Timestamp("2026-01-31")), "X to be numbers, got a date or an object in column 'age'"),
+        (pd.DataFrame({"in": [pd.Timestamp("2026-01-31")] * 400}), "X to be numbers, got a date or an object"),
     ]
     fitted = PrivateLogisticRegression(classes=["yes", "no"], feature_bounds=BOUNDS, **facts).fit(rows, votes)
     for given, message in cases:

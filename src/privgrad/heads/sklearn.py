@@ -143,9 +143,8 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         self.classes_ = np.unique(np.asarray(self.classes))
         known = np.isin(named, self.classes_)
         if not known.all():
-            remedy = "add it to classes if it is public, or leave its rows out"
-            condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
-            raise expected("fit", "y", condition, got, remedy)
+            condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known].tolist()[0])
+            raise expected("fit", "y", condition, got, "add it to classes if it is public, or leave its rows out")
         labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
         self._fit_head(rows, labels, classes=self.classes_.tolist())
         return self
@@ -207,15 +206,15 @@ def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any: 
     try:
         found = validated(estimator, X, *y, ensure_all_finite=False, **options)
         rows, *named = found if y else (found,)
+        if rows.dtype.kind in "mM":  # as numbers, they would be nanoseconds
+            raise TypeError("The DType is one of dates")
         rows = np.asarray(rows, dtype=None if rows.dtype.kind in "biuf" else np.float64)
         named = [np.asarray(one, dtype=np.float64) if options.get("y_numeric") else one for one in named]
-    except ValueError as error:
-        if not f"{error}".startswith(("could not convert", "dtype='numeric'")):
+    except (ValueError, TypeError) as error:
+        if not f"{error}".startswith(("could not convert", "dtype='numeric'", "The DType ")):
             raise
-        column = _of_text(X)
-        of_y = column is None and not f"{error}".startswith("dtype")
-        got = "text" if column is None else f"text in {_named(X, column)}"
-        # scikit-learn's error shows the text.
+        got = f"{column[1]} in {_named(X, column[0])}" if (column := _of_text(X)) else "text"
+        of_y = column is None and not f"{error}".startswith(("dtype", "The DType "))
         raise expected(function, "y" if of_y else "X", "to be numbers", got, "" if of_y else _CODE) from None
     finite = np.isfinite(rows).all(axis=0)
     if not finite.all():
@@ -223,13 +222,13 @@ def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any: 
     return (rows, *named) if y else rows
 
 
-def _of_text(X: Any) -> int | None:  # noqa: N803
-    """Return the number of the first column with a text that is no number; None if there is none."""
+def _of_text(X: Any) -> tuple[int, str] | None:  # noqa: N803
+    """Return the first column with a text that is no number, or with a date, and which of the two; else None."""
     for column, values in enumerate(np.asarray(X, dtype=object).T):
         try:
             values.astype(np.float64)
-        except ValueError:
-            return column
+        except (ValueError, TypeError) as error:
+            return column, "text" if isinstance(error, ValueError) else "a date or an object"
     return None
 
 
