@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from privgrad.accounting.accountant import rounded_up
+from privgrad.errors import described, expected
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.statement.facts import Facts, budget_facts, has_random_runs, ledger_facts, released_beside, words_of
@@ -96,21 +97,22 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None, about: A
     Returns:
         Statement.
     Raises:
-        PrivacyError: there is no ledger, the ledgers protect different units, no delta is known, or a budget holds the
-            releases of a ledger. Its statement is `budget_statement`.
+        PrivacyError: there is no ledger, or something else, such as a path; the ledgers protect different units; no
+            delta is known; or a budget holds the releases of a ledger. Its statement is `budget_statement`.
     Privacy:
         It holds public numbers only.
     """
+    if not isinstance(ledgers, list | tuple) or any(type(one) is not Ledger for one in ledgers):
+        remedy = "open the file by pg.Ledger, or call budget_statement"
+        raise expected("statement", "ledgers", "to be a list of Ledger", described(ledgers), remedy)
     return written(ledger_facts(ledgers, delta), about)
 
 
 def budget_statement(budget: Budget, *, about: About | None = None) -> Statement:
     """Return a statement on everything that is committed in a budget, whether it was released already or not.
 
-    `about` is as in `statement`.
-
     Privacy:
-        It holds public numbers only.
+        As `statement`, whose `about` it takes.
     """
     return written(budget_facts(budget), about)
 
