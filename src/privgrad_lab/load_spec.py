@@ -195,8 +195,8 @@ def _tuning_has_values(method: MethodTable, spec: Spec) -> None:
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
-        remedy = f"give it an lr{' or a noise_step' * method.has_noise_step}, or add a [tuning] table with a grid"
-        raise _wrong(method, "optimizer", "to have a rate", None, remedy)
+        more = "a noise_step, or add [tuning] with a grid" if method.has_noise_step else "a list: it has no noise step"
+        raise _wrong(method, "optimizer", "to have a rate", None, f"give it an lr, or {more}")
     if spec.tuning is None:
         raise wrong("[tuning]", f"to be given for the grid of {method.name}", None, "add it with seeds")
 

@@ -449,7 +449,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no grid without a noise step": (
         changed('optimizer = "Adagrad"'),
-        r"methods\.momentum\.optimizer to have a rate, got None",
+        r"methods\.momentum\.optimizer to have a rate, got None; give it an lr, or a list: it has no noise step",
     ),
     "one rate too many": (
         changed('optimizer = { use = "MirrorDescent", lr = [1.0, 2.0, 4.0] }', index=MIRROR),
