@@ -261,7 +261,9 @@ def test_columns_that_are_not_declared_are_named(tmp_path: Path):
     path = written(tmp_path, f'{PEOPLE}unit = "row"\n')
     shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"})
     assert shown.exit_code == 0
-    assert "people.csv: columns that are not declared, so that no training uses them: person." in shown.output
+    assert (
+        "people.csv: columns that are not declared, or ignored, so that no training uses them: person." in shown.output
+    )
     assert told(path)["raw_sizes"]["people.csv"]["unused"] == ["person"]
     (tmp_path / "people.csv").write_text(f"{','.join(f'[c{k}]' for k in range(12))},age,returned\n{'1,' * 12}40,no\n")
     shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"}).output

@@ -62,7 +62,7 @@ class RawSize:
         """Return a sentence on the columns that are not used, or "" if there are none."""
         more = f" and {len(self.unused) - _SHOWN_COLUMNS:,} more" if len(self.unused) > _SHOWN_COLUMNS else ""
         names = ", ".join(self.unused[:_SHOWN_COLUMNS]) + more
-        return f"columns that are not declared, so that no training uses them: {names}" if names else ""
+        return f"columns that are not declared, or ignored, so that no training uses them: {names}" if names else ""
 
 
 def of_table(
