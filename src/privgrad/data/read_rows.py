@@ -45,7 +45,7 @@ def read_columns(
     if (table is not None) != is_sqlite:
         raise expected(function, "table", f"to be {'given' if is_sqlite else 'absent'} for {name}", repr(table))
     choose = partial(_chosen, function, name, names, others)
-    with readable(function, name, "to be a readable table", "write it in UTF-8, or give a dict of columns"):
+    with readable(function, name, "to be a readable table", "write it again, in UTF-8, or give a dict of columns"):
         if path is None:
             columns = _held(given, choose)
         elif path.is_dir():
