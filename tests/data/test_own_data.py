@@ -960,7 +960,6 @@ def test_features():
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
-        (lambda: join(), "join: expected blocks"),
         (lambda: unit_rows(torch.zeros(3)), "unit_rows: expected rows"),
     ]
     for call, message in wrong:

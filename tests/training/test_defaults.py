@@ -184,7 +184,10 @@ def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
         ({"public_batch": DataLoader(data)}, r"got DataLoader; give one batch: .* or next\(iter\(loader\)\)"),
         ({"public_batch": [data[0], data[1]]}, "got a number for an example; give one batch"),
         ({"public_batch": data.tensors, "loss_fn": None}, "positional argument"),
-        ({"plan": make_plan(noise_multiplier=0.0)}, "plan.noise_multiplier to be > 0, got 0.0; without noise"),
+        (
+            {"plan": make_plan(noise_multiplier=0.0)},
+            "plan.noise_multiplier to be a positive finite number, got 0.0; without noise",
+        ),
         ({"model": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))}, "got BatchNorm1d at '1'"),
         ({"model": make_model().requires_grad_(False)}, "trainable parameters"),
     ]

@@ -401,8 +401,10 @@ def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Non
     differing = [name for name, value in given.items() if held.get(name) != value]
     if not differing:
         return
-    remedy = next((remedy for name, remedy in _REMEDIES.items() if name in differing), _KEEP)
-    remedy = remedy.format(sigma=held.get("noise_multiplier"))
+    first = next((name for name in _REMEDIES if name in differing), "")
+    remedy = _REMEDIES.get(first, _KEEP).format(sigma=held.get("noise_multiplier"))
+    if first in ("adaptive_clip", "norm_statistic"):  # what else differs follows from it
+        differing = [first]
     if "noise_memory" in differing and (memory := held.get("noise_memory")) is not None:
         numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
         remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps its memory, for more steps too"
