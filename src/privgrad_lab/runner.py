@@ -309,11 +309,8 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     """
     spec.plan(None)  # it refuses a total epsilon
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
-        got, condition = (
-            [method.name for method in spec.methods],
-            "to be exactly one, with one lr and one max_grad_norm",
-        )
-        raise expected("train", "methods", condition, got, "keep one in the file, or run `privgrad compare`")
+        got, remedy = [method.name for method in spec.methods], "keep one in the file, or run `privgrad compare`"
+        raise expected("train", "methods", "to be exactly one, with one lr and one max_grad_norm", got, remedy)
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     recorded.require_same(out, recorded.describe(spec))
     if others := {record["seed"] for record in recorded.read_records(out)} - {seed}:
