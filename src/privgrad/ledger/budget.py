@@ -342,10 +342,8 @@ class Budget:
             file.append(_line_of(wanted))
 
     def _exceeded(self, function: str, what: str, cost: float, without: float, remedy: str) -> PrivacyError:
-        name, condition = (
-            f"the epsilon of all commitments with {what}",
-            f"to be at most {rounded_up(self.total_epsilon)}",
-        )
+        name = f"the epsilon of all commitments with {what}"
+        condition = f"to be at most {rounded_up(self.total_epsilon)}"
         got = f"{rounded_up(cost)} ({rounded_up(without)} without it)"
         return expected(function, name, condition, got, remedy, BudgetExceededError)
 
