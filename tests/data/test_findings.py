@@ -244,6 +244,17 @@ def test_a_file_that_a_training_refuses_is_refused(tmp_path: Path):
         raise CliRunner().invoke(app, ["doctor", f"{path}"]).exception or AssertionError
     path.write_text(f'{path.read_text()}privacy_unit = "user"\n')
     assert CliRunner().invoke(app, ["doctor", f"{path}"]).exit_code == 0
+    whole = path.read_text()
+    method = '[[methods]]\nname = "m"\noptimizer = { use = "SGD", lr = 0.1 }\n'
+    for text, message in {
+        whole.replace("test_share = 0.25", ""): "the test part of people.csv to hold at least 1 example",
+        f"{whole}[tuning]\nnoise_steps = [0.1, 0.2]\nseeds = [0, 1]\n": "the validation part of people.csv to hold",
+        f"{whole}{method}warm_start = {{ lr = 0.1, epochs = 1, batch_size = 4 }}\n": "data.public to be given for 'm'",
+        f"{whole}{method}local = {{ lr = 0.1, batch_size = 4 }}\n": "local to be absent for data whose rows are pers",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(pg.PrivacyError, match=message):
+            raise CliRunner().invoke(app, ["doctor", f"{path}"]).exception or AssertionError
 
 
 def test_a_clean_file_says_what_was_looked_at(tmp_path: Path):

@@ -51,8 +51,8 @@ def doctor(
     For a TOML file: rows of its data that are missing, repeated, out of range or of the same person, and images that
     cannot be read; columns that are not declared; how much there is, and whether num_examples suits the training part;
     a delta above 1 / num_examples. Errors alone block a training; the rest is for you to judge. This is NOT private: do
-    not publish it. A file with tables model and privacy is also checked as `privgrad train` checks it before it loads
-    the data.
+    not publish it. A file with tables model and privacy is also checked with its data as `privgrad train` checks them
+    before it makes the model.
     """
     if factory.endswith(".toml"):
         if batch is not None:

@@ -1,6 +1,7 @@
 """The output of `privgrad doctor FILE.toml`: the findings in the data that an experiment names."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from privgrad.accounting.accountant import rounded_up
 from privgrad.cli.console import STDOUT, print_json
 from privgrad.errors import expected
 from privgrad_lab import old_spelling
-from privgrad_lab.build import find_loader
+from privgrad_lab.build import find_loader, make_data
 from privgrad_lab.data import findings
 from privgrad_lab.data.findings import RawFinding, RawSize
 from privgrad_lab.load_spec import check_spec, read_tables
@@ -36,8 +37,8 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
         raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(data))
     if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
         raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")))
-    if {"model", "privacy"} <= tables.keys():  # it says what to train, and not only on what
-        check_spec(tables, path)
+    # A file with these tables says what to train, and not only on what.
+    spec = check_spec(tables, path) if {"model", "privacy"} <= tables.keys() else None
     is_table = loader is loaders.table
     fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
     declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
@@ -56,6 +57,10 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     if isinstance(privacy, dict) and (too_large := _of_delta(privacy)):
         found[path.name] = too_large
     blocked = any(one.blocks for several in found.values() for one in several)
+    if spec is not None and not blocked:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the findings say what it warns of
+            make_data(spec)  # refuses parts that are empty, and methods that do not suit the data
     if as_json:
         listed = {name: [asdict(one) for one in several] for name, several in found.items()}
         raw = {"raw_findings": listed, "raw_sizes": {name: asdict(size) for name, size in sizes.items()}}
