@@ -129,9 +129,8 @@ def _a_noise_step_needs_the_true_noise(method: MethodTable, spec: Spec) -> None:
         raise _wrong(method, "optimizer.noise_step", "to be given without this", got, "give lr in its place")
     noise = spec.privacy.noise_multiplier
     if noise == 0 and any(candidate.noise_step is not None for candidate in spec.grid(method)):
-        raise wrong(
-            "privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, "give lr in place of noise steps"
-        )
+        remedy = "give lr in place of noise steps"
+        raise wrong("privacy.noise_multiplier", f"to be > 0 for {method.name}", noise, remedy)
 
 
 def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:

@@ -314,9 +314,8 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     recorded.require_same(out, recorded.describe(spec))
     if others := {record["seed"] for record in recorded.read_records(out)} - {seed}:
-        raise expected(
-            "train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", "choose another --out"
-        )
+        condition, remedy = f"to hold runs of seed {seed}", "choose another --out"
+        raise expected("train", f"{out}", condition, f"seed {others.pop()}", remedy)
     data = open_folder(spec, out)
     if find_record(recorded.read_records(out), run) is not None:
         note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from privgrad_lab.data.fetching import json_lines, located, readable
 from privgrad_lab.data.text import digest, padded
 
 Features = Literal["counts", "tf-idf", "words"]
-_FEATURES = ("counts", "tf-idf", "words")
 
 _IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
 _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
@@ -152,7 +151,7 @@ class _Features:
     def __init__(self, function: str, apart: Iterable[str], features: Features, words: int, length: int) -> None:
         require_integer(function, "words", words, _SPECIAL + 1)
         require_integer(function, "length", length, 1)
-        require_choice(function, "features", features, _FEATURES)
+        require_choice(function, "features", features, get_args(Features))
         self._function, self._features, self._length = function, features, length
         texts = [_words(text) for text in apart]
         frequent = Counter(chain.from_iterable(texts)).most_common(words - _SPECIAL)
