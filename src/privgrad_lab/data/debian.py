@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, by_user, split
 from privgrad.data.schema import Natural, PathLike, Positive
-from privgrad.errors import expected, require_choice, require_integer
+from privgrad.errors import expected, readable, require_choice, require_integer
 from privgrad.features import text_rows
-from privgrad_lab.data.fetching import located, readable, require_counts, unpacked
+from privgrad_lab.data.fetching import located, require_counts, unpacked
 from privgrad_lab.data.text import ContinuationEncoder, PairEncoder, digest, padded
 
 _APT_HELPER = "/usr/lib/apt/apt-helper"
@@ -493,7 +493,7 @@ def _lists(folder: Path, kind: str) -> _Lists:
 
 def _read_list(path: Path) -> str:
     remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
-    with readable("data", path, "to be a readable list of apt", remedy):
+    with readable("data", f"{path}", "to be a readable list of apt", remedy):
         if path.name.endswith(("Packages", "Translation-en")):
             return path.read_text(encoding="utf-8")
         if path.suffix == ".gz":  # apt-helper does not notice a truncated .gz file

@@ -19,7 +19,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -27,7 +27,6 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, TypeVar
 
-from privgrad import errors
 from privgrad.accounting.calibration import cache
 from privgrad.data.schema import PathLike
 from privgrad.errors import expected, require_integer
@@ -143,13 +142,6 @@ def located(function: str, path: PathLike | None, name: str) -> Path:
     if missing := source.missing(folder):
         raise expected(function, "the data folder", f"to contain {' and '.join(missing)}", folder, remedy)
     return folder
-
-
-def readable(
-    function: str, file: object, condition: str, remedy: str = "fetch it again"
-) -> AbstractContextManager[None]:
-    """Say which file is damaged, whatever reading it raises inside the block."""
-    return errors.readable(function, f"{file}", condition, remedy)
 
 
 def require_counts(function: str, **counts: int | None) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located, readable
+from privgrad.errors import expected, readable, require_integer
+from privgrad_lab.data.fetching import located
 
 _LARGEST_IDX = 1 << 30  # values in a file
 
@@ -167,7 +167,7 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 
 def _read_idx(path: Path) -> Tensor:
     """Return the tensor in a gzipped idx file of unsigned bytes (the MNIST format)."""
-    with readable("data", path, "to be a gzipped idx file of bytes"), gzip.open(path) as file:
+    with readable("data", f"{path}", "to be a gzipped idx file of bytes", "fetch it again"), gzip.open(path) as file:
         head = file.read(4)
         if head[:3] != b"\x00\x00\x08":
             raise ValueError(f"the first bytes {head!r}")
@@ -206,7 +206,7 @@ def _cifar_files(source: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     # As a stream: an archive that points back into itself is refused.
     with (
-        readable("cifar10", source, "to be the archive of CIFAR-10's python version"),
+        readable("cifar10", f"{source}", "to be the archive of CIFAR-10's python version", "fetch it again"),
         gzip.open(source) as unpacked,
         tarfile.open(fileobj=unpacked, mode="r|") as archive,
     ):

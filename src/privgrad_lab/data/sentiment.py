@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import expected, require_choice, require_integer
-from privgrad_lab.data.fetching import json_lines, located, readable
+from privgrad.errors import expected, readable, require_choice, require_integer
+from privgrad_lab.data.fetching import json_lines, located
 from privgrad_lab.data.text import digest, padded
 
 Features = Literal["counts", "tf-idf", "words"]
@@ -93,7 +93,7 @@ def _imdb_parts(archive: Path) -> dict[str, list[tuple[str, int]]]:
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
     # As a stream: an archive that points back into itself is refused.
     with (
-        readable("imdb", archive, "to be IMDB's archive"),
+        readable("imdb", f"{archive}", "to be IMDB's archive", "fetch it again"),
         gzip.open(archive) as unpacked,
         tarfile.open(fileobj=unpacked, mode="r|") as tar,
     ):
@@ -129,7 +129,7 @@ def tweets(
         PrivacyError: as in `imdb`.
     """
     file = located("tweets", path, "tweets") / _TWEETS
-    with readable("tweets", file, "to be a file of tweets"):
+    with readable("tweets", f"{file}", "to be a file of tweets", "fetch it again"):
         rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
         # Characters outside of latin-1 split some rows in two; rows without a label are left out.
         labels = dict(sorted((row[2], row[0]) for row in rows if len(row) == 3 and row[2]))

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, by_user
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import expected, require_integer
-from privgrad_lab.data.fetching import located, readable, require_counts
+from privgrad.errors import expected, readable, require_integer
+from privgrad_lab.data.fetching import located, require_counts
 from privgrad_lab.data.text import padded
 
 _REMEDY = "run `privgrad data fetch stackoverflow --again`, and `pip install 'privgrad[experiments]'`"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import Natural, PathLike, Positive
-from privgrad.errors import require_integer
-from privgrad_lab.data.fetching import located, readable, require_counts
+from privgrad.errors import readable, require_integer
+from privgrad_lab.data.fetching import located, require_counts
 
 # The values that the codebook of the census allows in a column. Values taken from the data would not be public.
 _CATEGORIES = {
@@ -87,7 +87,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     codes = {name: {value: index for index, value in enumerate(line.split())} for name, line in _CATEGORIES.items()}
     rows: list[list[float]] = []
     labels: list[int] = []
-    with readable("adult", path, "to be the table of the census"):
+    with readable("adult", f"{path}", "to be the table of the census", "fetch it again"):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file, skipinitialspace=True, strict=True):
                 coded: list[float] = []

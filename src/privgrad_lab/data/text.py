@@ -13,9 +13,9 @@ from torch import Tensor
 
 from privgrad.data.dataset import NO_LABEL, DataSet, split
 from privgrad.data.schema import PathLike, Positive
-from privgrad.errors import expected, require_integer
+from privgrad.errors import expected, readable, require_integer
 from privgrad.plugins import optional
-from privgrad_lab.data.fetching import json_lines, located, readable
+from privgrad_lab.data.fetching import json_lines, located
 
 _UNKNOWN = "<unk>"
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
@@ -186,7 +186,7 @@ def padded(rows: Iterable[Sequence[int]], count: int, length: int) -> Tensor:
 
 
 def _read(function: str, path: Path) -> str:
-    with readable(function, path, "to be a text file"):
+    with readable(function, f"{path}", "to be a text file", "fetch it again"):
         return path.read_text(encoding="utf-8")
 
 
