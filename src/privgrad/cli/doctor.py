@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -66,7 +65,12 @@ def doctor(
     problems = find_problems(model)
     found = _tried(model, batch, engine) if batch is not None and not problems else None
     if found is not None:
-        problems = _of_unused(model, found.unused)
+        unused = dict[str, list[str]]()  # by the path of the module that owns the parameters
+        for path, _, name in (full.rpartition(".") for full in found.unused):
+            unused.setdefault(path, []).append(name)
+        what = "has parameters that the loss does not use: "
+        kinds = {path: type(model.get_submodule(path)).__name__ for path in unused}
+        problems = [Problem(at, kinds[at], what + ", ".join(own), REMEDY_OF_UNUSED) for at, own in unused.items()]
     if as_json:
         more = {} if found is None else {"explanation": asdict(found)}
         print_json({"problems": [asdict(problem) for problem in problems], **more})
@@ -89,16 +93,6 @@ def doctor(
     raise typer.Exit(1 if problems else 0)
 
 
-def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:
-    """Return a problem for each module that owns parameters that the loss does not use."""
-    names = dict[str, list[str]]()
-    for path, _, name in (full.rpartition(".") for full in unused):
-        names.setdefault(path, []).append(name)
-    what = "has parameters that the loss does not use: "
-    kinds = {path: type(model.get_submodule(path)).__name__ for path in names}
-    return [Problem(path, kinds[path], what + ", ".join(own), REMEDY_OF_UNUSED) for path, own in names.items()]
-
-
 def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     """Return how the gradients of a model are computed on public examples."""
     made = _made("batch", batch)
@@ -107,8 +101,7 @@ def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     if len(pair) != 2 or not callable(pair[0]):
         remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
         raise expected(_SELF, "batch", "to return (loss_fn, examples)", kind, remedy)
-    condition = "to return examples as the model and loss_fn take them"
-    with readable(_SELF, "batch", condition, "return a batch of tensors"):
+    with readable(_SELF, "batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
         return explain(model, *pair, engine=cast(Any, engine))
 
 

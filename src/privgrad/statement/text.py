@@ -148,13 +148,13 @@ def template(name: str) -> "jinja2.Template":
         undefined=jinja2.StrictUndefined,  # a fact that is missing must not become an empty word
         loader=jinja2.PackageLoader("privgrad", "statement"),
     )
-    filters: dict[str, Callable[..., Any]] = {
+    filters: dict[str, Callable[[Any], Any]] = {
         "beside": released_beside,
         "exp": math.exp,
         "has_random_runs": has_random_runs,
         "is_finite": math.isfinite,
         "number": "{:,}".format,
-        "percent": _percent,
+        "percent": lambda share: f"{rounded_up(100 * share, 3)}%",
         "plain": _plain,
         "short": _short,
         "up": rounded_up,
@@ -168,10 +168,6 @@ def _plain(bound: float, digits: int = 6) -> str:
     """Return an upper bound as people write it: 0.00001, and not 1e-05."""
     shown = rounded_up(bound, digits)
     return f"{Decimal(shown):,f}" if bound > 1e-10 else shown
-
-
-def _percent(share: float) -> str:
-    return f"{rounded_up(100 * share, 3)}%"
 
 
 def _short(value: object) -> str:
