@@ -57,10 +57,7 @@ class Sampling:
 
     @property
     def draw(self) -> str:
-        """The name of this draw: two batches have the same name exactly if their (stream, step) are equal.
-
-        The ledger charges it under this name, so that no draw is released twice.
-        """
+        """The name of this draw, equal exactly if (stream, step) are: the ledger releases no draw twice."""
         return f"{self.stream}:{self.step}"
 
 
@@ -101,16 +98,11 @@ class Batch:
         return True
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch with its tensors on a device.
-
-        Args:
-            device: such as "cuda".
-            non_blocking: do not wait for the copy; it needs batches in pinned memory.
-        """
+        """Return the batch with its tensors on a device; with `non_blocking`, copy pinned memory without a wait."""
         return self._mapped(lambda leaf: leaf.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch with its tensors in pinned memory; torch's DataLoader calls it."""
+        """Return the batch with its tensors in pinned memory, as torch's DataLoader asks for."""
         return self._mapped(lambda leaf: leaf.pin_memory())
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -199,9 +191,7 @@ def _unusable(examples: Any) -> PrivacyError:
             return expected("Batch", name, condition, f"layout {leaf.layout}", "give its to_dense() in collate")
         if leaf.dim() == 0 or len(leaf) != len(leaves[0][1]):  # the numbers are private
             got = f"a length that differs from that of {leaves[0][0]}" if leaf.dim() else "a tensor without dimensions"
-            remedy = (
-                "leave a constant, such as a (T, T) mask, to loss_fn; pad the nodes of each graph to a public number"
-            )
+            remedy = "leave a constant, such as a (T, T) mask, to loss_fn; pad nodes of graphs to a public number"
             return expected("Batch", name, condition, got, remedy)
     return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -190,8 +190,7 @@ class Head(nn.Module):
         if isinstance(rows, Frame):
             numbers: np.ndarray[Any, Any] = rows.to_numpy()
             rows = records_of(rows) if self.schema is not None or numbers.dtype.kind not in "biuf" else numbers
-        given: Any = rows
-        given = self.encode(given) if is_rows(given) else given
+        given: Any = self.encode(cast(Any, rows)) if is_rows(rows) else rows
         made: list[Tensor] = []
         with torch.no_grad():
             for start in range(0, len(given), _BLOCK):
@@ -237,8 +236,7 @@ class Head(nn.Module):
     def predict(self, rows: Rows) -> Tensor:
         """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
 
-        Args:
-            rows: as in `forward`.
+        `rows` are as in `forward`.
         """
         return self.target.decoded(self(rows))
 
@@ -246,9 +244,8 @@ class Head(nn.Module):
         """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
 
         Clipping and noise distort these numbers. They rank rows, and are not rates: see docs/before-training.md.
+        `rows` are as in `forward`.
 
-        Args:
-            rows: as in `forward`.
         Raises:
             PrivacyError: the head predicts numbers.
         """
