@@ -743,9 +743,8 @@ class PrivateGradient:
             "processes": self._processes.count,
         }
         if other := [name for name, value in planned.items() if getattr(drawn, name) != value]:
-            condition = f"to be drawn by the plan's {_named(planned, other)}"
             remedy = "take the batch from plan.batches of the same plan, with the same processes"
-            raise refusal(condition, _named(vars(drawn), other), remedy)
+            raise refusal(f"to be drawn by the plan's {_named(planned, other)}", _named(vars(drawn), other), remedy)
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             raise refusal(f"to be of step {self._step} or later, which noise with memory follows", drawn.step)
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):  # the numbers are private

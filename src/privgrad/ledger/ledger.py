@@ -182,10 +182,9 @@ class Ledger:
         with self._one_at_a_time():
             held = self._hold
             if held != hold and (held is not None or self.plan_facts):
-                condition = f"to hold {hold.name}, {hold.release}"
                 got = "a ledger without a commitment" if held is None else f"{held.name}, {held.release}"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
-                raise expected("Budget.open_ledger", "ledger", condition, got, remedy)
+                raise expected("Budget.open_ledger", "ledger", f"to hold {hold.name}, {hold.release}", got, remedy)
             if held is None or hold.on_begin is not None:
                 self._hold = hold
 
