@@ -54,22 +54,15 @@ _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class RawStep:
-    """One step before the noise, for diagnostics. NOT PRIVATE: no epsilon covers it.
+    """One step before the noise, for diagnostics. NOT PRIVATE: no epsilon covers it."""
 
-    Attributes:
-        step: the index of the release, from 0.
-        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise. With several
-            processes, the first has the sum of all; each other process has its own sum.
-        clipping: the norms and factors of this process' examples.
-        released: the released gradient.
-        raw_shares: the shares of `released.norm_distribution` without their noise; None if there is none.
-    """
-
-    step: int
+    step: int  # the index of the release, from 0
+    # Clipped sum / divisor, by parameter name: the released gradient without its noise. With several processes, the
+    # first has the sum of all; each other process has its own sum.
     raw_mean: Mapping[str, Tensor]
-    clipping: RawClipping
+    clipping: RawClipping  # of this process' examples
     released: NoisyGradient
-    raw_shares: Tensor | None = None
+    raw_shares: Tensor | None = None  # of `released.norm_distribution` without noise; None if there is none
 
 
 def require_model(function: str, model: object) -> None:

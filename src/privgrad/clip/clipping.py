@@ -71,20 +71,12 @@ class Flat:
 
 @dataclass(frozen=True)
 class RawClipping:
-    """The norms and factors of each example, in the order of the batch. PRIVATE: for diagnostics only.
+    """The norms and factors of each example, in the order of the batch. PRIVATE: for diagnostics only."""
 
-    Attributes:
-        raw_norms: L2 norm of each example's whole gradient, divided by the scales, shape (B,), float64; 0 if it was not
-            finite.
-        raw_factors: the smallest factor of each example, shape (B,).
-        raw_lengths: L2 norm of each clipped gradient, shape (B,), float64.
-        raw_nonfinite_examples: the number of gradients that were not finite.
-    """
-
-    raw_norms: Tensor
-    raw_factors: Tensor
-    raw_lengths: Tensor
-    raw_nonfinite_examples: int
+    raw_norms: Tensor  # L2 norm of each whole gradient, divided by the scales, (B,), float64; 0 if it was not finite
+    raw_factors: Tensor  # the smallest factor of each example, shape (B,)
+    raw_lengths: Tensor  # L2 norm of each clipped gradient, shape (B,), float64
+    raw_nonfinite_examples: int  # the number of gradients that were not finite
 
 
 class ClippingAccumulator:
@@ -158,7 +150,12 @@ class ClippingAccumulator:
             name: _released_sum(self._sums.values.get(name), parameter, self._scales.get(name), self._expected_size)
             for name, parameter in self._like.items()
         }
-        raw = self._seen[0] if len(self._seen) == 1 else _joined(self._seen)
+        if len(self._seen) == 1:
+            raw = self._seen[0]
+        else:  # the parts of the batch in one piece
+            each = [(part.raw_norms, part.raw_factors, part.raw_lengths) for part in self._seen]
+            joined = map(torch.cat, zip(*each, strict=True)) if each else [torch.zeros(0, dtype=torch.float64)] * 3
+            raw = RawClipping(*joined, sum(part.raw_nonfinite_examples for part in self._seen))
         sensitivity = self._bound
         if self._statistic is not None:
             device = next(iter(self._like.values())).device
@@ -181,14 +178,6 @@ def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     total = total.to(torch.promote_types(total.dtype, dtype))
     return (total if scales is None else total.mul_(scales)).to(dtype)
-
-
-def _joined(parts: Sequence[RawClipping]) -> RawClipping:
-    """Return the norms and factors of all parts of a batch."""
-    each = [(part.raw_norms, part.raw_factors, part.raw_lengths) for part in parts]
-    joined = map(torch.cat, zip(*each, strict=True)) if each else [torch.zeros(0, dtype=torch.float64)] * 3
-    norm_B, factor_B, length_B = joined
-    return RawClipping(norm_B, factor_B, length_B, sum(part.raw_nonfinite_examples for part in parts))
 
 
 class _Sums:
@@ -304,15 +293,11 @@ def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Ten
         dims = {factor_B.dim() for factor_B in factors.values()}
         got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"  # B is private
         raise expected(type(clip).__name__, "factors", "to be of shape (B,)", got, remedy)
-    clipped = {id(factor_B): _without_lost(factor_B) for factor_B in _distinct(factors)}
+    clipped = {id(factor_B): factor_B for factor_B in factors.values()}
+    for key, factor_B in clipped.items():
+        if not (len(factor_B) > 0 and float(factor_B.min()) >= _LOST):  # float32 does not hold some of them
+            clipped[key] = torch.where(factor_B.abs() < _LOST, 0.0, factor_B)
     return {name: clipped[id(factor_B)] for name, factor_B in factors.items()}
-
-
-def _without_lost(factor_B: Tensor) -> Tensor:
-    """Return the factors with 0 in place of those that float32 does not hold; the same tensor if there are none."""
-    if len(factor_B) > 0 and float(factor_B.min()) >= _LOST:
-        return factor_B
-    return torch.where(factor_B.abs() < _LOST, 0.0, factor_B)
 
 
 def _terms(

@@ -52,8 +52,6 @@ class Slots:
     Computes: s_k = min(h, max(0, (C - n) sqrt(K) - k h)) for k = 0 to K - 1, where n is the contribution's length and
     h = C / sqrt(K) the height of a slot.
 
-    Args:
-        bins: K >= 1.
     Privacy:
         A contribution of length n and its slots have together at most length C, which is the bound on the contribution
         alone. Proof: each slot is in [0, h] and the slots add up to (C - n) sqrt(K), so their squares add up to at
@@ -62,7 +60,7 @@ class Slots:
         SlaClip: Gradient Norm Slacks can be Indicator for Adaptive Clipping in DP-SGD (ICML 2026).
     """
 
-    bins: int
+    bins: int  # K >= 1
 
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         del norm_B
@@ -87,8 +85,6 @@ class Count:
 
     Computes: w C (b - 1/2), where b is 1 for norms below 0.9 C, 0 for norms above 1.1 C, and linear in between.
 
-    Args:
-        weight: w > 0.
     Privacy:
         The number is within w C / 2 of 0, so it has a length of at most C sqrt(1 + w^2 / 4) with a contribution.
         It is continuous, because rounding changes norms a little with the batch. At a step, one example more could
@@ -99,7 +95,7 @@ class Count:
         norms near C count in part.
     """
 
-    weight: float
+    weight: float  # w > 0
 
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         del length_B
@@ -121,9 +117,6 @@ class Histogram:
     Computes: w C at the bin of the norm, and 0 elsewhere. The last bin holds all larger norms. A norm within 10 % of an
     edge is in both bins in part, as in Count.
 
-    Args:
-        edges: the upper edges of the bins but the last, in units of C, rising, and 1 among them.
-        weight: w > 0.
     Privacy:
         The entries are at least 0 and add up to w C. So the vector has a length of at most w C, and of at most
         C sqrt(1 + w^2) with a contribution. It is continuous in the norm; see Count for the reason.
@@ -132,8 +125,8 @@ class Histogram:
         near an edge count in part.
     """
 
-    edges: tuple[float, ...]
-    weight: float
+    edges: tuple[float, ...]  # the upper ones of the bins but the last, in units of C, rising, and 1 among them
+    weight: float  # w > 0
 
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         del length_B

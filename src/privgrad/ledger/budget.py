@@ -498,9 +498,8 @@ def require_facts(facts: Mapping[str, Any]) -> None:
     require_integer("Budget", "num_examples", facts["num_examples"], 1)
     require_choice("Budget", "privacy_unit", facts["privacy_unit"], get_args(PrivacyUnit))
     if facts["delta"] > 1 / facts["num_examples"]:
-        raise expected(
-            "Budget", "delta", f"to be at most 1 / num_examples = {1 / facts['num_examples']:g}", facts["delta"]
-        )
+        condition = f"to be at most 1 / num_examples = {1 / facts['num_examples']:g}"
+        raise expected("Budget", "delta", condition, facts["delta"])
 
 
 def cost_of(commitments: Sequence[Commitment], *, delta: float, total_epsilon: float) -> float:

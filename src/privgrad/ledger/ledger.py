@@ -253,8 +253,8 @@ class Ledger:
         if participations > most:
             remedy = "stop here, or make a plan with more steps, at a higher epsilon; to resume an interrupted run, "
             remedy += f"load its model and {_DRAW_ON}"
-            name, condition = "releases", f"to be at most {limited}"
-            raise expected("Ledger.charge", name, condition, participations, remedy, BudgetExceededError)
+            condition = f"to be at most {limited}"
+            raise expected("Ledger.charge", "releases", condition, participations, remedy, BudgetExceededError)
 
     def charge(
         self,
@@ -331,9 +331,8 @@ class Ledger:
         """Hold the ledger's lock from lookup to write, so that no other thread charges in between."""
         if this_process() != self._process:
             remedy = "open a ledger in the process that charges: neither would know of the other's releases"
-            raise expected(
-                "Ledger", "a ledger", f"to stay in process {self._process[0]}", f"fork {os.getpid()}", remedy
-            )
+            condition = f"to stay in process {self._process[0]}"
+            raise expected("Ledger", "a ledger", condition, f"fork {os.getpid()}", remedy)
         with self._turn:
             yield
 
