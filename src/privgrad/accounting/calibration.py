@@ -72,10 +72,7 @@ def _digest(value: object) -> str:
 
 
 def noise_within(cost: Callable[[float, str], float], target: float) -> float | None:
-    """Find a sigma whose cost is at most the target, close to the smallest one; None if no sigma meets the target.
-
-    `cost` is (sigma, accountant) -> epsilon, falling in sigma.
-    """
+    """Find a sigma with cost(sigma, accountant) <= target, close to the smallest one; None if no sigma meets it."""
     # Each search is closer to the accountant of the result, "pld", and takes longer for one sigma, than the one before.
     found, slope, root = 1.0, -1.0, None
     for accountant in ("coarse rdp", "coarse pld", "pld"):

@@ -190,8 +190,7 @@ class Participations:
     steps t, t + b, t + 2b, ... take from one group, and each person is in one group. A new stream, as after a
     resume, has new groups: a person may have been in the fullest group of each.
 
-    Privacy:
-        A release whose draw has no step counts for all groups.
+    A release whose draw has no step counts for all groups.
     """
 
     def __init__(self, bands: int) -> None:

@@ -26,10 +26,7 @@ _COLUMNS = 4  # of a table, any of which tells: with all, wide tables would take
 def warn_of_private_bound(
     function: str, name: str, bound: Tensor, rows: Tensor, *, is_low: bool = False, of: str = "value"
 ) -> None:
-    """Warn if a bound of many digits is the extreme value of the data, and few rows have it.
-
-    `bound` is one number, or one per column of the private `rows` without NaN.
-    """
+    """Warn if a bound of many digits, one or one per column of `rows` without NaN, is the extreme of a few rows."""
     bounds = bound.detach().cpu().double().expand(rows.shape[1])
     chosen = [value for value in map(float, set(bounds.numpy())) if not is_typed(value)]
     if not chosen or not len(rows):
@@ -95,8 +92,10 @@ def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tenso
     """Return for each part of the rows where it lies, shape (k, rows): k places, or 0 for none of its own."""
     # The first list has only the widest tensors, those of the records: labels may be copied, and an index be shared.
     if isinstance(data, list):
-        every = [torch.tensor([[0 if _is_interned(row) else id(row) for row in cast("list[object]", data)]])]
-        widest = every
+        objects = cast("list[object]", data)
+        # Python may keep one object for all equal numbers, and for equal short texts.
+        shared = [x is None or isinstance(x, int) or (isinstance(x, str | bytes) and len(x) < 2) for x in objects]
+        widest = every = [torch.tensor([[0 if own else id(x) for x, own in zip(objects, shared, strict=True)]])]
     elif any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__):
         widest = every = _table_places(data)
     else:
@@ -109,11 +108,6 @@ def _places(data: object, rows: Tensor | None) -> tuple[list[Tensor], list[Tenso
     chosen = slice(None) if rows is None else rows
     one, other = ([part[:, chosen] for part in found if part.numel() > 0] for found in (widest, every))
     return one, other
-
-
-def _is_interned(row: object) -> bool:
-    """Return whether Python may keep one object for all equal rows."""
-    return row is None or isinstance(row, int) or (isinstance(row, str | bytes) and len(row) < 2)
 
 
 def _tensors(data: object) -> Iterator[Tensor]:

@@ -93,10 +93,7 @@ class Randomness:
 
 
 def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
-    """Return the random draws of a forward pass, and the constants under which comparisons say something.
-
-    Gradients that are all zero say nothing when they are compared: a mask of words may be empty under one constant.
-    """
+    """Return the random draws of a forward pass, and the constants under which comparisons say something."""
     with _Dropout(off=True) as dropout, seeded(secret_seed()):
         before = random_state()
         losses_on_copies(model, loss_fn, few, seed=None)
@@ -110,6 +107,7 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
                 norm = sum(norms_of(list(gradients(model, loss_fn, few).values())))
         except Exception:  # the model does not take such numbers
             continue
+        # Gradients that are all zero say nothing: a mask of words may be empty under one constant.
         (telling if 0 < norm < math.inf else others).append(number)
         if len(telling) == 2:
             break
@@ -378,11 +376,9 @@ def streams() -> Callable[[], None]:
 
 
 def require_equal_alone(model: nn.Module, loss_fn: LossFunction, few: Any) -> None:
-    """Raise UnsupportedModuleError if a row of the gradients, with dropout off, depends on its place.
-
-    vmap gives each row numbers of its own, also of a fixed seed: these are public, and one example more would move all
-    later rows.
-    """
+    """Raise UnsupportedModuleError if a row of the gradients, with dropout off, depends on its place."""
+    # vmap gives each row numbers of its own, also of a fixed seed: these are public, and one example more would move
+    # all later rows.
     randomness = find_randomness(model, loss_fn, few)
     with without_randomness(model, randomness, randomness.compared[0]), seeded(secret_seed()):
         before = random_state()

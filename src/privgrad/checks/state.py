@@ -23,11 +23,9 @@ _SAME = 8  # units of rounding by which equal losses may differ on a device
 # Cost: one pass of a few examples, and two dozen more if a pass leaves anything behind.
 # Refuses wrongly: state that is read later, but without an effect on the gradients. A counter passes.
 def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> None:
-    """Raise PrivacyError if a pass reads what another one left in closures, globals or objects of the user's classes.
-
-    Changes without an effect on losses are undone from now on. A number that every pass changes by the same amount
-    counts the steps, whatever the examples are.
-    """
+    """Raise PrivacyError if a pass reads what another one left in closures, globals or the user's objects."""
+    # Changes without an effect on losses are undone from now on. A number that every pass changes by the same amount
+    # counts the steps, whatever the examples are.
     state, size = cast(State, loss_fn.state), count_examples(examples)
     few, scope = few_of(examples, fill=size < 2), Scope(model, state.loss_fn)
     everything = (*scope.variables, *scope.attributes, *scope.buffers)
@@ -61,9 +59,9 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
 
     _, before, after = tried(few)
     changed = before.changed(after)
-    if not changed and state.unknown:  # rows of this batch changed what the few do not
-        raise set_from_examples(state.unknown)
     if not changed:
+        if state.unknown:  # rows of this batch changed what the few do not
+            raise set_from_examples(state.unknown)
         return state.learn(scope, {}, set(), set())
     alone = [tried(row) for row in rows]
     # A second pass tells a counter from a maximum, and zeros tell it from a sum.

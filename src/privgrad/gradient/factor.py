@@ -55,12 +55,9 @@ def native_norms(x: Tensor) -> Tensor:
 
 
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
-    """Return the norm of each example's gradient, times the inverse scales (None: 1), shape (B,), float64.
-
-    Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
-    with many small entries, by 2 % at 1e8 parameters. A float64 copy of the gradients would cost half as much time as
-    computing them.
-    """
+    """Return the norm of each example's gradient, times the inverse scales (None: 1), shape (B,), float64."""
+    # Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
+    # with many small entries, by 2 % at 1e8 parameters. A float64 copy would cost half as much time as the gradients.
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
@@ -81,11 +78,9 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
 
 
 def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None) -> Tensor:
-    """Return `norms_of` for gradients that come in parts of the examples, none larger than the first.
-
-    Products with the scales share memory, since new memory takes as long to allocate as to fill. The gradients may
-    belong to others and are never written to.
-    """
+    """Return `norms_of` for gradients that come in parts of the examples, none larger than the first."""
+    # Products with the scales share memory, since new memory takes as long to allocate as to fill. The gradients may
+    # belong to others and are never written to.
     if inverse_scales is None:
         return torch.cat([norms_of(grads_BP) for grads_BP in parts])
     found, scratch = list[Tensor](), None
@@ -236,11 +231,7 @@ class Factor(ABC):
 
     @abstractmethod
     def mask(self, kept_B: Tensor) -> "Factor":
-        """Return the same gradients, with zeros for every example that is not kept.
-
-        Args:
-            kept_B: bool, shape (B,).
-        """
+        """Return the same gradients, with zeros for every example that is not kept; kept_B is bool."""
 
     @property
     def worth_keeping(self) -> bool:
@@ -430,11 +421,7 @@ class Scaled(Factor):
 
 
 class Dense(LinearMapFactor):
-    """A factor that stores every gradient in full, for small parameters.
-
-    Args:
-        grads_BP: shape (B, *P).
-    """
+    """A factor that stores every gradient in full, grads_BP of shape (B, *P), for small parameters."""
 
     def __init__(self, grads_BP: Tensor) -> None:
         super().__init__(len(grads_BP), grads_BP.shape[1:])

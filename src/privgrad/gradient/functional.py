@@ -457,10 +457,8 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     finally:
         written = frozen.undo()
         changed = own.undo() | {name for name, x, version in others if version_of(x) != version}
-    if written:
-        raise written_to(", ".join(sorted(written)))
-    if changed:
-        raise written_to(", ".join(sorted(changed)), "buffers")
+    if written or changed:
+        raise written_to(", ".join(sorted(written or changed)), "parameters" if written else "buffers")
 
 
 def _is_compared(x: Tensor) -> bool:
@@ -477,11 +475,9 @@ def gradients(
     copied: bool = True,
     seed: int | None = 0,
 ) -> dict[str, Tensor]:
-    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
-
-    `along` and `exact` are as in `reference.per_sample_gradients`. Unless parameters are `copied`, a forward pass that
-    writes to them does harm.
-    """
+    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private."""
+    # `along` and `exact` are as in `reference.per_sample_gradients`. Unless parameters are `copied`, a forward pass
+    # that writes to them does harm.
     moves, own = along or {}, trainable(model)
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
     with torch.enable_grad(), differentiable(twice=exact):

@@ -41,10 +41,7 @@ _SLOW = weakref.WeakSet[nn.Module]()  # models that were warned of
 
 
 class Vmap:
-    """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
-
-    `memory_mb` bounds the gradients. `check` compares a few examples with the same examples alone.
-    """
+    """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`."""
 
     batches_examples = False  # each example is computed by itself, with random numbers of its own
 
@@ -53,7 +50,8 @@ class Vmap:
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
-        self._memory_mb, self._compare = memory_mb, check
+        self._memory_mb = memory_mb  # a bound on the gradients
+        self._compare = check  # compares a few examples with the same examples alone
         self._schedule = CheckSchedule()
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
