@@ -170,8 +170,7 @@ def calibrate(
     def cost(noise_multiplier: float, accountant: str) -> float:
         return epsilon_of(mechanisms_of("calibrate", releases_at(noise_multiplier)), float(delta), accountant)
 
-    found = noise_within(cost, target_epsilon)
-    if found is None:
+    if (found := noise_within(cost, target_epsilon)) is None:
         raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon)
     return found
 

@@ -155,7 +155,8 @@ class ClippingAccumulator:
         else:  # the parts of the batch in one piece
             each = [(part.raw_norms, part.raw_factors, part.raw_lengths) for part in self._seen]
             joined = map(torch.cat, zip(*each, strict=True)) if each else [torch.zeros(0, dtype=torch.float64)] * 3
-            raw = RawClipping(*joined, sum(part.raw_nonfinite_examples for part in self._seen))
+            norm_B, factor_B, length_B = joined
+            raw = RawClipping(norm_B, factor_B, length_B, sum(part.raw_nonfinite_examples for part in self._seen))
         sensitivity = self._bound
         if self._statistic is not None:
             device = next(iter(self._like.values())).device

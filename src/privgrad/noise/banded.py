@@ -88,11 +88,8 @@ class Banded:
 
     @property
     def sum_std(self) -> float:
-        """The standard deviation of a long sum of w, over the root of its number of steps.
-
-        It is 1 / |c_0 + c_1 + ...|, docs/mathematics.md (6.8); independent noise has 1.
-        """
-        return 1 / abs(sum(self.chosen))
+        """The standard deviation of a long sum of w, over the root of its number of steps; 1 for independent noise."""
+        return 1 / abs(sum(self.chosen))  # docs/mathematics.md (6.8)
 
     def prefix_error(self, steps: int) -> float:
         """Return the root mean square of the sums w_0 + ... + w_t over t < steps; sqrt((T + 1) / 2) without memory."""
@@ -125,15 +122,12 @@ def square_root(bands: int) -> np.ndarray:
 
 
 def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
-    """Return the coefficients of norm 1 with about the smallest `prefix_error`, rounded to six digits.
-
-    L-BFGS from the square root, with c_0 = 1 held fixed.
-    """
+    """Return the coefficients of norm 1 with about the smallest `prefix_error`, to six digits, by L-BFGS."""
     minimize, lfilter = import_module("scipy.optimize").minimize, import_module("scipy.signal").lfilter
     left = np.arange(steps, 0, -1.0)  # number of prefix sums that hold the k-th term
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
-        coefficients = np.concatenate(([1.0], free))
+        coefficients = np.concatenate(([1.0], free))  # c_0 = 1 is held fixed
         with np.errstate(all="ignore"):  # far from the best ones the response grows without bound
             sums = np.cumsum(response(coefficients, steps))
             error = float(left @ np.square(sums))

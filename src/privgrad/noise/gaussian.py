@@ -155,10 +155,8 @@ def _release_on_cpu(
     recursion: Recursion | None,
     on_grid: bool,
 ) -> None:
-    """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once.
-
-    `add(part of the sum, as many normals)` overwrites the part with its release, and perhaps the normals.
-    """
+    """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once."""
+    # `add(part of the sum, as many normals)` overwrites the part with its release, and perhaps the normals.
     blocks = _blocks(values)
     dtypes = {pieces[0].dtype for pieces in blocks}
     numbers = sum(value.numel() for value in values)

@@ -54,7 +54,18 @@ class ClassRates(Dataset[Any]):
         if not all(0 <= rate <= 1 for rate in self.rates) or max(self.rates, default=0.0) != 1:
             condition = "to be in [0, 1], the largest of them 1"  # the plan's rate is paid for in any case
             raise expected("ClassRates", "rates", condition, list(self.rates), error=SamplingError)
-        classes = _require_labels(labels, len(cast("Sequence[Any]", dataset)), len(self.rates))
+        count, classes = len(cast("Sequence[Any]", dataset)), torch.as_tensor(labels).cpu().numpy()
+        if classes.shape != (count,):
+            # The numbers of examples and of labels are private.
+            got = f"{classes.ndim} dimensions" if classes.ndim != 1 else "a different number of labels"
+            remedy = "decide by counts instead: a person with several labels has no class" if classes.ndim > 1 else ""
+            raise expected("ClassRates", "labels", "to be one for each example", got, remedy, SamplingError)
+        if classes.dtype.kind not in "iu":
+            raise expected("ClassRates", "labels", "to be integers", classes.dtype, error=SamplingError)
+        if count and not (classes.min() >= 0 and classes.max() < len(self.rates)):
+            condition = f"to be from 0 to {len(self.rates) - 1}, the places in rates"
+            got = f"{classes.min()} to {classes.max()}"
+            raise expected("ClassRates", "labels", condition, got, error=SamplingError)
         counts = np.bincount(classes, minlength=len(self.rates))
         if _seem_counted(self.rates, counts):
             warnings.warn(
@@ -70,21 +81,6 @@ class ClassRates(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return cast("Sequence[Any]", self.dataset)[index]
-
-
-def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
-    """Return the class of each example; raise SamplingError unless there is one for each, below `classes`."""
-    found = torch.as_tensor(labels).cpu().numpy()
-    if found.shape != (count,):
-        got = f"{found.ndim} dimensions" if found.ndim != 1 else "a different number of labels"  # private numbers
-        remedy = "decide by counts instead: a person with several labels has no class" if found.ndim > 1 else ""
-        raise expected("ClassRates", "labels", "to be one for each example", got, remedy, SamplingError)
-    if found.dtype.kind not in "iu":
-        raise expected("ClassRates", "labels", "to be integers", found.dtype, error=SamplingError)
-    if count and not (found.min() >= 0 and found.max() < classes):
-        condition, got = f"to be from 0 to {classes - 1}, the places in rates", f"{found.min()} to {found.max()}"
-        raise expected("ClassRates", "labels", condition, got, error=SamplingError)
-    return found
 
 
 # Fault: rates such as counts.min() / counts, which are a release that nothing charges.
