@@ -131,11 +131,9 @@ class Capture:
     def finish(self) -> None:
         """End the recording after the forward pass, and refuse a pass that wrote to parameters or buffers."""
         self.record.finish()
-        written = [name for name, parameter, version in self._parameters if parameter._version != version]
-        if written:
+        if written := [name for name, parameter, version in self._parameters if parameter._version != version]:
             raise written_to(", ".join(written))
-        changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
-        if changed:
+        if changed := [name for held, name, copy in self._buffers if held.get(name) is not copy or copy._version]:
             raise buffers_written("buffers", changed)
 
     # Fault: a penalty on the gradient by the inputs. It depends on a weight through the backward pass too, which no tap
@@ -243,7 +241,7 @@ class Capture:
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                output = forward(module, _untapped, *args, **kwargs)
+                output = forward(module, lambda tensor, _: tensor, *args, **kwargs)
                 self.record.learn_unit(path, tensors, tensors_in(output))
                 return output
             layout, count = self.record.enter(path, tensors), len(tensors)
@@ -367,10 +365,6 @@ class Capture:
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
         return all(self._shared.sources(w) == frozenset([id(w)]) if moves else w in self._shared for w in trained)
-
-
-def _untapped(tensor: Tensor, _: object) -> Tensor:
-    return tensor
 
 
 def _differentiated() -> UnsupportedModuleError:

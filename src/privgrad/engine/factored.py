@@ -51,11 +51,10 @@ from privgrad.types import LossFunction, map_examples
 class Fallback:
     """The fallback of one engine from a refused unit to vmap: for the unit, a module above it, or the whole loss.
 
-    It cannot hide a dependence between examples. Inside of a module that is taken whole, each example runs by itself.
-    Outside of it, all checks run again, and compare losses too.
-
-    An example may decide it in any step, which then starts again, so that a sum is computed in one way. The sums with
-    and without this example may be computed in two ways, each within the bound of its own way: docs/rounding.md.
+    It hides no dependence between examples: in a module that is taken whole, each runs by itself; outside of it, all
+    checks run again, and compare losses too. An example may decide it in any step, which then starts again, so that a
+    sum is computed in one way. With and without this example the ways may differ, each within its bound:
+    docs/rounding.md.
     """
 
     def __init__(self, model: nn.Module, layouts: LayoutCache) -> None:
@@ -144,11 +143,7 @@ class Factored:
         self._density: float | None = None  # floats of output gradients per value of an example
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
-        """Compute the gradient of each example's own loss, a factor for each trainable parameter that it reaches.
-
-        NOT private. A few examples of the 1st, 2nd, 4th, 8th ... batch are compared with their gradients alone, and
-        where the calls or values are new. This is no proof.
-        """
+        """Compute the gradient of each example's own loss, a factor for each parameter that it reaches. NOT private."""
         self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
         may_draw = self._randomness.numbers or self._schedule.calls == 1
@@ -209,10 +204,7 @@ class Factored:
         return self._reference.moved(examples, point.radius, exact=point.exact)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
-        """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.
-
-        With `exact`, the result is g_i + radius H_i g_i / |g_i| instead, H_i the Hessian of the example's loss.
-        """
+        """Compute the gradients at theta + radius g_i / |g_i|; with `exact`, g_i + radius H_i g_i / |g_i| instead."""
         return self(examples, Point(radius=radius, exact=exact))
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:

@@ -18,14 +18,11 @@ from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, calls_c
 
 
 class ExampleDim(NamedTuple):
-    """The dimension of a tensor that holds the examples, in order, and the number of rows per example.
-
-    The rows of an example are neighbors, or in `views` groups that are apart: cat([a, b]) has all rows of a first.
-    """
+    """The dimension of a tensor that holds the examples, in order, and the number of rows per example."""
 
     dim: int
     rows: int
-    views: int = 1
+    views: int = 1  # groups of an example's rows that are apart: cat([a, b]) has all rows of a first
 
 
 # The dimension of the examples in each tensor of a call; None for a tensor that all examples share. The layout () of a
@@ -256,11 +253,9 @@ class CallRecord:
         return any(x is not None for rows in self._rows for x in rows)
 
     def find_views(self, others: "Sequence[CallRecord]") -> None:
-        """Find out which rows of each learned tensor belong to one example, and refuse a call where this is not clear.
-
-        The last example must equal the first. In `others`, the same passes, the examples between them are replaced, so
-        the rows that stay show the order.
-        """
+        """Find which rows of each learned tensor belong to one example, and refuse a call where this is not clear."""
+        # The last example equals the first. In `others`, the same passes, those between them are replaced, so the rows
+        # that stay show the order.
         # If the calls depend on the examples, a later pass notices.
         calls = [call[:2] for call in self.learned]
         others = [other for other in others if [call[:2] for call in other.learned] == calls]

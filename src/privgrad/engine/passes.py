@@ -44,13 +44,14 @@ _ON_DEVICE = 1 << 26  # both of these numbers on a device other than the CPU, wh
 class MemoryPlan:
     """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
 
-    `floats` is the number of floats of output gradients per example. The limit `memory_mb` (None: a multiple of the
-    model's size) is half for these, half for gradients that are kept from the norms to the sum.
+    `floats` is the number of floats of output gradients per example.
     """
 
     def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
         self._model = model
-        self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
+        # Half of the limit (None: a multiple of the model's size) is for output gradients, half for gradients that are
+        # kept from the norms to the sum. In floats, for each half.
+        self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8
 
     def examples(self, usual_size: int, floats: int) -> int:
         """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
@@ -301,11 +302,8 @@ class Passes:
         *,
         room: int | None = None,
     ) -> dict[str, Factor]:
-        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
-
-        Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
-        the memory plan says.
-        """
+        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
+        # Gradients that are written out for their norms are kept for the sum, up to `room` floats per example.
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
@@ -348,6 +346,9 @@ class Passes:
                 capture.finish()
             return capture.record
 
+        def replaced(leaf: Tensor, *, by: Callable[[Tensor], Tensor]) -> Tensor:  # all but the first and the last
+            return torch.cat([leaf[:1], *[by(leaf[:1])] * (len(leaf) - 2), leaf[-1:]])
+
         # The larger batch repeats an example: some models choose a layer's arguments by the values in the batch.
         more = map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few)
         record = recorded(more, first := recorded(few))
@@ -356,7 +357,7 @@ class Passes:
             # The first example in all places, and zeros: one of them may equal what it replaces.
             for by in (Tensor.clone, torch.zeros_like):
                 try:
-                    others.append(recorded(map_examples(partial(_replaced, by=by), more), first))
+                    others.append(recorded(map_examples(partial(replaced, by=by), more), first))
                 except Exception:  # the calls depend on the values, or the model does not take zeros
                     continue
             record.find_views(others)
@@ -376,11 +377,6 @@ class Passes:
         return len(originals) == len(computed) and all(id(original) in self.closed_forms for original in originals)
 
 
-def _replaced(leaf: Tensor, *, by: Callable[[Tensor], Tensor]) -> Tensor:
-    # All but the first and the last example.
-    return torch.cat([leaf[:1], *[by(leaf[:1])] * (len(leaf) - 2), leaf[-1:]])
-
-
 def _added_up(parts: list[Factor]) -> Factor:
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) > 1:  # all at once: a loop over time would copy the positions of its start at each step
@@ -392,8 +388,7 @@ def _require_seen(losses: Tensor, capture: Capture) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
     names = {id(parameter): name for name, parameter in capture.trained.items()}
     for source in sources([losses]):
-        name = names.get(id(source))
-        if name is not None:
+        if (name := names.get(id(source))) is not None:
             unit = name.rpartition(".")[0]
             if not capture.record.needs_functions:  # no earlier batch needed to see the calls of functions
                 raise CallSequenceChangedError(unit)

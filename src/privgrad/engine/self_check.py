@@ -66,11 +66,9 @@ def _changes(
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
-    """Return a row with something new, and the last one, which it may change; else one with a rare value, or any.
-
-    Unless the check is brief, also return the first row, the last one, and the one of the smallest norm of a sample,
-    because a gradient with a wrongly small norm would stay unclipped.
-    """
+    """Return a row with something new, and the last one, which it may change; else one with a rare value, or any."""
+    # Unless the check is brief, also the first row, the last one, and the one of the smallest norm of a sample: a
+    # gradient with a wrongly small norm would stay unclipped.
     size, salt = count_examples(examples), schedule.calls
     between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
     row = next(iter((*schedule.novel, *rare_rows(examples))), between)
@@ -106,8 +104,7 @@ def require_apart_from_infinite(passes: Passes, few: Any, seed: int) -> None:
             if math.isfinite(scale) and not math.hypot(first, last) <= tolerance * scale:
                 got = f"a change when one of them is {number}"
                 remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
-                condition = "not to depend on other examples"
-                raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
+                raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy, unit=suspect)
 
 
 def _scales(factors: Mapping[str, Factor], rows: slice) -> list[float]:
@@ -137,15 +134,15 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
         first, _ = passes.compute(few, Point())
     with seeded(seed):
         second, _ = passes.compute(few, Point(radius=0.0))
-    tolerance = passes.tolerance
-    scale = tolerance * sum(_scales(first, slice(None)))
+    scale = passes.tolerance * sum(_scales(first, slice(None)))
     rows = [slice(index, index + 1) for index in range(count_examples(few))]
     for changes in zip(*(_changes(first, second, row) for row in rows), strict=True):
         name, most = changes[0][0], max(change for _, change in changes)
         if name not in second or most > scale:
+            got = "no gradient in the second pass"
+            if name in second:
+                got = f"gradients with a difference above {passes.tolerance:g}, relative"
             remedy = f"use single layers with nn.Dropout between them, or {REMEDY}"
-            got = f"gradients with a difference above {tolerance:g}, relative"
-            got = got if name in second else "no gradient in the second pass"
             raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
 

@@ -60,10 +60,8 @@ class SharedValues:
     def add(
         self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
     ) -> None:
-        """Add a value that was computed from shared values and from constants alone; a known value stays as it is.
-
-        `compute` returns its copies, shape (B, *value). It runs at the first use, in the modes of the present.
-        """
+        """Add a value that was computed from shared values and from constants alone; a known value stays as it is."""
+        # `compute` returns its copies, shape (B, *value). It runs at the first use, in the modes of the present.
         if tensor not in self:
             device, grad = tensor.device.type, torch.is_grad_enabled()
             dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -123,10 +121,9 @@ _METADATA = {
 
 
 class Additive(TorchFunctionMode):
-    """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters.
+    """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters."""
 
-    The gradients of all examples are added up at these weights: a hook would see this sum, and need not be additive.
-    """
+    # The gradients of all examples are added up at these weights: a hook would see this sum, and need not be additive.
 
     def __init__(self, path: str) -> None:
         super().__init__()

@@ -29,8 +29,7 @@ _FEW = 1 << 16  # comparisons for one example that take less time than a loop ov
 class Bags(LinearMapFactor):
     """The gradients of a table for bags of its rows: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
-    Here c_ij, which is sparse, holds the weights of the words in bag j of example i, 0 for padding. Usually an example
-    is one bag. Under user-level privacy, a user's documents are the bags.
+    The sparse c_ij holds the weights of the words in bag j of example i, 0 for padding. A user's documents are bags.
     """
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
@@ -164,13 +163,7 @@ def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
 
 
 class Rows(LinearMapFactor):
-    """The gradients of an embedding table: row v of g_i is the sum of r_it over all t with ids_it = v.
-
-    Args:
-        ids_BT: row numbers that each example reads, integer, shape (B, T).
-        r_BTD: gradients of the rows read, shape (B, T, D).
-        rows: number of rows V of the table, whose shape is (V, D).
-    """
+    """The gradients of an embedding table, (V, D): row v of g_i is the sum of r_it over all t with ids_it = v."""
 
     def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))

@@ -84,19 +84,14 @@ def merged(x: Tensor, parts: int) -> Tensor:
 class Outer(LinearMapFactor):
     """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
 
-    docs/mathematics.md (1.1) derives them, and (1.2) to (1.5) their norms, their term bound and their weighted sum.
-
-    Args:
-        a_BTI: inputs, shape (B, T, I).
-        b_BTO: gradients of the outputs, shape (B, T, O).
-    Attributes:
-        keeps: whether `norms` keeps the gradients for `weighted_sum` if it writes them out. `passes` sets it.
+    Here a are the inputs, and b the gradients of the outputs. docs/mathematics.md (1.1) derives these gradients, and
+    (1.2) to (1.5) their norms, their term bound and their weighted sum.
     """
 
     def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
         super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
-        self.keeps = False
+        self.keeps = False  # whether `norms` keeps the gradients for `weighted_sum` if it writes them out
         self._kept: Tensor | None = None
         self._norms_of_b = dict[int, Tensor]()  # of positions, by the version of b
 
@@ -328,10 +323,7 @@ Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for f
 
 
 class Combined(LinearMapFactor):
-    """Gradients whose row o is g_io = h_io + along_io y_o + level_io, with rows y that are common to all examples.
-
-    The inner h is `Rows` or a sum of them. square_io is |g_io|^2 up to rounding errors of |h_io|^2, or None.
-    """
+    """Gradients whose row o is g_io = h_io + along_io y_o + level_io, with rows y that are common to all examples."""
 
     usual_terms: ClassVar[float] = 32.0  # as for other computed weights, see `parametrized.Pulled`
 
@@ -339,11 +331,9 @@ class Combined(LinearMapFactor):
         self, inner: Factor, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
     ) -> None:
         super().__init__(inner.examples, rows.shape)
-        self.inner = inner
-        self.rows = rows
-        self.along_BO = along_BO
-        self.level_BO = level_BO
-        self.square_BO = square_BO
+        self.inner, self.rows = inner, rows  # h, which is `Rows` or a sum of them, and y
+        self.along_BO, self.level_BO = along_BO, level_BO
+        self.square_BO = square_BO  # |g_io|^2 up to rounding errors of |h_io|^2, or None
 
     def __getitem__(self, examples: Examples) -> "Combined":
         square_BO = None if self.square_BO is None else self.square_BO[examples]

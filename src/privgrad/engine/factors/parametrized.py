@@ -42,8 +42,7 @@ _EXACT = 64  # times the resolution of the weight: how far products may differ f
 class RowMap:
     """J^T for a weight w whose row o depends on row o of a parameter alone.
 
-    Computes, with the `numbers` scale, level and along, u_o = w_o / |w_o| and <.> the mean over a row:
-        scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o,
+    Computes scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o, with u_o = w_o / |w_o| and <.> the mean over a row;
     or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
     """
 
@@ -249,12 +248,9 @@ class Jacobian:
         return float(float64_norms(self.pull(u).flatten()))
 
     def measured_norm(self, start: Tensor) -> float:
-        """Estimate twice the spectral norm of J by the power method; infinite if torch cannot compute J u.
-
-        With c the share of the start along the largest direction, the largest |J^T u| / |u| is at least
-        c^(1/(2 rounds - 1)) of the norm: 0.53 for a start in a million dimensions. Only the weights decide, which are
-        public: no data can be built to hide from it.
-        """
+        """Estimate twice the spectral norm of J by the power method; infinite if torch cannot compute J u."""
+        # With c the share of the start along the largest direction, the largest |J^T u| / |u| is at least
+        # c^(1/(2 rounds - 1)) of the norm: 0.53 in a million dimensions. Weights are public: no data can hide from it.
         u, largest = start.to(self.weight), 0.0
         try:
             with torch.enable_grad():
@@ -274,9 +270,7 @@ class Jacobian:
 class JacobianNorms:
     """A cache of what is known of Jacobians: their norms, each kept for some steps, and their closed forms.
 
-    A step may change J at once, for instance where a gate opens. So each step computes |J^T u| for a fixed u. If this
-    has grown too much, the norm is measured again.
-
+    A step may change J at once, as where a gate opens: if |J^T u| has grown for a fixed u, the norm is measured again.
     The norm decides how each example is summed, so all passes of a step have the same one: their number is private.
     """
 

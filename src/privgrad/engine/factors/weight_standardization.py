@@ -114,11 +114,10 @@ class Projected(Combined):
 class StandardizedWeight:
     """A convolution's weight that WeightStandardization computes, and its derivatives in closed form.
 
-    Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean) and k_o = gain_o / sqrt(F). Here r_o is the inverse root of
-    the row's variance plus the added constant. Let <.> be the mean over a row. A gradient h_o with respect to w_o gives
+    Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean), k_o = gain_o / sqrt(F), r_o the inverse root of the row's
+    variance plus the added constant, and <.> the mean over a row. A gradient h_o with respect to w_o gives
         g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
-    with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain: (3.1) and (3.4). So g is a combination of h, y
-    and ones, and so is everything that is computed from g below (see `Combined`).
+    for v_o, and sqrt(F) <y_o h_o> for the gain: (3.1) and (3.4). So g is `Combined` of h, y and ones.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:
@@ -176,11 +175,8 @@ class StandardizedWeight:
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
-        """Return the displacement of the weight when its parameters move, to first order.
-
-        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k, as in (3.9).
-        With (3.3), D u = r (u - y <y u>) is the derivative of y along a u whose rows have mean 0.
-        """
+        """Return the displacement of the weight to first order, k D u + m y: (3.9). v moves by u, and k by m."""
+        # With (3.3), D u = r (u - y <y u>) is the derivative of y along a u whose rows have mean 0.
         g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
@@ -190,13 +186,11 @@ class StandardizedWeight:
     def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself, for BAM's exact mode.
 
-        That is the derivative of <h, tangent> with h held constant, where `pull` made g from h. `more` is the term that
-        curvature adds to the gradients through the layer's input.
-
-        Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
+        Computes the derivative of <h, tangent> with h held constant, where `pull` made g from h. With u = s g the
+        displacement of v, m that of k, and G = k h, that is (3.11) and (3.12):
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
-            These are (3.11) and (3.12).
+        `more` is the term that curvature adds to the gradients through the layer's input.
         """
         g, s_B1, m_BO = self.along(moves)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts

@@ -169,8 +169,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
 def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
     """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
 
-    Parameters enter the forward detached: their gradients come from the taps alone. A forward without the keyword
-    argument `displacements` cannot move parameters, and such a layer is then computed by vmap.
+    Without the keyword argument `displacements`, the layer is computed by vmap where parameters move.
     """
 
     def register(forward: Forward) -> Forward:
@@ -201,11 +200,9 @@ def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Fa
 
 
 def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
-    """Return the factors of trained weights and biases of maps (weight, bias, inputs), whose outputs' gradients are b.
-
-    The sum over positions and the norms of positions depend on b alone, and are computed once.
-    """
+    """Return the factors of trained weights and biases of maps (weight, bias, inputs) with output gradients b."""
     found: dict[Tensor, Factor] = {}
+    # The norms of positions and the sum over them depend on b alone, and are computed once.
     outer: Outer | None = None
     sum_BO: Tensor | None = None
     for weight, bias, a_BTI in maps:

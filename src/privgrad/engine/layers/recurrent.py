@@ -153,11 +153,10 @@ def _direction(
 
 @dataclass(frozen=True)
 class EachWeight:
-    """A weight that is applied to one position of each example after the other, moved for each example.
+    """A weight that is applied to one position of each example after the other, moved for each example."""
 
-    The displacement D_i = share_i sum over positions of b a^T is applied in this form if that reads less memory than
-    D_i itself: memory, and not arithmetic, decides the time of a product with one vector.
-    """
+    # D_i = share_i sum over positions of b a^T is applied in this form if that reads less memory than D_i itself:
+    # memory, and not arithmetic, decides the time of a product with one vector.
 
     weight: Tensor  # shape (O, I), detached
     # An example's vector times these matrices, (B, I, ...), ..., (B, ..., O), is D_i x; none if it does not move.
@@ -198,10 +197,9 @@ def _added(out: Tensor, x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
 
 
 class _LSTM(torch.autograd.Function):
-    """The recurrence of an LSTM: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3).
+    """The recurrence of an LSTM: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3)."""
 
-    With a projection, h = W_hr o tanh(c) + nothing, where `nothing` is zero. The backward pass is (4.4) and (4.5).
-    """
+    # With a projection, h = W_hr o tanh(c) + nothing, where `nothing` is zero. The backward pass is (4.4) and (4.5).
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, c: Tensor, *projection: Any) -> Any:
