@@ -64,12 +64,10 @@ def epsilon_of_rates(false_positive: Any, false_negative: Any, delta: float) -> 
 
 
 def mu_of_rates(false_positive: Any, false_negative: Any) -> Any:
-    """Return the smallest mu of a Gaussian mechanism that an attack distinguishes with at most these error rates.
-
-    Computes: -Phi^-1(FPR) - Phi^-1(FNR); at least 0.
-    """
+    """Return the smallest mu of a Gaussian mechanism that an attack distinguishes with at most these error rates."""
     from scipy import stats
 
+    # -Phi^-1(FPR) - Phi^-1(FNR); at least 0
     return np.maximum(-stats.norm.ppf(false_positive) - stats.norm.ppf(false_negative), 0.0)
 
 
@@ -157,9 +155,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     """Return an upper bound on the probability of so many correct guesses in one run of an (epsilon, delta) mechanism.
 
     Computes, with W ~ Binomial(guesses, 1 / (1 + e^-epsilon)): P[W >= correct] + 2 m delta max over i of
-    P[correct > W >= correct - i] / i.
-
-    The counts are those of `epsilon_of_one_run`; epsilon is >= 0, and delta in [0, 1].
+    P[correct > W >= correct - i] / i. The counts are those of `epsilon_of_one_run`.
 
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), theorem 5.2 and appendix D.

@@ -236,9 +236,7 @@ def by_module(values: Mapping[str, float]) -> dict[str, float]:
 
 def _ratio(part: float, whole: float) -> float:
     """Return part / whole; nan for 0 / 0, and inf for any other division by 0."""
-    if whole == 0:
-        return math.nan if part == 0 else math.inf
-    return part / whole
+    return part / whole if whole else math.inf if part else math.nan
 
 
 def _signal_to_noise(share: float) -> float:

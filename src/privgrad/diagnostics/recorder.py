@@ -1,10 +1,9 @@
 """Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations."""
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from privgrad.diagnostics.gradient_stats import RawGradientStats, by_module
 from privgrad.diagnostics.moments import RawMoments
@@ -75,13 +74,12 @@ class RawRecorder:
             del kinds["debiased"]
         if not all(bool(torch.isfinite(values).all()) for values in kinds.values()):
             return {}
-        return {"raw_moments": {"edges": _EDGES, **{kind: _counts(values) for kind, values in kinds.items()}}}
-
-
-def _counts(values: Tensor) -> list[int]:
-    inside = values.double().cpu().clamp(_EDGES[0], _EDGES[-1])
-    counts = torch.histogram(inside, torch.tensor(_EDGES, dtype=torch.float64)).hist
-    return cast("list[int]", counts.long().tolist())
+        found: dict[str, Any] = {"edges": _EDGES}
+        for kind, values in kinds.items():
+            inside = values.double().cpu().clamp(_EDGES[0], _EDGES[-1])
+            counts = torch.histogram(inside, torch.tensor(_EDGES, dtype=torch.float64)).hist
+            found[kind] = counts.long().tolist()
+        return {"raw_moments": found}
 
 
 def _short(value: float) -> float | None:

@@ -39,11 +39,9 @@ def require_place(
 
 @contextmanager
 def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
-    """Yield a new folder for the block to fill, which becomes `place` at the end of the block, unless that raises.
-
-    A reader finds the former folder, none for an instant, or the new one, and never a mix. The former folder of a
-    process that is killed in that instant is next to it, under a hidden name.
-    """
+    """Yield a new folder for the block to fill, which becomes `place` at the end of the block, unless that raises."""
+    # A reader finds the former folder, none for an instant, or the new one, and never a mix. The former folder of a
+    # process that is killed in that instant is next to it, under a hidden name.
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
         made, former = Path(scratch) / "made", Path(scratch) / "former"

@@ -85,8 +85,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         by_default = self.defaults.get("lr_is_noise_step", self._lr_is_noise_step)
         is_noise_step = noise_step is not None or ("lr" not in group and by_default)
         if group.get("lr") is None and not self._has_rate:  # torch's own default would spend a budget on a guess
-            name = "lr or noise_step" if self.has_noise_step() else "lr"
-            raise expected(type(self).__name__, name, "to be given", None)
+            raise expected(type(self).__name__, f"lr{' or noise_step' * self.has_noise_step()}", "to be given", None)
         super().add_param_group({"lr_is_noise_step": is_noise_step} | group)
         group = self.param_groups.pop()
         self._require_group(group)
@@ -96,8 +95,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @classmethod
     def has_noise_step(cls) -> bool:
         """Return whether `noise_step` can be given in place of `lr`, with the usual options."""
-        described = cls._noise_step_per_lr is not PrivateOptimizer._noise_step_per_lr
-        return described and not cls._without_noise_step
+        return cls._noise_step_per_lr is not PrivateOptimizer._noise_step_per_lr and not cls._without_noise_step
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,8 +150,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             remedy = "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
                 remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
-            got = 0 if grad is None else 2
-            raise expected(function, "exactly one of grad and closure", "to be given", got, remedy)
+            raise expected(function, "exactly one of grad and closure", "to be given", 0 if grad is None else 2, remedy)
         gradient = closure() if closure is not None else grad
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
@@ -192,8 +189,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             own, got = group["param_names"], saved.get("param_names")
             if got != own:
                 raise expected(function, "param_names", f"to be {own}, in that order", got)
-            differing = (saved.keys() ^ group.keys()) - _SCHEDULED
-            if differing:
+            if differing := (saved.keys() ^ group.keys()) - _SCHEDULED:
                 got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
                 raise expected(function, "the options", "to be the same as this optimizer's", got)
             given, own = ("noise_step" if each["lr_is_noise_step"] else "lr" for each in (saved, group))

@@ -171,8 +171,7 @@ class Debiased(PrivateOptimizer):
         found: dict[str, tuple[int, int]] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                state = self.state[parameter]
-                if state:
+                if state := self.state[parameter]:
                     floor = self._floor(group, state)
                     square, noise_std = state[self._square], state[self._noise] ** 0.5
                     on_floor: Any = debias(square, noise_std, floor=floor) <= floor

@@ -198,11 +198,9 @@ class LinearFilter:
         return correction, spread
 
     def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float, *, in_place: bool) -> Tensor:
-        """Return y of one parameter after one more gradient, and move the state of the recursion.
-
-        The state z holds sums of past values, times the last unit: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
-        The memory of z_1 holds m and then the last z, so each pass moves the list on by one. The state of a mean is m.
-        """
+        """Return y of one parameter after one more gradient, and move the state of the recursion."""
+        # The state z holds sums of past values, times the last unit: m = b_0 g + z_1, z_i = b_i g - a_i m + z_{i+1}.
+        # The memory of z_1 holds m and then the last z, so each pass moves the list on by one. A mean has the state m.
         given, order, (b, a) = gradient[name], len(self._entry), self._padded
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
         state = self._states.get(name)

@@ -113,8 +113,7 @@ class MuonBC(Muon):
         seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
         for _ in range(group["probes"]):
-            drawn = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment)
-            z = drawn * noise_var**0.5
+            z = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment) * noise_var**0.5
             for moved in (moment + z, moment - z):
                 around += orthogonalized(moved, group["iterations"], group["bfloat16"])
         # 2 f(m) minus the mean of f(m + z) and f(m - z)
@@ -122,10 +121,8 @@ class MuonBC(Muon):
 
 
 def orthogonalized(moment: Tensor, iterations: int, bfloat16: bool = False) -> Tensor:
-    """Return a tensor whose matrix has about the singular vectors of the given one, and singular values of about 1.
-
-    Computes: X = M / |M|, then X = a X + (b X X^T + c (X X^T)^2) X in each iteration, on the side with fewer rows.
-    """
+    """Return a tensor whose matrix has about the singular vectors of the given one, and singular values of about 1."""
+    # X = M / |M|, then X = a X + (b X X^T + c (X X^T)^2) X in each iteration, on the side with fewer rows
     a, b, c = _COEFFICIENTS
     matrix = moment.reshape(moment.shape[0], -1) if moment.dim() > 1 else moment.reshape(1, -1)
     is_tall = matrix.shape[0] > matrix.shape[1]

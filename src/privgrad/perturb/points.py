@@ -44,8 +44,7 @@ class Perturbation(Contribution):
 class Schedule:
     """A public number for each step: the radius of perturb.BAM, SAT or RawSAM, or LocalUpdate's learning rate.
 
-    It may not depend on private data. It must always be the same number for the same step: `described` asks for all
-    steps again. It is > 0 if `positive`, else >= 0; `function` and `name` are for errors.
+    It may not depend on private data, and is always the same for the same step: `described` asks for all steps again.
     """
 
     def __init__(self, function: str, name: str, value: Radius, *, positive: bool = False) -> None:

@@ -43,12 +43,7 @@ _WITH_BIAS = (
 
 @dataclass(eq=False, repr=False)
 class Inputs(Preconditioner):
-    """A preconditioner that multiplies the inputs of layers by matrices from public data: see `inputs`.
-
-    Attributes:
-        layers: for each trainable parameter, how it is preconditioned: "inputs", "inputs, diagonal", "with" and the
-            name of its weight, or "unchanged". Empty before the first step.
-    """
+    """A preconditioner that multiplies the inputs of layers by matrices from public data: see `inputs`."""
 
     examples: Any
     source: str
@@ -59,6 +54,8 @@ class Inputs(Preconditioner):
     batch_size: int
     wide: int
     seed: int
+    # By parameter, how it is preconditioned: "inputs", "inputs, diagonal", "with" and the name of its weight, or
+    # "unchanged". Empty before the first step.
     layers: dict[str, str] = field(default_factory=dict[str, str])
     _bound: Any = None  # the model and its engine, from `begun` on
     _step: int = -1
