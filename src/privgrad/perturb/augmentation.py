@@ -72,17 +72,15 @@ def shift_and_flip(
 
     moved, mirrored = (torch.rand(size, 1, device=images.device) < probability for _ in range(2))
     offsets = torch.randint(-pixels, pixels + 1, (2, size, 1), device=images.device) * moved
-    positions = [torch.arange(n, device=images.device) + by for n, by in zip((height, width), offsets, strict=True)]
-    rows, columns = (_mirrored(position, n) for position, n in zip(positions, (height, width), strict=True))
+    found: list[Tensor] = []
+    for n, by in zip((height, width), offsets, strict=True):
+        position = torch.arange(n, device=images.device) + by
+        position = torch.where(position < 0, -1 - position, position)  # mirrored at the edge, the edge included
+        found.append(torch.where(position >= n, 2 * n - 1 - position, position))
+    rows, columns = found
     if flip == "horizontal":
         columns = torch.where(mirrored, columns.flip(1), columns)
     elif flip == "vertical":
         rows = torch.where(mirrored, rows.flip(1), rows)
     image = torch.arange(size, device=images.device)[:, None, None]
     return images[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-def _mirrored(position: Tensor, size: int) -> Tensor:
-    """Mirror positions outside [0, size) at the edge, the edge included."""
-    position = torch.where(position < 0, -1 - position, position)
-    return torch.where(position >= size, 2 * size - 1 - position, position)

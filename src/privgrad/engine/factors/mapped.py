@@ -23,14 +23,6 @@ from privgrad.gradient.transform import InputMap
 _Known = dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 
 
-def _mapped_inputs(x: Tensor, own: InputMap, known: _Known) -> Tensor:
-    views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
-    place = (id(own.matrix), own.bias is None, *views)
-    if place not in known:
-        known[place] = x, own.matrix, own.of_inputs(x)
-    return known[place][2]
-
-
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
     """Return a chunk's gradients after each map, by the name of a weight, has been applied to its layer's inputs."""
     found, known = dict(chunk), _Known()
@@ -69,9 +61,13 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -
 
 
 def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
-    inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
-    mapped = _mapped_inputs(inputs, own, known)
-    bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
+    x, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
+    views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
+    place = (id(own.matrix), own.bias is None, *views)
+    if place not in known:
+        known[place] = x, own.matrix, own.of_inputs(x)
+    mapped = known[place][2]
+    bias = None if own.bias is None else Dense((own.of_constant(x)[:, None] @ grads)[:, 0])
     return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
 
 

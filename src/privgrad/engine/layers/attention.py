@@ -68,7 +68,8 @@ def attention_forward(
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
+    apart = (x.reshape(*x.shape[:2], module.num_heads, module.head_dim) for x in (q_BTE, k_BSE, v_BSE))
+    q_BHTD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in apart)
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
         scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
@@ -81,11 +82,6 @@ def attention_forward(
     mixed, out = mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj
     output = _linear(tap, displacements, mixed, out.weight, out.bias, {})
     return output if module.batch_first else output.transpose(0, 1), weights
-
-
-def _heads(module: nn.MultiheadAttention, tensor: Tensor) -> Tensor:
-    (size, length, width), heads = tensor.shape, cast(int, module.num_heads)
-    return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, moves: Displacements | None, *roles: Tensor) -> list[Tensor]:

@@ -32,7 +32,9 @@ class Embedding(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
         ids_BT, grad_BTD = x.reshape(len(x), -1), grad.reshape(len(grad), -1, layer.embedding_dim)
-        return Rows(ids_BT, _without_padding(layer, ids_BT, grad_BTD), layer.num_embeddings)
+        if layer.padding_idx is not None:  # its row of the table is not trained
+            grad_BTD = grad_BTD * (ids_BT != layer.padding_idx)[:, :, None]
+        return Rows(ids_BT, grad_BTD, layer.num_embeddings)
 
 
 @register_rule(nn.EmbeddingBag)
@@ -61,10 +63,3 @@ class _EmbeddingBag(Rule):
         if layer.padding_idx is not None:
             weight_BT = (x != layer.padding_idx).to(dtype)
         return weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1) if layer.mode == "mean" else weight_BT
-
-
-def _without_padding(layer: Any, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:
-    """Return the gradients with zeros at the positions of padding, whose row of the table is not trained."""
-    if layer.padding_idx is None:
-        return grad_BTD
-    return grad_BTD * (ids_BT != layer.padding_idx)[:, :, None]
