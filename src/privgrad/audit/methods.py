@@ -85,8 +85,7 @@ def _public(model: nn.Module) -> PublicGradient:
 
 def _scaled(model: nn.Module) -> dict[str, Any]:
     scales = {name: torch.linspace(0.5, 2.0, p.numel()).view_as(p) for name, p in model.named_parameters()}
-    known = Scales(scales, provenance="common knowledge", source="made up")
-    return {"precondition": precondition.fixed(known)}
+    return {"precondition": precondition.fixed(Scales(scales, provenance="common knowledge", source="made up"))}
 
 
 def _by(rule: Callable[..., precondition.Preconditioner], **options: Any) -> Callable[[nn.Module], dict[str, Any]]:

@@ -199,8 +199,7 @@ def released_verdict(found: Mapping[str, float]) -> str:
         return "No gradient has been observed yet."
     # The share counts as small or large only if its noise cannot explain it; older records have no deviation and no C.
     doubt = 2 * found.get("clip_fraction_std", 0.0)
-    lowest = found.get("lowest_max_grad_norm", math.nan)
-    highest = found.get("highest_max_grad_norm", math.nan)
+    lowest, highest = (found.get(f"{end}_max_grad_norm", math.nan) for end in ("lowest", "highest"))
     sentences: list[str] = []
     if not math.isnan(clipped):
         sentences.append(f"Clipping shortened about {min(max(clipped, 0.0), 1.0):.0%} of the gradients.")

@@ -155,8 +155,7 @@ class Capture:
     def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
         """Record a call of a unit while layouts are learned, and add a result that all examples share."""
         outputs = tensors_in(output)
-        layout = self.record.learn_unit(path, tensors, outputs)
-        if layout is not None:
+        if (layout := self.record.learn_unit(path, tensors, outputs)) is not None:
             for x, examples in zip(outputs, layout[len(tensors) :], strict=True):
                 if examples is None:
                     self._shared.add(x, path, None)

@@ -120,8 +120,7 @@ class Explanation:
             if one < _SHORT:
                 overhead = "below 10 ms, much of the time is Python's overhead"
                 lines.append(f"{overhead}: this number is smaller for a larger model or batch")
-            recurrent = {part.kind for part in self.parts if part.way == "rule"} & {"LSTM", "GRU", "RNN"}
-            if recurrent:
+            if recurrent := {part.kind for part in self.parts if part.way == "rule"} & {"LSTM", "GRU", "RNN"}:
                 lines.append(f"{', '.join(sorted(recurrent))}: privgrad's own forward pass replaces torch's faster one")
         if self.peak_mb:
             one, other = self.peak_mb["ordinary"], self.peak_mb["private"]
@@ -130,12 +129,11 @@ class Explanation:
 
 
 def _names_of(parts: list[Part]) -> str:
+    noun = "parameters"
+    names = [name for part in parts for name in part.parameters]
     if parts[0].way == "whole":
-        names = [f"'{part.path}'" if part.path else "the whole model" for part in parts]
         noun = "modules"
-    else:
-        names = [name for part in parts for name in part.parameters]
-        noun = "parameters"
+        names = [f"'{part.path}'" if part.path else "the whole model" for part in parts]
     return ", ".join(names) if len(names) <= _NAMES else f"{', '.join(names[:2])} and {len(names) - 2} more {noun}"
 
 

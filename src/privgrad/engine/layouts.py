@@ -189,8 +189,7 @@ class CallRecord:
         """Return the layout of the next call; refuse one that was not learned at this place with such tensors."""
         key = path, tuple(x.shape for x in tensors)
         if self.is_finished:
-            found = self._by_shapes.get(key)
-            if found is None:
+            if (found := self._by_shapes.get(key)) is None:
                 raise CallSequenceChangedError(path)
             return found
         index, layouts = len(self.paths), self._layouts or ()
@@ -245,8 +244,7 @@ class CallRecord:
     def _learn(self, call: Call, layout: Layout, tensors: Sequence[Tensor]) -> None:
         self.learned.append(LearnedCall(call.name, layout, call.shapes))
         pairs = zip(tensors, layout, strict=False)
-        kept = [x.detach().clone() if examples and examples.rows > 1 else None for x, examples in pairs]
-        self._rows.append(kept)
+        self._rows.append([x.detach().clone() if own and own.rows > 1 else None for x, own in pairs])
 
     @property
     def has_several_rows(self) -> bool:

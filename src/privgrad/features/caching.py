@@ -141,8 +141,7 @@ class _Folder:
 
     def holds(self, index: int, start: int, digest: str) -> bool:
         """Return whether a block is finished; raise PrivacyError if its rows or its features have changed."""
-        line = self.lines.get(index)
-        if line is None:
+        if (line := self.lines.get(index)) is None:
             return False
         if line["data"] != digest:
             condition = f"to be those of {self.place}"
@@ -209,11 +208,10 @@ def _features(extractor: Extractor, rows: Rows, start: int, dtype: torch.dtype) 
 
 
 def _digest(rows: Rows) -> str:
-    if isinstance(rows, Tensor):
-        digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} ".encode())
-        digest.update(rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    else:
-        digest = hashlib.sha256(json.dumps(list(rows)).encode())
+    if not isinstance(rows, Tensor):
+        return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
+    digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} ".encode())
+    digest.update(rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -236,8 +236,7 @@ def require_unwritten(unit: str, inputs: Tensor, version: int) -> None:
 
 def values_of(parameter: Tensor, displacements: Displacements | None, rows: int) -> Tensor:
     """Return a parameter, shape P, or one for each row if it moves, shape (R, *P)."""
-    displacement = displacement_of(parameter, displacements)
-    if displacement is None:
+    if (displacement := displacement_of(parameter, displacements)) is None:
         return parameter.detach()
     moved = displacement.added_to(parameter.detach())
     return moved.repeat_interleave(rows // len(moved), 0)
@@ -245,11 +244,10 @@ def values_of(parameter: Tensor, displacements: Displacements | None, rows: int)
 
 def moved_linear(x_TRI: Tensor, weight: Tensor, bias: Tensor | None, displacements: Displacements | None) -> Tensor:
     """Return (W + D_i) x + bias for every position, shape (T, R, O); the bias consists of what `values_of` returns."""
-    displacement = displacement_of(weight, displacements)
     output = F.linear(x_TRI, weight.detach(), bias if bias is not None and bias.dim() == 1 else None)
     if bias is not None and bias.dim() == 2:
         output = output + bias
-    if displacement is not None:
+    if (displacement := displacement_of(weight, displacements)) is not None:
         output = output + applied(displacement, x_TRI.transpose(0, 1)).transpose(0, 1).to(output.dtype)
     return output
 
