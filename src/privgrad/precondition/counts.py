@@ -139,8 +139,8 @@ def _features(function: str, name: str, values: Any) -> Tensor:
     found = torch.as_tensor(values).double()
     if found.ndim != 1 or not bool((torch.isfinite(found) & (found >= 0)).all()) or float(found.sum()) <= 0:
         ends = f", from {float(found.min()):g} to {float(found.max()):g}" if found.numel() else ""
-        got = f"shape {tuple(found.shape)}{ends}"
-        raise expected(function, name, "to be one number per feature, finite, >= 0 and not all 0", got)
+        condition = "to be one number per feature, finite, >= 0 and not all 0"
+        raise expected(function, name, condition, f"shape {tuple(found.shape)}{ends}")
     return found
 
 
