@@ -194,7 +194,7 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
         compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
     raw["tuning"]["by"] = "loss"
     del raw["data"]["elsewhere"]
-    with pytest.raises(pg.PrivacyError, match="other public data"):
+    with pytest.raises(pg.PrivacyError, match=r"data\.elsewhere, other_public or amazon to be given"):
         compare(check_spec(raw, "test.toml"), tmp_path / "newer", progress=False)
     raw["methods"][1]["public"] = {"examples": 38}
     with pytest.raises(pg.PrivacyError, match="at most 37"):
@@ -223,8 +223,8 @@ def test_methods_with_side_information_run_side_by_side(tmp_path: Any):
     assert finals["warm"]["test_accuracy"] > 0.3
     del raw["data"]["public"]
     raw["privacy"]["num_examples"] = 1237
-    with pytest.raises(pg.PrivacyError, match=r"data.public"):
-        check_spec(raw, "test")
+    with pytest.raises(pg.PrivacyError, match=r"data\.public"):
+        make_data(check_spec(raw, "test"))
 
 
 def digits_spec(method: dict[str, Any], **tables: Any) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         ({"public": {"examples": 10}} | scaled_by("frequencies"), r"methods.Q.public to be absent"),
         ({"optimizer": {"use": "SGD", "lr": [0.1, 0.5]}}, r"expected \[tuning\] to be given"),
         ({"max_grad_norm": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
-        ({"optimizer": "SGD"}, r"methods.Q.optimizer to have a rate, .*; give it an lr or a noise_step, or"),
-        ({"optimizer": "Yogi"}, r"methods.Q.optimizer to have a rate, .*; give it an lr, or add"),
+        ({"optimizer": "SGD"}, r"methods.Q.optimizer to have a rate, .*; give it an lr, or a noise_step, or add"),
+        ({"optimizer": "Yogi"}, r"methods.Q.optimizer to have a rate, .*; give it an lr, or a list: it has no"),
         ({"adaptive_clip": {"use": "TargetFraction", "targt": 0.5}}, "did you mean 'target'"),
         ({"adaptive_clip": {"use": "TargetFraction", "target": 1.5}}, r"target to be in \(0, 1\)"),
         ({"adaptive_clip": "TargetFraction", "non_private": True}, "adaptive_clip to be absent for non_private"),

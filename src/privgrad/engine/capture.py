@@ -240,7 +240,7 @@ class Capture:
             raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
-                output = forward(module, lambda tensor, _: tensor, *args, **kwargs)
+                output = forward(module, _untapped, *args, **kwargs)
                 self.record.learn_unit(path, tensors, tensors_in(output))
                 return output
             layout, count = self.record.enter(path, tensors), len(tensors)
@@ -369,3 +369,7 @@ class Capture:
 def _differentiated() -> UnsupportedModuleError:
     name, condition = "a derivative within the loss", "not to pass through layers"
     return refused(name, condition, "torch.autograd.grad(create_graph=True) or the like", REMEDY, unit="")
+
+
+def _untapped(tensor: Tensor, _: object) -> Tensor:
+    return tensor

@@ -68,7 +68,8 @@ def attention_forward(
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    apart = (x.reshape(*x.shape[:2], module.num_heads, module.head_dim) for x in (q_BTE, k_BSE, v_BSE))
+    size = cast(int, module.head_dim)
+    apart = (x.reshape(*x.shape[:2], module.num_heads, size) for x in (q_BTE, k_BSE, v_BSE))
     q_BHTD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in apart)
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
