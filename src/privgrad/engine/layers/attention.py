@@ -68,8 +68,8 @@ def attention_forward(
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    size = cast(int, module.head_dim)
-    q_BHTD, k_BHSD, v_BHSD = (x.reshape(*x.shape[:2], -1, size).transpose(1, 2) for x in (q_BTE, k_BSE, v_BSE))
+    sizes = cast(int, module.num_heads), cast(int, module.head_dim)
+    q_BHTD, k_BHSD, v_BHSD = (x.reshape(*x.shape[:2], *sizes).transpose(1, 2) for x in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
         scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
