@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ("h1", "section[aria-labelledby=results] figure >> nth=0")
+RESULTS = ("section[aria-labelledby=results]", "section[aria-labelledby=results] figure >> nth=0")
 # Name, folder, width of the window, what is shown: from the top of the first to the bottom of the second.
 PICTURES = (
     ("report-results", "report", 1280, RESULTS),
@@ -22,7 +22,7 @@ PICTURES = (
     ("report-privacy", "report", 1280, ("section[aria-labelledby=privacy]",) * 2),
     ("report-diagnostics", "report", 1280, ("section[aria-labelledby=diagnostics]",) * 2),
     ("report-narrow", "report", 390, RESULTS),
-    ("lesson-report", "report-lesson", 1000, RESULTS),
+    ("lesson-report", "report-lesson", 1000, ("h1", RESULTS[1])),
 )
 
 
