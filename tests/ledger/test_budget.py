@@ -77,6 +77,21 @@ def test_a_commitment_above_the_cap_writes_nothing(tmp_path: Path):
         make(tmp_path / "new").commit("b", [Release(1.0, 1.0)])
 
 
+@pytest.mark.parametrize("changed", [{"name": 7}, {"name": True}, {"by": 7}, {"place": False}])
+def test_a_commitment_that_could_not_be_read_again_is_not_written(tmp_path: Path, changed: dict[str, Any]):
+    """It would lose the budget to everybody: no process could open the file any more."""
+    budget = make(tmp_path)
+    before = budget.path.read_bytes()
+    arguments: dict[str, Any] = {"name": "a", "releases": [ONE], **changed}
+    with pytest.raises(pg.PrivacyError, match="all arguments to be texts and finite numbers"):
+        budget.commit(**arguments)
+    assert budget.path.read_bytes() == before
+    budget.commit("a", [ONE])
+    with pytest.raises(pg.PrivacyError, match="all arguments to be texts and finite numbers"):
+        budget.record("a", [math.nan])
+    assert budget.record("a", [1.0]) == Budget(budget.path).released("a") == [1.0]
+
+
 def test_the_same_commitment_again_costs_nothing(tmp_path: Path):
     budget = make(tmp_path)
     budget.commit("a", [ONE, ONE])

@@ -311,8 +311,7 @@ class Budget:
             if name not in state.commitments:
                 raise expected("Budget.record", "name", "to be committed", repr(name), "commit it before release")
             if name not in state.values:
-                file.append({"draw": name, "values": list(values)})
-                state.values[name] = [float(value) for value in values]
+                _append("Budget.record", file, state, {"draw": name, "values": list(values)})
             return state.values[name]
 
     def _note_begun(self, name: str) -> None:
@@ -339,7 +338,7 @@ class Budget:
             if not cost <= self.total_epsilon:
                 remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
                 raise self._exceeded("Budget.commit", wanted.name, cost, self._cost(before), remedy)
-            file.append(_line_of(wanted))
+            _append("Budget.commit", file, state, _line_of(wanted))
 
     def _exceeded(self, function: str, what: str, cost: float, without: float, remedy: str) -> PrivacyError:
         name = f"the epsilon of all commitments with {what}"
@@ -384,6 +383,15 @@ class Budget:
         if self._head and not file.went_through(self._head):  # an older copy would forget commitments that were made
             remedy, got = "restore the file from its newest copy", f"the last line {file.head or None}"
             raise expected("Budget", f"{self.path}", "to hold all lines that it held before", got, remedy)
+
+
+def _append(function: str, file: LedgerFile, state: "BudgetState", line: Mapping[str, Any]) -> None:
+    """Write a line that can be read again: after a name such as 7, nobody could open the budget any more."""
+    try:
+        state.accept(2, json.loads(json.dumps(line)))
+    except (ValueError, TypeError) as error:
+        raise expected(function, "all arguments", "to be texts and finite numbers", error) from error
+    file.append(line)
 
 
 def _signed(by: str | None) -> tuple[str, str]:
