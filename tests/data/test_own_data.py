@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -817,6 +818,25 @@ def test_values_of_other_types_have_the_same_text(tmp_path: Path):
     )
     second = load_table(write_arrow(tmp_path / "a.parquet", rows), BY_ROW, keys)
     assert equal(first, second)
+
+
+def test_texts_of_pandas_are_the_declared_value_and_no_other_one():
+    """A column with a missing value is written as 1.0; all of its rows silently had the code of other values."""
+    columns = {
+        "age": {"kind": "category", "values": [1, 2], "other": True},
+        "ward": {"kind": "category", "values": [True, False], "other": True},
+        "version": {"kind": "category", "values": ["1.0", "1"], "other": True},
+    }
+    rows = {
+        "age": [1, "1.0", np.float32(1), "1.5"],
+        "ward": [True, "True", np.True_, "TRUER"],
+        "version": ["1.0", "1", "1", "x"],
+        "ill": ["0", "0.0", 0.0, "1.0"],
+    }
+    inputs, labels = data.table(rows, columns=columns, label="ill", classes=[0, 1], unit="row").train.tensors
+    places = inputs.nonzero()[:, 1].view(4, 3) - torch.tensor([0, 3, 6])
+    assert places.tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 1], [2, 2, 2]]
+    assert labels.tolist() == [0, 0, 0, 1]
 
 
 def test_images_are_gray_squares(tmp_path: Path):

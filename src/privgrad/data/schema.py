@@ -80,6 +80,8 @@ class NoText(str):
 
 def text_of(value: Any) -> str:
     """Return the text of a value, the same one from a CSV, an SQLite or a Parquet file; "" for None and NaN."""
+    if isinstance(value, np.floating | np.bool):
+        value = value.item()
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool):
@@ -235,11 +237,23 @@ class Column:
             case "days_between":
                 return partial(_days, form=self.declared["format"])
             case "category":
-                return dict(zip(values, values, strict=True)).__getitem__
+                return partial(_declared, dict(zip(values, values, strict=True)))
             case "class":
-                return {name: number for number, name in enumerate(values)}.__getitem__
+                return partial(_declared, {name: number for number, name in enumerate(values)})
             case _:
                 return str
+
+
+def _declared(values: Mapping[str, Any], text: str) -> Any:
+    """Return what a declared value stands for; a text of pandas, "1.0" or "True", is 1 or true if not declared."""
+    if text in values:
+        return values[text]
+    return {_as_written(value): found for value, found in values.items()}[_as_written(text)]
+
+
+def _as_written(text: str) -> str:
+    whole = _WHOLE.sub(r"\1", text)
+    return whole.lower() if whole.lower() in ("true", "false") else whole
 
 
 def _number(text: str) -> float:
