@@ -80,7 +80,7 @@ class NoText(str):
 
 def text_of(value: Any) -> str:
     """Return the text of a value, the same one from a CSV, an SQLite or a Parquet file; "" for None and NaN."""
-    if isinstance(value, np.floating | np.bool):
+    if is_a(value, np.floating, np.bool):
         value = value.item()
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
