@@ -291,6 +291,15 @@ def test_a_statement_says_that_it_does_not_count_the_release_that_features_white
     assert "are protected by differential privacy" in together
 
 
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
+def test_rows_in_half_precision_have_norm_1(size: float):
+    """Their squares overflow above norm 256; such rows silently became zeros, and the head learned nothing."""
+    rows = (torch.randn(4, 384) * size).half()
+    for made in (ft.unit_rows(rows), ft.join(rows, rows)):
+        assert made.dtype == torch.float16
+        assert torch.allclose(made.float().norm(dim=1), torch.ones(4), atol=1e-2)
+
+
 def test_join():
     rows, first, second = images(5), ft.Hog(places=(2,)), patches()
     joined = ft.join((first, 1.0), (second, 0.5))

@@ -198,8 +198,10 @@ def unit_rows(rows: Tensor) -> Tensor:
     if not rows.is_floating_point() or rows.ndim < 2:
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
         raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got)
-    norms = rows.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
-    return rows / torch.where(norms > 0, norms, 1.0)
+    # The squares of a row in half precision would overflow above norm 256: the row would be divided by infinity.
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    norms = wide.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
+    return (wide / torch.where(norms > 0, norms, 1.0)).to(rows.dtype)
 
 
 def combined(*sources: str) -> str:
