@@ -160,8 +160,9 @@ def _only_inputs_take_synthetic_examples(method: MethodTable, spec: Spec) -> Non
 
 
 def _a_method_without_privacy_does_not_clip(method: MethodTable, spec: Spec) -> None:
-    for part in ("clip", "adaptive_clip", "norm_bins"):
-        if method.non_private and (value := getattr(method, part)) is not None:
+    defaults = {"clip": None, "adaptive_clip": None, "norm_bins": None, "bands": None, "group_size": 1}
+    for part, default in defaults.items():
+        if method.non_private and (value := getattr(method, part)) != default:
             raise _wrong(method, part, "to be absent for non_private", getattr(value, "use", value))
 
 
@@ -235,6 +236,13 @@ def _names_differ(spec: Spec) -> None:
         raise wrong("methods", "to have different names", names)
 
 
+def _seeds_differ(spec: Spec) -> None:
+    """Two equal runs would count as two in the spread over seeds."""
+    for place, table in {"run": spec.run, "tuning": spec.tuning}.items():
+        if table is not None and len(set(table.seeds)) < len(table.seeds):
+            raise wrong(f"{place}.seeds", "to differ", table.seeds)
+
+
 def _the_unit_is_that_of_the_rows(spec: Spec) -> None:
     unit, given = spec.data.options.get("unit"), spec.privacy.privacy_unit
     needed = "example" if unit == ROW else "user"
@@ -281,6 +289,7 @@ def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
 
 _RULES: tuple[Callable[[Spec], None], ...] = (
     _names_differ,
+    _seeds_differ,
     _the_unit_is_that_of_the_rows,
     _a_batch_is_of_the_data,
     _public_examples_are_other_ones,

@@ -414,7 +414,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one number for a grid": (changed(tuning="noise_steps = 0.1"), r"tuning\.noise_steps to be valid .*valid list"),
     "one number's name for a grid": (changed(tuning="noise_step = [0.1]"), "tuning.noise_step'; did you mean 'noise_s"),
     "one seed": (changed(tuning="seeds = [100]"), r"tuning\.seeds to hold two seeds or more, got \[100\]; the spread"),
-    "one seed, twice": (changed(tuning="seeds = [7, 7]"), r"tuning\.seeds to hold two seeds or more, got \[7, 7\]"),
+    "one seed, twice": (changed(tuning="seeds = [7, 7]"), r"tuning\.seeds to differ, got \[7, 7\]"),
+    "a final seed, twice": (tables(run={"seeds": [0, 1, 0]}), r"run\.seeds to differ, got \[0, 1, 0\]"),
+    "groups of a training without clipping": (
+        changed("group_size = 2", index=FREE),
+        r"methods\.own rates\.group_size to be absent for non_private, got 2",
+    ),
+    "bands of a training without noise": (
+        changed("bands = 2", index=FREE),
+        r"methods\.own rates\.bands to be absent for non_private, got 2",
+    ),
     "a grid's name for a method": (
         changed('optimizer = { use = "SGD", noise_steps = [0.1] }'),
         "momentum.optimizer.noise_steps'; did you mean 'noise_step'",
