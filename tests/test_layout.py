@@ -33,14 +33,14 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1443,  # constants for random numbers; what one pass reads of another; leaves outside the model
         "cli": 566,  # calibrate takes epochs and a batch size
         "clip": 945,
-        "data": 1475,
+        "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 690,
         "engine": 6370,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
         "features": 1779,
         "gradient": 2546,  # `novelty`, `state`, hooks in copies
         "heads": 851,
         "integrations": 1855,  # the task for which a head has no known loss
-        "ledger": 1462,
+        "ledger": 1462,  # a budget reads each line back before it writes it
         "models": 172,
         "noise": 504,  # two normals of a GPU
         "optim": 1751,  # checks of decays and shares

@@ -245,7 +245,7 @@ class Column:
 
 
 def _declared(values: Mapping[str, Any], text: str) -> Any:
-    """Return what a declared value stands for; a text of pandas, "1.0" or "True", is 1 or true if not declared."""
+    """Return what a declared value is; a text of pandas, "1.0" or "True", is 1 or true if not declared."""
     if text in values:
         return values[text]
     return {_as_written(value): found for value, found in values.items()}[_as_written(text)]
