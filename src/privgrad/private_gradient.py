@@ -33,7 +33,7 @@ from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
 from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.functional import advanced, gradients, parameters_kept, seeded, trainable
+from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded, trainable
 from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import secret_draws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
@@ -159,7 +159,8 @@ class PrivateGradient:
         self._model, self._plan = model, plan
         self._turn = _TURNS.setdefault(model, threading.RLock())
         with self._turn, processes.unsharded(model):
-            Parts.checks.require_supported(model)
+            self._structure = Structure(model)
+            Parts.checks.require_supported(self._structure)
             self._parts = parts = parts.begun(model, plan)
         # Read once, so that a part cannot change from public to private between charges.
         self._not_private = {name for name, part in parts.stateful().items() if not part.is_public}
@@ -168,7 +169,7 @@ class PrivateGradient:
         self._statistic = parts.statistic(plan)
         self._state = Parts.checks.State(loss_fn)
         self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
-        self._engine = Parts.engines[engine](model, self._loss_fn, memory_mb=memory_mb)
+        self._engine = Parts.engines[engine](self._structure, self._loss_fn, memory_mb=memory_mb)
         self._facts = facts = self._public_facts(side_information)
         self._release = plan.release
         if self._not_private:  # a part that depends on the private batch reveals it, whatever noise is added later
@@ -192,7 +193,7 @@ class PrivateGradient:
         self._step = 0
         self._shares_draws = False  # in the last check of the loss
         self._due = False  # whether a number that the loss reads has changed since that check
-        self._checked = set[tuple[frozenset[str], tuple[object, ...]]]()  # trained parameters and configuration
+        self._checked = list[tuple[tuple[str, ...], tuple[object, ...]]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()
@@ -202,7 +203,7 @@ class PrivateGradient:
         plan, parts = self._plan, self._parts.stateful()
         sums = [
             torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
-            for parameter in trainable(self._model).values()
+            for parameter in self._structure.trained.values()
         ]
         if self._statistic is not None:
             sums.append(torch.empty(0, dtype=torch.float64, device=sums[0].device))
@@ -366,8 +367,9 @@ class PrivateGradient:
         """
         processes = self._processes
         weights = processes.fingerprint(self._model)
-        with self._turn, processes.unsharded(self._model), advanced(self._model, keep=True):
-            parameters = trainable(self._model)
+        structure = self._structure
+        with self._turn, processes.unsharded(self._model), advanced(structure.follow(), keep=True):
+            parameters = structure.trained
             with processes.all_succeed():
                 self._admit(batch, parameters)
             step = batch.sampling.step if self._follows_draws else self._step
@@ -396,13 +398,14 @@ class PrivateGradient:
                 self._make_streams()
                 raise
             self._contribution.released(gradient)
-            self._state.end_step(self._model)
+            self._state.end_step(structure)
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
-        tensors = dict(processes.shard_like(gradient, trainable(self._model)))
+        like = trainable(self._model) if processes.count > 1 else {}  # which are shards again
+        tensors = dict(processes.shard_like(gradient, like))
         return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -414,21 +417,21 @@ class PrivateGradient:
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
         if self._adaptive is not None:  # a rule of the user's may choose any C
             require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
-        Parts.checks.require_supported(self._model)
+        Parts.checks.require_supported(self._structure)
         if self._ledger.releases == 0 and self._plan.seed is None:
             Parts.checks.warn_if_trained(self._model, self._ledger)
-        Parts.checks.note_training(self._model, self._ledger)  # a part may have been unfrozen or added
-        found = frozenset(parameters), Parts.checks.configuration(self._model)
+        self._structure.once(Parts.checks.note_training, self._ledger)  # a part may have been unfrozen or added
+        found = self._structure.once(_names_of), Parts.checks.configuration(self._structure)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
-        self._due |= self._state.begin_step(self._model)
+        self._due |= self._state.begin_step(self._structure)
         if batch.size > 0 and (self._due or found not in self._checked):
-            with parameters_kept(self._model):
+            with parameters_kept(self._structure):
                 self._shares_draws = Parts.checks.try_batch(
                     self._model, self._loss_fn, batch.examples, together=self._engine.batches_examples
                 )
             self._engine.check_again()
-            self._checked.add(found)
+            self._checked.append(found)
             self._due = False
 
     def _clipped_sum(
@@ -458,7 +461,7 @@ class PrivateGradient:
             )
             done, is_whole = 0, False
             with (
-                parameters_kept(self._model),
+                parameters_kept(self._structure),
                 secret_draws(own_key),
                 suppress(StepChangedError),  # all examples again, in one way: see `engine.factored.Fallback`
                 contribution.at(step, parameters, raw_mean),
@@ -512,7 +515,7 @@ class PrivateGradient:
         groups = group_of(self._group_stream.uint64(step, batch.size), self._plan.divisor)
         for group_size, part in split_by_group(batch.examples, groups, size):
             rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
-            self._require_rows(count_examples(part), rows, trainable(self._model))
+            self._require_rows(count_examples(part), rows, self._structure.trained)
             means = group_means(rows, group_size)
             del rows  # before the next part is computed
             yield count_examples(part) // group_size, means
@@ -620,7 +623,7 @@ class PrivateGradient:
             condition = "to use the raw mean only if its class has is_public = False"
             raise expected("PrivateGradient", asked_by, condition, "is_public = True")
         if batch.size == 0:
-            return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
+            return {name: torch.zeros_like(parameter) for name, parameter in self._structure.trained.items()}
         sums = gradients(self._model, self._loss_fn, part_of(batch.examples, slice(batch.size)))
         return {name: value / batch.size for name, value in sums.items()}
 
@@ -742,6 +745,11 @@ class PrivateGradient:
             raise refusal(f"to be of step {self._step} or later, which noise with memory follows", drawn.step)
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):  # the numbers are private
             raise refusal("to hold one row per example", "a different number of rows")
+
+
+def _names_of(structure: Structure) -> tuple[str, ...]:
+    """Return the names of the trained parameters."""
+    return tuple(structure.trained)
 
 
 def _named(values: Mapping[str, object], names: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from privgrad.engine.factors.outer import Outer, position_norms
 from privgrad.engine.passes import MemoryPlan
 from privgrad.gradient import factor as norms
 from privgrad.gradient.factor import norms_of
+from privgrad.gradient.functional import Structure
 from privgrad.optim import debiased
 from privgrad.types import NoisyGradient
 
@@ -145,7 +146,7 @@ def test_lists_of_any_length_move_parameters_alike(at_once: int, monkeypatch: py
 
 
 def test_a_pass_holds_more_examples_than_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    plan = MemoryPlan(torch.nn.Linear(100, 100), None)
+    plan = MemoryPlan(Structure(torch.nn.Linear(100, 100)), None)
     assert plan.examples(256, 100_000) == 256
     monkeypatch.setattr(processes, "_PROCESSORS", frozenset({"cpu"}))
     assert plan.examples(256, 100_000) < 256

@@ -31,7 +31,7 @@ from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import losses_on_copies, named_modules, own_parameters, trainable
+from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
 from privgrad.gradient.probes import doubled, few_of, in_float32_too, leading_of, rows_of, unreached
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -54,17 +54,18 @@ class Problem:
 #     hooks of other libraries, and hooks on parameters, which the engines do not call.
 # Cost: it walks over the modules, without data.
 # Refuses wrongly: normalizations in training mode whose outputs the loss does not use.
-def find_problems(model: nn.Module) -> list[Problem]:
+def find_problems(model: nn.Module | Structure) -> list[Problem]:
     """Return all in the model's structure that prevents private training, by module path; it reads no data."""
-    traced = (path for path, module in named_modules(model) if isinstance(module, TopLevelTracedModule))
+    structure = structure_of(model)
+    traced = (path for path, module in structure.modules if isinstance(module, TopLevelTracedModule))
     if (path := next(traced, None)) is not None:  # its parts have no attributes to read
         what, remedy = "was traced by torch.jit.trace", "give the module that you traced, without torch.jit"
         return [Problem(path, TopLevelTracedModule.__name__, what, remedy)]
-    found = ((path, module, problem) for path, module in named_modules(model) for problem in _problems_of(module))
+    found = ((path, module, problem) for path, module in structure.modules for problem in _problems_of(module))
     problems = [Problem(path, type(module).__name__, *problem) for path, module, problem in found]
-    if not trainable(model):
+    if not structure.trained:
         remedy = "set requires_grad_(True) on the parameters to train, such as model.requires_grad_(True)"
-        problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
+        problems.append(Problem("", type(structure.model).__name__, _FROZEN, remedy))
     return problems
 
 
@@ -103,9 +104,9 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield what, "use real parameters: view_as_real for complex ones"
 
 
-def require_supported(model: nn.Module) -> None:
+def require_supported(model: nn.Module | Structure) -> None:
     """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
-    if problems := find_problems(model):
+    if problems := structure_of(model).once(find_problems):
         first = problems[0]
         condition = "to have trainable parameters" if first.what == _FROZEN else "to keep examples apart"
         more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
@@ -205,19 +206,26 @@ _DEPTH = 3  # of functions in the closures and arguments of functions
 
 
 # Fault: a layer or branch that mixes examples and is switched on after the first check.
-# Cost: a walk over modules and their attributes in each step; a change costs one more `check_loss`.
+# Cost: a walk over modules and their attributes if their structure changes, and what is `_live` in each step; a change
+#     costs one more `check_loss`.
 # Refuses nothing by itself.
-def configuration(model: nn.Module) -> tuple[object, ...]:
+def configuration(model: nn.Module | Structure) -> tuple[object, ...]:
     """Return what decides how the modules compute; PrivateGradient checks the loss again if it changes.
 
     It sees each module's path, class, code, flags, texts and functions, hooks too; and whether a number, or an entry of
     a small tensor on the CPU, is zero. So a counter of steps changes nothing. `checks.variables` sees the rest.
     """
-    found: list[object] = []
-    for path, module in named_modules(model):
-        owner = type(module)
+    fixed, live = structure_of(model).once(_configuration)
+    return fixed, *[_state_of(holder[name], _DEPTH) for holder, name in live]
+
+
+def _configuration(structure: Structure) -> tuple[tuple[object, ...], list[tuple[dict[Any, Any], Any]]]:
+    """Return the part of the configuration that the structure decides, and the places of the other part."""
+    found, live = list[object](), list[tuple[dict[Any, Any], Any]]()
+    for path, module in structure.modules:
+        owner, own = type(module), vars(module)
         found.append((path, owner, getattr(getattr(owner, "forward", None), "__code__", owner)))
-        for name, value in vars(module).items():
+        for name, value in own.items():
             kind = type(value)  # pyright: ignore[reportUnknownVariableType]
             if kind in _PLAIN:
                 found.append((name, value))
@@ -226,11 +234,22 @@ def configuration(model: nn.Module) -> tuple[object, ...]:
             elif kind not in _CONTAINERS:
                 if (state := _state_of(value, _DEPTH)) is not None:
                     found.append((name, state))
+                    live += [(own, name)] if _is_live(value) else []
             elif value and name in _HOOKS:  # by position: the keys of hooks are never used again
                 found.append((name, *(_state_of(hook, _DEPTH) for hook in value.values())))
+                live += [(value, key) for key, hook in value.items() if _is_live(hook)]
             elif value and name in _TENSORS:
-                found.append((name, *((k, _nonzero(v)) for k, v in value.items() if isinstance(v, Tensor))))
-    return tuple(found)
+                small = [key for key, x in value.items() if isinstance(x, Tensor) and _nonzero(x) is not None]
+                found.append((name, *small))
+                live += [(value, key) for key in small]
+    return tuple(found), live
+
+
+def _is_live(value: object) -> bool:
+    """Return whether what the configuration sees of a value may change while it stays the same object."""
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, FunctionType | MethodType | partial) and any(True for _ in references("", value))
 
 
 def _state_of(value: object, depth: int) -> object:

@@ -28,6 +28,7 @@ from privgrad.gradient.functional import (
     SCALARS,
     TENSORS,
     Contents,
+    Structure,
     copy_of,
     equal,
     held_in,
@@ -323,13 +324,13 @@ class State:
         if wrong:
             raise set_from_examples(wrong)
 
-    def begin_step(self, model: nn.Module) -> bool:
+    def begin_step(self, structure: Structure) -> bool:
         """Return whether a number or text changed since the last step, so that a check is due.
 
         Warn once of each tensor that was written or replaced since; but not if the model was moved.
         """
         self._now = None
-        if self.scope is None or self._last is None or self._place != _place_of(model):
+        if self.scope is None or self._last is None or self._place != _place_of(structure):
             return False
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
@@ -339,7 +340,8 @@ class State:
         due = bool(changed - tensors) and self._credit >= 1  # a loop may set a number at every step
         self._credit -= due
         if tensors - self._warned:
-            vectors = {id(vector) for _, _, both in spectral_norms(model) for vector in both}  # they follow the weights
+            # The vectors of spectral norms follow the weights.
+            vectors = {id(vector) for _, _, both in structure.once(spectral_norms) for vector in both}
             values = {path: places[path].get() for path in tensors if path in places}
             public = {path for path, x in values.items() if id(x) in vectors or getattr(x, "ndim", 1) == 0}
             if names := sorted(tensors - self._warned - public)[:5]:
@@ -349,12 +351,12 @@ class State:
             self._warned |= tensors
         return due
 
-    def end_step(self, model: nn.Module) -> None:
+    def end_step(self, structure: Structure) -> None:
         """Advance the counters, and remember the state."""
         self._steps += 1
         self._credit += 1 / _EVERY
         self._advance(self.counters)
-        self._place = _place_of(model)
+        self._place = _place_of(structure)
         if self.scope is not None:
             self._last, self._now = self._both(self.scope), None
 
@@ -394,8 +396,8 @@ def amount(before: Any, after: Any) -> Any:
     return after - before if numbers else None
 
 
-def _place_of(model: nn.Module) -> int:
-    return next(x.data_ptr() for x in model.parameters())
+def _place_of(structure: Structure) -> int:
+    return structure.parameters[0][1].data_ptr()
 
 
 def shown(path: str) -> str:

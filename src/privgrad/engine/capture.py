@@ -6,21 +6,22 @@ copy of the parameter for each example. A use that is not seen keeps the graph o
 losses that depend on these.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.parametrized import JacobianNorms
-from privgrad.engine.layers.base import Rule, find_forward, find_rule
+from privgrad.engine.layers.base import Rule
 from privgrad.engine.layers.functional import READERS, Product, faster
 from privgrad.engine.layouts import CallRecord, Calls, Layout, joined, require_rows, set_apart, side_by_side, split
 from privgrad.engine.shared_values import (
@@ -30,13 +31,14 @@ from privgrad.engine.shared_values import (
     for_each,
     for_one_example,
     name_of,
+    owners,
     tensors_in,
 )
-from privgrad.engine.units import LayerCall, Tap, VmappedUnit, units, weights_of
+from privgrad.engine.units import LayerCall, Tap, Unit, VmappedUnit, units, weights_of
 from privgrad.errors import PrivacyError, UnsupportedModuleError
 from privgrad.gradient.autograd_graph import nodes
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.functional import named_modules, named_parameters, version_of
+from privgrad.gradient.functional import Structure, version_of
 from privgrad.gradient.refusals import (
     REMEDY,
     CallSequenceChangedError,
@@ -47,16 +49,20 @@ from privgrad.gradient.refusals import (
     written_to,
 )
 
+_AUTOGRAD: Any = torch.autograd
+_FORWARD_AD: Any = forward_ad
+_NONE: dict[str, str] = {}
+
 
 class Capture:
     """A context in which a forward pass is recorded, and computed so that gradients per example can be taken."""
 
     def __init__(
         self,
-        model: nn.Module,
+        structure: Structure,  # of the model as it is now
         layouts: Calls | None,  # of all calls, in order; None while they are being learned
         size: int,
-        vmapped_units: Collection[str],
+        whole: frozenset[str],  # the paths of the modules that are computed by vmap
         displacements: Displacements | None = None,
         *,
         curved: bool = False,  # whether to record what Hessian products need
@@ -64,62 +70,65 @@ class Capture:
         earlier: CallRecord | None = None,  # the first pass that learns layouts, in the second one
     ) -> None:
         self.size = size
-        self._model = model
+        self._structure, self._units = structure, structure.once(units, whole)
+        self.names = structure.once(names_by_id)
         self._displacements = displacements
-        self._vmapped_units = vmapped_units
         self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved
         self.taps: list[Tap] = []  # where gradients are needed, in the order of the forward pass
         self._functions_of = dict[int, dict[str, str]]()  # by the id of a parameter: see Tap.functions
         self.record = CallRecord(layouts, size, earlier)
-        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._parameters = [(name, p, p._version) for name, p in named_parameters(model)]
-        self.trained = {name: p for name, p, _ in self._parameters if p.requires_grad}
-        self._shared = SharedValues([(name.rpartition(".")[0], p) for name, p in self.trained.items()], self._copies)
+        self._forwards: list[tuple[dict[str, Any], Any]] = []  # the attributes of a unit, and its own forward if any
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what, and its copy
+        self._parameters = [(name, p, p._version) for name, p in structure.parameters]
+        self._shared = SharedValues(structure.once(owners), self._copies)
         recorded = self.record.functions if layouts is None and earlier is None else None
         self._functions = FunctionCalls(self._shared, self._function, recorded)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Capture":
         """Replace the forwards of all units, and the buffers by copies, until the exit."""
-        # Compiled code ignores replaced forwards.
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Attention's kernel for inference ignores them too, and cannot be differentiated.
-        self._stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-        for _, module in named_modules(self._model):
-            buffers = vars(module)["_buffers"]
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    self._stack.callback(buffers.__setitem__, name, buffer)
-                    buffers[name] = buffer.clone()
-                    self._buffers.append((buffers, name, buffers[name]))
+        with ExitStack() as stack:
+            # Compiled code ignores replaced forwards.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # Attention's kernel for inference ignores them too, and cannot be differentiated.
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+            run = _AUTOGRAD._engine_run_backward
+            stack.callback(setattr, _AUTOGRAD, "_engine_run_backward", run)
+            _AUTOGRAD._engine_run_backward = partial(self._backward, run)
             # Training needs no key-value cache, and a layer that fills one would hand one example's values to the next.
-            config: Any = vars(module).get("config")
-            if getattr(config, "use_cache", None) is True:
-                self._stack.callback(setattr, config, "use_cache", True)
-                config.use_cache = False
-        autograd = cast(Any, torch.autograd)
-        run = autograd._engine_run_backward
-        self._stack.callback(setattr, autograd, "_engine_run_backward", run)
-        autograd._engine_run_backward = partial(self._backward, run)
-        for path, module in units(self._model, self._vmapped_units):
-            original, own = module.forward, vars(module)
-            if "forward" in own:
-                self._stack.callback(own.__setitem__, "forward", original)
-            else:  # it is the method of the class
-                self._stack.callback(own.pop, "forward", None)
-            replacement, rule = find_forward(module), find_rule(module)
-            if path in self._vmapped_units:
-                forward = partial(self._by_vmap, path, module, original)
-            elif replacement is not None:
-                forward = partial(self._by_taps, path, module, replacement)
-            else:
-                forward = partial(self._ruled, path, module, cast(Rule, rule), original)
-            own["forward"] = forward
-        if self.record.needs_functions:
-            self._stack.enter_context(self._functions)
+            for config in self._structure.once(_configurations):
+                if getattr(config, "use_cache", None) is True:
+                    stack.callback(setattr, config, "use_cache", True)
+                    config.use_cache = False
+            stack.callback(self._put_back)
+            for _, buffers, name in self._structure.buffers:
+                buffer = buffers[name]
+                buffers[name] = copy = buffer.clone()
+                self._buffers.append((buffers, name, buffer, copy))
+            for unit in self._units:
+                own = unit.attributes
+                self._forwards.append((own, own.get("forward")))
+                if unit.is_whole:
+                    way, more = self._by_vmap, ()
+                else:
+                    way, more = (self._ruled, ()) if unit.forward is None else (self._by_taps, (unit.forward,))
+                own["forward"] = partial(way, unit, unit.module.forward, *more)
+            if self.record.needs_functions:
+                stack.enter_context(self._functions)
+            self._stack = stack.pop_all()
         return self
+
+    def _put_back(self) -> None:
+        """Put back the forwards and the buffers."""
+        for own, forward in self._forwards:
+            if forward is not None:
+                own["forward"] = forward
+            else:  # it is the method of the class
+                own.pop("forward", None)
+        for buffers, name, buffer, _ in self._buffers:
+            buffers[name] = buffer
 
     def __exit__(self, kind: object, *exception: object) -> None:
         with self._stack:
@@ -133,7 +142,7 @@ class Capture:
         self.record.finish()
         if written := [name for name, parameter, version in self._parameters if parameter._version != version]:
             raise written_to(", ".join(written))
-        if changed := [name for held, name, copy in self._buffers if held.get(name) is not copy or copy._version]:
+        if changed := [name for held, name, _, copy in self._buffers if held.get(name) is not copy or copy._version]:
             raise buffers_written("buffers", changed)
 
     # Fault: a penalty on the gradient by the inputs. It depends on a weight through the backward pass too, which no tap
@@ -145,10 +154,9 @@ class Capture:
     ) -> Any:
         """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
         if create_graph and not self.record.is_finished:
-            trained = {id(parameter) for parameter in self.trained.values()}
             ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
             taps = {tap.edge.node for tap in self.taps if not tap.is_copy}
-            if any(id(x) in trained for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
+            if any(id(x) in self.names for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
                 raise _differentiated()
         return run(outputs, grads, keep, create_graph, inputs, *rest, **options)
 
@@ -165,16 +173,24 @@ class Capture:
         self, path: str, tensor: Tensor, factors: Any, inputs: Sequence[Tensor] = (), *, copied: Any = None, **hvp: Any
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
-        if tensor.grad_fn is not None and tensor._is_view():
+        node = tensor.grad_fn
+        if node is not None and tensor._is_view():
             # An in-place operation on a view would remove its edge from the graph.
             tensor = cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape))
+            node = tensor.grad_fn
+        if self.record.is_finished or not tensor.requires_grad:
+            return tensor
+        if copied is None and _FORWARD_AD._current_level >= 0:
+            raise _differentiated()
+        # Nodes of C++ keep their graph alive; for others, and for leaves, torch makes the edge.
+        if node is None or isinstance(node, BackwardCFunction):
+            edge = get_gradient_edge(tensor)
+        else:
+            edge = GradientEdge(node, tensor.output_nr)
+        functions = _NONE if copied is None else self._functions_of.setdefault(id(copied), {})
         versions = [(x, x._version) for x in inputs]
-        if not self.record.is_finished and tensor.requires_grad:
-            edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
-            functions = self._functions_of.setdefault(id(copied), {})
-            if copied is None and cast(Any, forward_ad)._current_level >= 0:
-                raise _differentiated()
-            self.taps.append(Tap(path, edge, zeros, factors, versions, copied is not None, functions, **hvp))
+        kind = tensor.shape, tensor.dtype, tensor.device
+        self.taps.append(Tap(path, edge, *kind, factors, versions, copied is not None, functions, **hvp))
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:
@@ -190,24 +206,30 @@ class Capture:
 
         return self._tap(path, copies.requires_grad_(), factors, delta=delta, copied=parameter)
 
-    def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ruled(self, unit: Unit, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
         if len(args) + len(kwargs) != 1:
             return original(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        with self._functions.paused():
+        (x,) = args or kwargs.values()
+        functions, path = self._functions, unit.path
+        before, functions.is_paused = functions.is_paused, True
+        try:
             if self.record.is_learning:
                 return self._learn_unit(path, [x], original(x))
             layout = self.record.enter(path, [x])
             if not any(layout):
-                return self._once(path, module, rule, original, x)
-            if layout[0] is None:
+                return self._once(unit, original, x)
+            if (examples := layout[0]) is None:
                 raise misplaced(path, "an input without examples")
-            x = require_rows(path, x, layout[0], self.size)
-            output = self._by_rule(path, rule, module, weights_of(path, module, rule), x)
-            return set_apart(path, output, layout[0], self.size)
+            if examples.is_plain:
+                return self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
+            x = require_rows(path, x, examples, self.size)
+            output = self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
+            return set_apart(path, output, examples, self.size)
+        finally:
+            functions.is_paused = before
 
-    def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
+    def _once(self, unit: Unit, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
         output: Tensor = original(x)  # with the graph of the parameters, so that a use that is not seen is refused
 
@@ -216,22 +238,24 @@ class Capture:
             is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
             rows = own if is_one else own.flatten(0, 1)
             with self._functions.paused():
-                found = self._by_rule(path, rule, module, weights_of(path, module, rule), rows)
+                found = self._by_rule(unit.path, cast(Rule, unit.rule), unit.module, weights_of(unit), rows)
                 return found.view(self.size, *output.shape)
 
-        self._shared.add(output, path, copies, [x])
+        self._shared.add(output, unit.path, copies, [x])
         return output
 
     def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute one call by a layer's rule from detached weights, and add a tap at the output."""
         call = LayerCall(path, rule, layer, weights, x, self._norms, curved=self._curved)
         output = call.forward(self._displacements)
-        source = call.x if self._curved and call.x.requires_grad else None
-        delta = call.delta if self._curved else None
-        return self._tap(path, output, call.factors, [call.x], delta=delta, source=source, curved=self._curved)
+        if not self._curved:
+            return self._tap(path, output, call.factors, [call.x])
+        source = call.x if call.x.requires_grad else None
+        return self._tap(path, output, call.factors, [call.x], delta=call.delta, source=source, curved=True)
 
-    def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_taps(self, unit: Unit, _: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
+        path, module = unit.path, unit.module
         tensors = tensors_in([args, kwargs])
         if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
             remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
@@ -258,8 +282,9 @@ class Capture:
         found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
         return tree_map_only(Tensor, lambda x: found[id(x)], tree)
 
-    def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_vmap(self, unit: Unit, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
+        path, module = unit.path, unit.module
         call = VmappedUnit(path, module, original, (args, kwargs))
         with self._functions.paused():
             if self.record.is_learning:
@@ -364,6 +389,17 @@ class Capture:
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
         return all(self._shared.sources(w) == frozenset([id(w)]) if moves else w in self._shared for w in trained)
+
+
+def names_by_id(structure: Structure) -> dict[int, tuple[str, int]]:
+    """Return the name and the size of each trained parameter, by its id."""
+    return {id(p): (name, int(p.numel())) for name, p in structure.trained.items()}
+
+
+def _configurations(structure: Structure) -> list[Any]:
+    """Return the distinct objects that modules hold as `config`."""
+    found: list[Any] = [now.get("config") for _, now, _ in structure.attributes]
+    return list({id(config): config for config in found if config is not None}.values())
 
 
 def _differentiated() -> UnsupportedModuleError:

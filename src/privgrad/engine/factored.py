@@ -32,7 +32,7 @@ from privgrad.engine.self_check import (
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import seeded, trainable
+from privgrad.gradient.functional import Structure, seeded, structure_of
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
 from privgrad.gradient.reference import Vmap
@@ -125,14 +125,16 @@ class Factored:
 
     batches_examples = True  # they share one forward pass, and the random numbers that it draws
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
+    def __init__(self, model: nn.Module | Structure, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
+        self._structure = structure_of(model)
+        model = self._structure.model
         if isinstance(model, torch.jit.ScriptModule):  # a part that is scripted is taken whole
             got, remedy = "TorchScript", f"give the module without torch.jit.script (torch.compile works), or {REMEDY}"
             raise refused("the model", "to consist of Python modules", got, remedy)
         self._model = model
         self._loss_fn = loss_fn
-        self._memory = MemoryPlan(model, memory_mb)
-        self._passes = Passes(model, loss_fn, self._memory)
+        self._memory = MemoryPlan(self._structure, memory_mb)
+        self._passes = Passes(self._structure, loss_fn, self._memory)
         self._layouts = self._passes.layouts
         self._fallback = Fallback(model, self._layouts)
         self._reference = Vmap(model, loss_fn)  # for whole losses
@@ -231,7 +233,7 @@ class Factored:
     def uses(self) -> dict[str, Use]:
         """Return how the last pass computed the gradient of each parameter, by name."""
         if self._fallback.reached_loss:
-            return {name: Use("whole", "", *self._fallback.reasons[""]) for name in trainable(self._model)}
+            return {name: Use("whole", "", *self._fallback.reasons[""]) for name in self._structure.trained}
         found = dict[str, Use]()
         for name, use in self._passes.uses.items():
             if use.way == "whole":
@@ -276,7 +278,7 @@ class Factored:
     def _audit(self, examples: Any) -> None:
         self._schedule.is_due, self._schedule.depth = True, 2
         if self._fallback.reached_loss:
-            self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
+            self._passes.floats = sum(p.numel() for p in self._structure.follow().trained.values())
             return
         few = self._few(examples)
         try:
@@ -330,7 +332,7 @@ class Factored:
         if not every:
             raise changed[0]
         found = every[0]
-        own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
+        own, kinds = self._structure.trained, (Projected, Pulled, PulledDense)
         passes.closed_forms = {
             id(own[name]): isinstance(factor, Projected) for name, factor in found.items() if isinstance(factor, kinds)
         }
@@ -377,7 +379,7 @@ class Factored:
         """Raise UnsupportedModuleError if a parameter gets no gradient that got one from the first batch."""
         factors, _ = found
         lost = self._layouts.current.reached - factors.keys()
-        if lost and (lost := sorted(lost & trainable(self._model).keys())):
+        if lost and (lost := sorted(lost & self._structure.trained.keys())):
             got, remedy = "a gradient of None", f"do not detach it from the loss in training mode, or {REMEDY}"
             raise refused(", ".join(lost), "to get a gradient, as on the first batch", got, remedy)
 

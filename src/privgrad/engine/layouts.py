@@ -24,6 +24,11 @@ class ExampleDim(NamedTuple):
     rows: int
     views: int = 1  # groups of an example's rows that are apart: cat([a, b]) has all rows of a first
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the examples are in dimension 0, with the rows of each side by side."""
+        return self.dim == 0 and self.views == 1
+
 
 # The dimension of the examples in each tensor of a call; None for a tensor that all examples share. The layout () of a
 # function's call says that its result cannot be attributed to examples.
@@ -180,35 +185,47 @@ class CallRecord:
         self.is_ambiguous = False  # whether some tensor has another dimension as large as that of the examples
         self._units = list[Call]()
         self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
-        self._by_shapes = dict[Any, Layout | None]()
+        self._entered = list[Any]()  # the calls so far, each with the shapes of its tensors
+        self._by_shapes: dict[Any, Layout | None] | None = None
 
         # Whether calls of functions are recorded; not if no call that was learned needs it.
         self.needs_functions = layouts is None or any(None in call.layout or "[" in call.path for call in layouts)
 
     def enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of the next call; refuse one that was not learned at this place with such tensors."""
-        key = path, tuple(x.shape for x in tensors)
+        shapes = tuple([x.shape for x in tensors])
         if self.is_finished:
-            if (found := self._by_shapes.get(key)) is None:
+            if self._by_shapes is None:
+                self._by_shapes = self._found_by_shapes()
+            if (found := self._by_shapes.get((path, shapes))) is None:
                 raise CallSequenceChangedError(path)
             return found
         index, layouts = len(self.paths), self._layouts or ()
-        if index >= len(layouts) or layouts[index].path != path or 0 < len(layouts[index].layout) < len(tensors):
+        if index >= len(layouts):
             raise CallSequenceChangedError(path)
-        _, layout, shapes = layouts[index]
-        for x, examples, learned in zip(tensors, layout, shapes, strict=False):
+        learned_path, layout, learned_shapes = layouts[index]
+        if learned_path != path or 0 < len(layout) < len(shapes):
+            raise CallSequenceChangedError(path)
+        for shape, examples, learned in zip(shapes, layout, learned_shapes, strict=False):
             # A tensor without examples of another size may hold chosen rows, whose number depends on the batch.
-            fits = x.shape == learned
+            fits = shape == learned
             if examples is not None:
                 rows = self._size * examples.rows
-                self.is_ambiguous |= x.shape.count(rows) > 1
-                fits = x.dim() == len(learned) and x.shape[examples.dim] == rows
+                self.is_ambiguous |= shape.count(rows) > 1
+                fits = len(shape) == len(learned) and shape[examples.dim] == rows
             if not fits:
                 raise CallSequenceChangedError(path)
-        if self._by_shapes.setdefault(key, layout) != layout:
-            self._by_shapes[key] = None  # no way to know which of the two is computed again
         self.paths.append(path)
+        self._entered.append((path, shapes))
         return layout
+
+    def _found_by_shapes(self) -> dict[Any, Layout | None]:
+        """Return the layouts of all calls by path and shapes, for parts that are computed again."""
+        found = dict[Any, Layout | None]()
+        for key, call in zip(self._entered, self._layouts or (), strict=False):
+            if found.setdefault(key, call.layout) != call.layout:
+                found[key] = None  # no way to know which of the two is computed again
+        return found
 
     def learn_unit(self, path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Layout | None:
         """Record a call of a unit, and return its layout; None in the first pass."""

@@ -1,6 +1,7 @@
 """The forward and backward passes of the fast engine: from examples to factors, with the layouts of an audit."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +21,10 @@ from privgrad.engine.layers.base import find_rule, require_unwritten, takes_disp
 from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
 from privgrad.engine.units import HvpTerms, Tap, units, use_of
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import gradients_at, refuse_reentrant, refusing_in_place, sources
+from privgrad.gradient.autograd_graph import AccumulateGrad, gradients_at, refuse_reentrant, refusing_in_place
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor, added_up, at_least_float32
-from privgrad.gradient.functional import (
-    differentiable,
-    named_parameters,
-    preserved,
-    require_losses,
-    streams_kept,
-    trainable,
-)
+from privgrad.gradient.functional import Structure, differentiable, preserved, require_losses, streams_kept
 from privgrad.gradient.reference import shares
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, misplaced, refused, unseen
 from privgrad.processes import is_on_processor
@@ -47,8 +41,8 @@ class MemoryPlan:
     `floats` is the number of floats of output gradients per example.
     """
 
-    def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
-        self._model = model
+    def __init__(self, structure: Structure, memory_mb: float | None) -> None:
+        self._structure = structure
         # Half of the limit (None: a multiple of the model's size) is for output gradients, half for gradients that are
         # kept from the norms to the sum. In floats, for each half.
         self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8
@@ -78,11 +72,15 @@ class MemoryPlan:
 
     def _limits(self) -> tuple[int, int, int]:
         """Return three numbers of floats: to hold for one pass, never to split in two passes, and trainable values."""
-        parameters = [parameter for _, parameter in named_parameters(self._model)]
-        size = sum(int(parameter.numel()) for parameter in parameters if parameter.requires_grad)
-        on_processor = all(map(is_on_processor, parameters[:1]))  # a model is on one device
+        size, on_processor = self._structure.once(_size_and_place)
         together, few = (_TOGETHER, _FEW) if on_processor else (_ON_DEVICE, _ON_DEVICE)
         return max(together, 4 * size) if self._room is None else self._room, few, size
+
+
+def _size_and_place(structure: Structure) -> tuple[int, bool]:
+    """Return the number of trained values, and whether they are on the CPU: a model is on one device."""
+    size = sum(int(parameter.numel()) for parameter in structure.trained.values())
+    return size, all(is_on_processor(parameter) for _, parameter in structure.parameters[:1])
 
 
 class Backward:
@@ -155,8 +153,8 @@ class Point:
 class Passes:
     """The passes over one model and loss. The forwards of the model are replaced during a pass only."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
-        self.model = model
+    def __init__(self, structure: Structure, loss_fn: LossFunction, memory: MemoryPlan) -> None:
+        self.structure, self.model = structure, structure.model
         self.loss_fn = loss_fn
         self._memory = memory
         self.norms = JacobianNorms()
@@ -164,9 +162,17 @@ class Passes:
         # By id of a parameter from which a weight is computed; the displacement of one without is written out.
         self.closed_forms = dict[int, bool]()
         # Of the last pass: whether any output gradient is in half precision, and their floats per example; the number
-        # of examples, if some tensor had another dimension of that size, else 0; and how each gradient was computed.
+        # of examples, if some tensor had another dimension of that size, else 0.
         self.half, self.floats, self.ambiguous = False, 0, 0
-        self.uses = dict[str, Use]()
+        self._used = list[tuple[Tap, str]]()  # the taps, each with the name of a parameter whose gradient it gives
+
+    @property
+    def uses(self) -> dict[str, Use]:
+        """How the last pass computed the gradient of each parameter."""
+        found, vmapped = dict[str, Use](), self.layouts.current.vmapped_units
+        for tap, name in self._used:
+            found[name] = use_of(tap, vmapped, found.get(name))
+        return found
 
     @property
     def tolerance(self) -> float:
@@ -180,7 +186,7 @@ class Passes:
         displacements = self._displacements(examples, point)
         known = self.layouts.current
         calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
-        capture = Capture(self.model, calls, count_examples(examples), units, displacements, norms=self.norms)
+        capture = self._capture(calls, examples, units, displacements)
         try:
             with self._forward(capture, examples) as losses:
                 edges = [tap.edge for tap in capture.taps]
@@ -200,7 +206,7 @@ class Passes:
     def inputs(self, examples: Any) -> dict[str, Factor]:
         """Return factors with the inputs of each layer, and zeros as gradients of its outputs; errors as `compute`."""
         known = self.layouts.current
-        capture = Capture(self.model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
+        capture = self._capture(known.calls, examples, known.vmapped_units)
         with self._forward(capture, examples) as losses:
             return self._collected(losses, capture, [tap.zeros for tap in capture.taps], room=0)
 
@@ -209,14 +215,18 @@ class Passes:
 
     def learn_displaced(self, few: Any, *, exact: bool) -> None:
         vmapped = self.layouts.current.vmapped_units
-        vmapped = vmapped | {p for p, unit in units(self.model, vmapped) if not self._displaces_cheaply(unit, exact)}
+        vmapped = vmapped | {
+            unit.path
+            for unit in self.structure.follow().once(units, frozenset(vmapped))
+            if not self._displaces_cheaply(unit.module, exact)
+        }
         self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
 
     def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
         """Return the displacements radius g_i / |g_i|, where |g_i| is the norm over all parameters."""
         if not first:  # no example reaches a trainable parameter
             return Displacements({}, torch.zeros(0))
-        parameters = trainable(self.model)
+        parameters = self.structure.trained
         # Write out gradients that were pulled through a parametrization: they are needed more than once.
         first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
@@ -228,9 +238,9 @@ class Passes:
     def written_per_example(self, *, exact: bool) -> int:
         """Return the number of parameters of which a pass with displaced parameters writes out one copy per example."""
         each = [
-            unit
-            for _, unit in units(self.model)
-            if parametrize.is_parametrized(unit) or not self._displaces_cheaply(unit, exact)
+            unit.module
+            for unit in self.structure.follow().once(units)
+            if parametrize.is_parametrized(unit.module) or not self._displaces_cheaply(unit.module, exact)
         ]
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
         return sum(p.numel() for p in parameters if not self.closed_forms.get(id(p), False))
@@ -257,7 +267,7 @@ class Passes:
     def _displacements(self, examples: Any, point: Point) -> Displacements | None:
         """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
         if point.along is not None:
-            parameters, rows = trainable(self.model), next(iter(point.along.values())).examples
+            parameters, rows = self.structure.follow().trained, next(iter(point.along.values())).examples
             share_B = next(iter(parameters.values())).new_full((rows,), point.share)
             along = {id(parameters[name]): factor for name, factor in point.along.items()}
             return Displacements(along, at_least_float32(share_B))
@@ -270,7 +280,7 @@ class Passes:
     def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
         """Return the gradients plus their Hessians' products with the displacements, in one forward pass."""
         calls, vmapped = self.layouts.current.displaced[True]
-        capture = Capture(self.model, calls, count_examples(examples), vmapped, curved=True, norms=self.norms)
+        capture = self._capture(calls, examples, vmapped, curved=True)
         with differentiable(twice=True), self._forward(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))
@@ -282,14 +292,35 @@ class Passes:
             grads, terms = curvature(first, along)
         return self._collected(losses, capture, grads, terms), along
 
+    def _capture(
+        self,
+        calls: Calls | None,
+        examples: Any,
+        whole: Collection[str],
+        displacements: Displacements | None = None,
+        *,
+        curved: bool = False,
+        earlier: CallRecord | None = None,
+    ) -> Capture:
+        """Return a capture of the next pass, from the structure of the model as it is now."""
+        return Capture(
+            self.structure.follow(),
+            calls,
+            count_examples(examples),
+            frozenset(whole),
+            displacements,
+            curved=curved,
+            norms=self.norms,
+            earlier=earlier,
+        )
+
     @contextmanager
     def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
         """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
-        with torch.enable_grad(), preserved(self.model), capture:
+        with torch.enable_grad(), preserved(self.structure), capture:
             losses = require_losses(self.loss_fn(self.model, examples), capture.size)
             capture.finish()
             self.ambiguous = capture.size if capture.record.is_ambiguous else 0
-            refuse_reentrant(losses)
             _require_seen(losses, capture)
             yield losses
 
@@ -304,25 +335,25 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
         # Gradients that are written out for their norms are kept for the sum, up to `room` floats per example.
-        names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
-        self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
-        self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
+        names, size, self._used = capture.names, len(losses), list[tuple[Tap, str]]()
+        given = [grad for grad in grads if grad is not None]
+        self.half = any(grad.itemsize < 4 for grad in given)
+        self.floats = sum(math.prod(grad.shape) for grad in given) // size
         found = dict[str, list[Factor]]()
-        self.uses = uses = dict[str, Use]()
-        vmapped = self.layouts.current.vmapped_units
         room = self._memory.room(self.floats) if room is None else room
-        with torch.autocast(losses.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
                 for tensor, version in tap.inputs:
-                    require_unwritten(tap.path, tensor, version)
+                    if tensor._version != version:
+                        require_unwritten(tap.path, tensor, version)
                 if grad is None and tap.is_copy:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
                 own = terms[index] if terms else None
                 for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
-                    name = names[id(parameter)]
-                    uses[name] = use_of(tap, vmapped, uses.get(name))
+                    name, numbers = names[id(parameter)]
+                    self._used.append((tap, name))
                     if factor.examples == 0:  # the unit was called on no rows
                         factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
                     if factor.examples != size:
@@ -330,18 +361,21 @@ class Passes:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
                     if isinstance(factor, Outer):  # kept if no larger than the gradient at the tap
-                        factor.keeps = parameter.numel() <= grad.numel() // size
-                    if factor.worth_keeping and parameter.numel() <= room:
-                        factor, room = factor.written_out(), room - int(parameter.numel())
-                    found.setdefault(name, []).append(factor)
-            return {name: _added_up(parts) for name, parts in found.items()}
+                        factor.keeps = numbers * size <= math.prod(grad.shape)
+                    if factor.worth_keeping and numbers <= room:
+                        factor, room = factor.written_out(), room - numbers
+                    if name in found:
+                        found[name].append(factor)
+                    else:
+                        found[name] = [factor]
+            return {name: parts[0] if len(parts) == 1 else _added_up(parts) for name, parts in found.items()}
 
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
         """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
 
         def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
-            capture = Capture(self.model, None, count_examples(batch), vmapped, earlier=earlier)
-            with torch.enable_grad(), streams_kept(), preserved(self.model), capture:
+            capture = self._capture(None, batch, vmapped, earlier=earlier)
+            with torch.enable_grad(), streams_kept(), preserved(self.structure), capture:
                 self.loss_fn(self.model, batch)
                 capture.finish()
             return capture.record
@@ -386,10 +420,10 @@ def _added_up(parts: list[Factor]) -> Factor:
 
 def _require_seen(losses: Tensor, capture: Capture) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
-    names = {id(parameter): name for name, parameter in capture.trained.items()}
-    for source in sources([losses]):
-        if (name := names.get(id(source))) is not None:
-            unit = name.rpartition(".")[0]
+    leaves = [losses, *(node.variable for node in refuse_reentrant(losses) if node.__class__ is AccumulateGrad)]
+    for leaf in leaves:
+        if (known := capture.names.get(id(leaf))) is not None:
+            unit = known[0].rpartition(".")[0]
             if not capture.record.needs_functions:  # no earlier batch needed to see the calls of functions
                 raise CallSequenceChangedError(unit)
-            raise unseen(name, capture.record.unattributed(unit))
+            raise unseen(known[0], capture.record.unattributed(unit))

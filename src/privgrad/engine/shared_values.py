@@ -5,11 +5,11 @@ the examples, each example gets its own copy, and the gradients at the copies ar
 depend on example i, the model and public numbers only, and in `for_each` no example's values may reach another example.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.batching_rules import OF_ALL
-from privgrad.gradient.functional import batched, unseen_by_checkpoints, version_of
+from privgrad.gradient.functional import Structure, batched, unseen_by_checkpoints, version_of
 from privgrad.gradient.refusals import REMEDY, refused
 
 Inputs = Sequence[tuple[Tensor, int | None]]  # tensors, each with the dimension of its examples; None: they share it
@@ -40,22 +40,31 @@ class _Value:
 class SharedValues:
     """The shared values of one forward pass, which keep the graph of their parameters: `passes` refuses unseen uses."""
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[int, tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]
+    ) -> None:
         self._copies_of = copies_of
-        self._values = {id(p): _Value(p, p._version, True, u, None, sources=frozenset([id(p)])) for u, p in parameters}
+        self._values: dict[int, _Value | tuple[str, Tensor]] = {**parameters}  # a parameter that was not met yet
+
+    def _value(self, tensor: object) -> _Value | None:
+        value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
+        if isinstance(value, tuple):
+            unit, p = value
+            self._values[id(p)] = value = _Value(p, p._version, True, unit, None, sources=frozenset([id(p)]))
+        return value
 
     def __contains__(self, tensor: object) -> bool:
-        value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
+        value = self._value(tensor)
         # The forward of an autograd.Function is seen, but not its backward: its result has a graph only afterwards.
         return value is not None and value.tensor.requires_grad == value.trained
 
     def unit(self, tensor: Tensor) -> str:
         """Return the path of the module to blame for a value: the owner of its first parameter."""
-        return self._values[id(tensor)].unit
+        return cast(_Value, self._value(tensor)).unit
 
     def sources(self, tensor: Tensor) -> frozenset[int]:
         """Return the ids of the parameters that a value was computed from; none if it is no shared value."""
-        return self._values[id(tensor)].sources if tensor in self else frozenset()
+        return cast(_Value, self._value(tensor)).sources if tensor in self else frozenset()
 
     def add(
         self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
@@ -80,15 +89,15 @@ class SharedValues:
         self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
     ) -> None:
         """Follow an operation in place on a value of this version; `compute` returns new copies from those before."""
-        before = self._values[id(tensor)]
+        before = cast(_Value, self._value(tensor))
         if before.version == version:  # else another operation changed it, through a view
             del self._values[id(tensor)]
             self.add(tensor, before.unit, lambda: compute(self._computed(before)), inputs)
-            self._values[id(tensor)].sources |= before.sources
+            cast(_Value, self._value(tensor)).sources |= before.sources
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value); refuse a value that was written to."""
-        value = self._values[id(tensor)]
+        value = cast(_Value, self._value(tensor))
         if value.version != tensor._version:
             raise _written_to(value.unit)
         return self._computed(value)
@@ -101,6 +110,11 @@ class SharedValues:
             compute = value.compute
             value.copies = self._copies_of(value.unit, value.tensor) if compute is None else compute()
         return value.copies
+
+
+def owners(structure: Structure) -> dict[int, tuple[str, Tensor]]:
+    """Return each trained parameter with the path of the module that owns it, by its id."""
+    return {id(p): (name.rpartition(".")[0], p) for name, p in structure.trained.items()}
 
 
 def _written_to(unit: str) -> UnsupportedModuleError:
@@ -148,11 +162,11 @@ class FunctionCalls(TorchFunctionMode):
     def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], record: list[Call] | None) -> None:
         super().__init__()
         self._shared, self._take, self._record = shared, take, record
-        self.count, self._is_paused = 0, False
+        self.count, self.is_paused = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or (name := name_of(func)) in _METADATA:
+        if self.is_paused or (name := name_of(func)) in _METADATA:
             return func(*args, **kwargs)
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
@@ -179,11 +193,11 @@ class FunctionCalls(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Generator[None]:
         """Let all calls pass, for a unit whose parameters the engine handles itself."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
 
 def _of_all(unit: str, func: Any) -> UnsupportedModuleError:

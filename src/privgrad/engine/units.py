@@ -33,6 +33,7 @@ from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import (
     Mended,
+    Structure,
     batched,
     named_parameters,
     own_parameters,
@@ -50,7 +51,9 @@ class Tap:
 
     path: str  # the unit's, for messages
     edge: GradientEdge  # where the gradient is computed
-    zeros: Tensor  # a gradient of zeros at the edge; it takes no memory
+    shape: torch.Size  # of the gradient at the edge
+    dtype: torch.dtype
+    device: torch.device
     # gradient at the edge -> factors by parameter; if `curved`, HvpTerms are its second argument
     factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]  # the tensors that `factors` uses, with their versions, to detect in-place writes
@@ -60,6 +63,11 @@ class Tap:
     delta: Callable[[Displacements], Tensor | None] | None = None
     source: Tensor | None = None  # for Hessian products: the unit's input, if gradients flow to it
     curved: bool = False  # whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge
+
+    @property
+    def zeros(self) -> Tensor:
+        """A gradient of zeros at the edge; it takes no memory."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -84,26 +92,55 @@ def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
         return other
     remedies = dict.fromkeys(tap.functions.values())
     remedy = "" if "" in remedies else ", ".join(remedies)
-    return Use("copies", tap.path, ", ".join(tap.functions), remedy, tap.zeros[:1].numel())
+    return Use("copies", tap.path, ", ".join(tap.functions), remedy, tap.shape[1:].numel())
 
 
-def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units with their paths, each once: modules with a rule or a forward, and those that are taken whole."""
+@dataclass(frozen=True)
+class Unit:
+    """A module whose forward is replaced during a pass, as far as the structure of the model decides about it."""
+
+    path: str
+    module: nn.Module
+    is_whole: bool  # whether it is computed by vmap
+    forward: Callable[..., Any] | None  # its forward with taps, if it has one
+    rule: Rule | None  # else its rule
+    weights: tuple[str, ...] | None  # the names of those that the rule knows; None if one is computed in each call
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return vars(self.module)
+
+
+def units(structure: Structure, whole: frozenset[str] = frozenset()) -> list[Unit]:
+    """Return the units, each once: modules with a rule or a forward, and those that are taken whole."""
+    model = structure.model
     seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
-    yield from _units(model, "", whole, seen)
+    return list(_units(model, "", whole, seen))
 
 
-def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[Unit]:
     if id(model) in seen:
         return
     seen.add(id(model))
-    has_own = any(p.requires_grad for p in own_parameters(model).values()) or parametrize.is_parametrized(model)
-    if path in whole or find_forward(model) is not None or (has_own and find_rule(model) is not None):
+    is_parametrized = parametrize.is_parametrized(model)
+    has_own = is_parametrized or any(p.requires_grad for p in own_parameters(model).values())
+    forward = find_forward(model)
+    rule = find_rule(model) if forward is None and has_own else None
+    if path in whole or forward is not None or rule is not None:
         if any(p.requires_grad for _, p in named_parameters(model)):
-            yield path, model
+            weights = None if rule is None or is_parametrized else _plain_weights(model, rule)
+            yield Unit(path, model, path in whole, forward, rule, weights)
         return
     for name, child in model.named_children():
         yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
+
+
+def _plain_weights(module: nn.Module, rule: Rule) -> tuple[str, ...] | None:
+    """Return the names of the weights that a rule knows; None if a hook computes one before each call."""
+    own = vars(module)["_parameters"]
+    if any(getattr(module, name, None) is not own.get(name) for name in rule.parameters):
+        return None
+    return tuple(name for name in rule.parameters if own.get(name) is not None)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
@@ -166,6 +203,8 @@ class VmappedUnit:
         self._leaves, self._structure = tree_flatten(arguments)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._watched = Watched(self._leaves)
+        # Parameters and buffers are replaced by copies meanwhile.
+        self._kept = Structure(module, path, but=("_parameters", "_buffers"))
         self._unit = _Unit(module, forward)
         self._frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
         self._found: Any = None  # the leaves and the structure of the last output
@@ -224,7 +263,7 @@ class VmappedUnit:
 
     def _isolated(self) -> AbstractContextManager[None]:
         """Undo changes of attributes: they hold one example's values, which must not reach others in the loop."""
-        return preserved(self._module, self._path, but=("_parameters", "_buffers"))
+        return preserved(self._kept)
 
 
 class _Unit(nn.Module):
@@ -270,12 +309,17 @@ class LayerCall:
         self._weights = weights
         self._norms = norms
         self._curved = curved
-        self._detached = {name: w.detach().requires_grad_(w.requires_grad) for name, w in weights.items()}
-        has_computed = isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)
-        computed = cast(nn.ModuleDict, layer.parametrizations).items() if has_computed else ()
-        self._parametrizations = {name: own for name, own in computed if name in weights}
-        known = {name: StandardizedWeight.of(own) for name, own in self._parametrizations.items()}
-        self._standardized = {name: weight for name, weight in known.items() if weight is not None}
+        self._detached = dict[str, Tensor]()
+        for name, weight in weights.items():
+            self._detached[name] = weight.detach()
+            if weight.requires_grad:
+                self._detached[name].requires_grad_()
+        self._parametrizations, self._standardized = dict[str, Any](), dict[str, StandardizedWeight]()
+        if isinstance(layer, nn.Module) and "parametrizations" in vars(layer)["_modules"]:
+            computed = cast(nn.ModuleDict, layer.parametrizations).items()
+            self._parametrizations = {name: own for name, own in computed if name in weights}
+            known = {name: StandardizedWeight.of(own) for name, own in self._parametrizations.items()}
+            self._standardized = {name: weight for name, weight in known.items() if weight is not None}
         # By name, the weights that a parametrization computes from each example's displaced parameters.
         self._per_sample: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
         self._rule, self.x = rule.bilinear(layer, x) if curved else (rule, x)
@@ -300,7 +344,11 @@ class LayerCall:
         """Return the factors of the trained parameters, also of those from which a weight is computed."""
         x, found = self.x.detach(), dict[Tensor, Factor]()
         for name, weight in self._weights.items():
-            if weight.requires_grad:
+            if not weight.requires_grad:
+                continue
+            if terms is None and weight.grad_fn is None and name not in self._per_sample and weight not in found:
+                found[weight] = self._factor(name, x, grad)
+            else:
                 add_to(found, self._of_weight(name, weight, x, grad, terms))
         return found
 
@@ -333,7 +381,6 @@ class LayerCall:
             return {weight: total}
         return _pulled(total, weight, self._norms, (self._path, name), standardized)
 
-    @torch.no_grad()
     def _factor(self, name: str, x: Tensor, grad: Tensor) -> Factor:
         """Return what the rule returns for a weight; refuse a user's rule that returns anything but its gradients."""
         if is_built_in(self._rule):
@@ -350,10 +397,13 @@ class LayerCall:
         return found
 
 
-def weights_of(path: str, module: nn.Module, rule: Rule) -> dict[str, Tensor]:
-    """Return the weights that a layer's rule knows, by name; a parametrization may compute one, see `Additive`."""
-    with Additive(path) if parametrize.is_parametrized(module) else nullcontext():
-        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+def weights_of(unit: Unit) -> dict[str, Tensor]:
+    """Return the weights that a unit's rule knows, by name; a parametrization may compute one, see `Additive`."""
+    module, own = unit.module, vars(unit.module)["_parameters"]
+    if unit.weights is not None:
+        return {name: own[name] for name in unit.weights}
+    with Additive(unit.path) if parametrize.is_parametrized(module) else nullcontext():
+        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in cast(Rule, unit.rule).parameters}
     return {name: weight for name, weight in read.items() if weight is not None}
 
 

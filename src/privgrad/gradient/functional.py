@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,15 +25,18 @@ from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.autograd_graph import gradients_and_curvature
 from privgrad.gradient.batching_rules import MENDED, OF_ALL, TORCH_WEIGHT_NORM, weight_norm
 from privgrad.gradient.refusals import written_to
+from privgrad.processes import is_on_processor
 from privgrad.rng import numpy_and_python_kept
 from privgrad.types import LossFunction, count_examples
+
+Result = TypeVar("Result")
 
 _NOTE = "privgrad called it with a few examples, or with part of a batch; batches have any size from 0."
 _COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of an array, compared at each step
 
 
 @contextmanager
-def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
+def advanced(model: "nn.Module | Structure", *, keep: bool) -> Generator[None]:
     """Advance the vectors of all spectral norms in training mode, and hold all vectors until the exit.
 
     Computes: for each weight W, a parameter, what one training forward pass computes:
@@ -41,7 +44,8 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
     So a layer that is called twice, a second pass and a recomputed part all use the same vectors. With `keep`, the new
     vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
-    found = list(spectral_norms(model))
+    structure = structure_of(model)
+    found = structure.once(spectral_norms)
     if not found:
         yield
         return
@@ -57,6 +61,7 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
                     norm(of.original)
         for norm, _, _ in found:
             norm.n_power_iterations = 0
+        structure.follow()
         yield
         done = keep
     finally:
@@ -66,18 +71,20 @@ def advanced(model: nn.Module, *, keep: bool) -> Generator[None]:
             vector.copy_(held)
 
 
-def spectral_norms(model: nn.Module) -> Iterator[tuple[Any, Any, tuple[Tensor, Tensor]]]:
-    """Yield each spectral norm of a parameter, the module that holds the parameter, and the two vectors."""
-    for _, module in named_modules(model):
+def spectral_norms(structure: "Structure") -> list[tuple[Any, Any, tuple[Tensor, Tensor]]]:
+    """Return each spectral norm of a parameter, the module that holds the parameter, and the two vectors."""
+    found = list[tuple[Any, Any, tuple[Tensor, Tensor]]]()
+    for _, module in structure.modules:
         if isinstance(module, parametrize.ParametrizationList):
             norm = module[0]  # a later one sees what the earlier ones computed
             original = vars(module)["_parameters"].get("original")
             if type(norm) is _SpectralNorm and original is not None and original.dim() > 1:
-                yield norm, module, (norm.get_buffer("_u"), norm.get_buffer("_v"))
+                found.append((norm, module, (norm.get_buffer("_u"), norm.get_buffer("_v"))))
         for hook in cast("Mapping[int, Any]", vars(module)["_forward_pre_hooks"]).values():
             if type(hook) is SpectralNorm and vars(module)["_parameters"].get(f"{hook.name}_orig") is not None:
                 vectors = module.get_buffer(f"{hook.name}_u"), module.get_buffer(f"{hook.name}_v")
-                yield hook, module, vectors
+                found.append((hook, module, vectors))
+    return found
 
 
 class Mended(TorchFunctionMode):
@@ -274,31 +281,124 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
             parameter.data = held
 
 
+class Structure:
+    """The modules, parameters and buffers of a model, what they hold, and what follows from that alone.
+
+    A step finds out nothing about the model that an earlier step knows: `follow` compares what the modules hold now
+    with what they held when the model was read, and reads it again if anything differs. It sees
+    - the attributes of each module, its class, and the code of its forward;
+    - what is in the containers of these attributes at any depth: submodules, parameters, buffers, hooks;
+    - type, shape, device and hooks of each parameter, and whether it is trained.
+
+    All is compared by identity, so that nothing is computed. It sees no writes to tensors, and no attributes of other
+    objects: for these see `checks.configuration` and `checks.variables`.
+    """
+
+    def __init__(self, model: nn.Module, path: str = "", *, but: Collection[str] = ()) -> None:
+        self.model, self._path, self._but = model, path, but
+        self._read()
+
+    def _read(self) -> None:
+        self._known = dict[Any, Any]()
+        self.modules = list(named_modules(self.model, self._path))
+        self.attributes = [(path, vars(module), dict(vars(module))) for path, module in self.modules]
+        self._contents, self.tensors = Contents(), list[tuple[dict[str, Any], str]]()
+        named, self.buffers = dict[int, tuple[str, nn.Parameter]](), list[tuple[str, dict[str, Any], str]]()
+        for path, now, attributes in self.attributes:
+            prefix = f"{path}." if path else ""
+            for name, value in attributes.items():
+                kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+                if kind in SCALARS or (kind in _USUAL and name in self._but):
+                    continue
+                if kind in _USUAL and (not value or name in _REGISTERED):
+                    self._contents.containers.append(((path, name), value, held_in(value)))
+                elif isinstance(value, Tensor):
+                    self.tensors.append((now, name))
+                else:
+                    self._contents.read([((path, name), value)])
+            for name, parameter in attributes["_parameters"].items():
+                if parameter is not None:
+                    named.setdefault(id(parameter), (f"{prefix}{name}", parameter))
+            held = attributes["_buffers"]
+            self.buffers += [(f"{prefix}{name}", held, name) for name, buffer in held.items() if buffer is not None]
+        self.inside = [(label, value) for label, value, _ in self._contents.copies]  # tensors in containers
+        self._contents.copies.clear()  # a pass makes them anew
+        self.parameters = list(named.values())
+        self.trained = {name: parameter for name, parameter in self.parameters if parameter.requires_grad}
+        self._parts = [module for _, module in self.modules]
+        self._kinds: list[Any] = list(set(map(type, self._parts)))
+        held = [container for _, container, _ in self._contents.containers]
+        self._empty = [one for one in held if not one]
+        self._dicts = [now for _, now, _ in self.attributes] + [one for one in held if one and isinstance(one, dict)]
+        self._others = [one for one in held if one]  # of a dict, these are the keys
+        self._holds, self._has = self._held(), self._key()
+
+    def _held(self) -> list[object]:
+        """Return all objects in attributes and containers, in order."""
+        values = cast("Iterable[Iterable[object]]", map(cast(Any, dict).values, self._dicts))
+        return list(chain.from_iterable((*values, *self._others)))
+
+    def _key(self) -> list[object]:
+        """Return what else is compared: classes, their forwards, and what parameters are."""
+        of_parameters = [
+            (x.requires_grad, x.dtype, x.shape, x.device, x._backward_hooks, x._post_accumulate_grad_hooks)
+            for _, x in cast("list[tuple[str, Any]]", self.parameters)
+        ]
+        forwards = [getattr(kind.forward, "__code__", kind) for kind in self._kinds]
+        return [*map(type, self._parts), *forwards, *of_parameters]
+
+    def is_same(self) -> bool:
+        """Return whether attributes and containers hold the same objects as when the model was read."""
+        return not any(self._empty) and same(self._held(), self._holds)
+
+    def follow(self) -> "Structure":
+        """Read the model again if its modules hold anything else than before; return this structure."""
+        if not (self.is_same() and self._key() == self._has):
+            self._read()
+        return self
+
+    def once(self, found: "Callable[..., Result]", *arguments: Any) -> "Result":
+        """Return found(self, *arguments), which is computed once, until the structure changes."""
+        key = found, arguments
+        if key not in self._known:
+            self._known[key] = found(self, *arguments)
+        return self._known[key]
+
+    def undo(self) -> set[tuple[str, str]]:
+        """Put back what attributes and containers held; return the paths and names of the attributes that differed."""
+        changed = self._contents.undo()
+        for path, now, attributes in self.attributes:
+            if not (same(now, attributes) and same(now.values(), attributes.values())):
+                both = now.keys() | attributes.keys()
+                names = {name for name in both if now.get(name, ABSENT) is not attributes.get(name, ABSENT)}
+                changed |= {(path, name) for name in names - weight_hooks(now).keys()}
+                now.clear()
+                now.update(attributes)
+        return changed
+
+
+def structure_of(model: nn.Module | Structure) -> Structure:
+    """Return the structure of a model; one that is given must be that of now."""
+    return model if isinstance(model, Structure) else Structure(model)
+
+
 @contextmanager
-def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
+def preserved(model: nn.Module | Structure) -> Generator[None]:
     """Undo the changes that a forward or backward pass makes to the modules and to `.grad`, and warn about them.
 
-    It sees attributes, and containers, tensors and arrays in them at any depth, except the attributes `but`.
+    It sees attributes, and containers, tensors and arrays in them at any depth. A structure must be that of now.
 
     Privacy:
         State that private examples leave on a module could change the gradient of another example, or end in a
         checkpoint. For state elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
     """
-    before = [(path, vars(module), dict(vars(module))) for path, module in named_modules(model, path)]
-    inside, copies = Contents(), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
-    for path, now, attributes in before:
-        for name, value in attributes.items():
-            kind = type(value)  # pyright: ignore[reportUnknownVariableType]
-            if kind in SCALARS or (kind in _USUAL and name in but):
-                continue
-            if kind in _USUAL and (not value or name in _REGISTERED):
-                inside.containers.append(((path, name), value, held_in(value)))
-            elif isinstance(value, Tensor):
-                now[name] = copy = value.clone()
-                copies.append((now, name, value, copy))
-            else:
-                inside.read([((path, name), value)])
-    leaves = [value for _, _, value, _ in copies] + [x for _, x, _ in inside.copies if isinstance(x, Tensor)]
+    structure, copies = structure_of(model), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
+    inside = [(label, value, copy_of(value)) for label, value in structure.inside]
+    for now, name in structure.tensors:
+        value = now[name]
+        now[name] = copy = value.clone()
+        copies.append((now, name, value, copy))
+    leaves = [value for _, _, value, _ in copies] + [x for _, x, _ in inside if isinstance(x, Tensor)]
     try:
         with _without_grads(leaves):
             yield
@@ -306,15 +406,9 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
         for now, name, value, copy in copies:
             if now.get(name) is copy and copy._version == 0:
                 now[name] = value
-        found = inside.undo()
-        for path, now, attributes in before:
-            if not (same(now, attributes) and same(now.values(), attributes.values())):
-                both = now.keys() | attributes.keys()
-                names = {name for name in both if now.get(name, ABSENT) is not attributes.get(name, ABSENT)}
-                found |= {(path, name) for name in names - weight_hooks(now).keys()}
-                for name in now.keys() - attributes.keys():
-                    del now[name]
-                now.update(attributes)
+        found = {label for label, value, copy in inside if restore(value, copy)}
+        if not structure.is_same():
+            found |= structure.undo()
         # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
         changed = [f"{path}.{name}" if path else name for path, name in found if not name.startswith("_")]
         if changed:
@@ -438,7 +532,7 @@ def version_of(x: Any) -> Any:
 
 
 @contextmanager
-def parameters_kept(model: nn.Module) -> Generator[None]:
+def parameters_kept(model: nn.Module | Structure) -> Generator[None]:
     """Undo what a step's passes leave on parameters and buffers, and refuse writes to what is not trained.
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
@@ -446,13 +540,14 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
     Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
     counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
     """
-    named, buffers = list(named_parameters(model)), list(model.named_buffers())
+    structure = structure_of(model)
+    buffers = [(name, holder[own]) for name, holder, own in structure.buffers]
     frozen, own = Contents(), Contents()
-    frozen.read((name, x) for name, x in named if not x.requires_grad and _is_compared(x))
+    frozen.read((name, x) for name, x in structure.parameters if not x.requires_grad and _is_compared(x))
     own.read((name, x) for name, x in buffers if _is_compared(x))
     others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
     try:
-        with _without_grads(x for _, x in (*named, *buffers)):
+        with _without_grads([x for _, x in (*structure.parameters, *buffers)]):
             yield
     finally:
         written = frozen.undo()
@@ -462,7 +557,7 @@ def parameters_kept(model: nn.Module) -> Generator[None]:
 
 
 def _is_compared(x: Tensor) -> bool:
-    return x.is_cpu and x.numel() <= _COMPARED
+    return is_on_processor(x) and x.numel() <= _COMPARED
 
 
 def gradients(

@@ -21,12 +21,14 @@ from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import (
     BoundLoss,
+    Structure,
     batched,
     differentiable,
     gradients,
     preserved,
     require_losses,
     streams_kept,
+    structure_of,
     trainable,
 )
 from privgrad.gradient.novelty import CheckSchedule
@@ -46,9 +48,14 @@ class Vmap:
     batches_examples = False  # each example is computed by itself, with random numbers of its own
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None, check: Check | None = None
+        self,
+        model: nn.Module | Structure,
+        loss_fn: LossFunction,
+        *,
+        memory_mb: float | None = None,
+        check: Check | None = None,
     ) -> None:
-        self._model = model
+        self._model = structure_of(model).model
         self._loss_fn = loss_fn
         self._memory_mb = memory_mb  # a bound on the gradients
         self._compare = check  # compares a few examples with the same examples alone

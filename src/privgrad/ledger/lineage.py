@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from privgrad.accounting.accountant import rounded_up
+from privgrad.gradient.functional import Structure
 from privgrad.ledger.ledger import Ledger
 
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
@@ -61,17 +62,17 @@ class Lineage:
 _OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary())
 
 
-def note_training(model: nn.Module, ledger: Ledger, moved: Collection[str] | None = None) -> None:
+def note_training(model: nn.Module | Structure, ledger: Ledger, moved: Collection[str] | None = None) -> None:
     """Note that the releases of a ledger move the weights of a model, until these and their copies are deleted.
 
     `moved` has the names of the parameters that move; None: the trainable ones. Modules without any, such as a frozen
-    encoder, get no note. Call it again at each step: a part may be unfrozen or added at any time.
+    encoder, get no note. Call it again when the structure has changed: a part may be unfrozen or added at any time.
     """
-    named = model.named_parameters()
+    named = model.parameters if isinstance(model, Structure) else list(model.named_parameters())
     trained = [one for name, one in named if (one.requires_grad if moved is None else name in moved)]
     if all(ledger in _OF_PARAMETERS.get(parameter, ()) for parameter in trained):
         return
-    for lineage in _made_for(model, trained):
+    for lineage in _made_for(model.model if isinstance(model, Structure) else model, trained):
         lineage.add(ledger)
 
 
