@@ -13,8 +13,8 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from itertools import islice, pairwise
+from functools import cached_property, lru_cache, partial
+from itertools import chain, islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -208,17 +208,41 @@ class Snapshot(Contents):
         self.values = dict[str, Any]()  # numbers, texts and copies by path; of a tensor else its id and count of writes
         self.places, self.tensors = dict[str, Variable](), dict[int, str]()  # by path; the paths of tensors by id
         self._held, self._writes = list[tuple[Variable, Any]](), list[tuple[Any, Any]]()
-        self._forms: list[tuple[Collection[Any], tuple[Any, ...]]] = []  # items, keys, or names of attributes
+        self._forms = list[Collection[Any]]()  # containers: items, keys, or names of attributes
         self.read(map(self._entry, variables))
+        self._formed = [*chain.from_iterable(self._forms)]
 
     def is_current(self) -> bool:
         """Return whether all is as it was; this costs far less than another snapshot."""
+        if self.copies:
+            return False
+        entries, cells, others, tensors, arrays = self._places
+        try:  # without a call for each of them
+            now = [holder[key] for holder, key, _ in entries] + [cell.cell_contents for cell, _ in cells]
+        except (KeyError, ValueError):
+            return False
         return (
-            not self.copies
-            and all((x[1].get(x[2], ABSENT) if type(x[1]) is dict else x.get()) is value for x, value in self._held)
-            and all(same(tuple(form), held) for form, held in self._forms)
-            and all(version_of(value) == trace for value, trace in self._writes)
+            same(now, [value for *_, value in entries] + [value for _, value in cells])
+            and same([*chain.from_iterable(self._forms)], self._formed)
+            and [x._version for x, _ in tensors] == [trace for _, trace in tensors]
+            and all(x.get() is value for x, value in others)
+            and all(version_of(x) == trace for x, trace in arrays)
         )
+
+    @cached_property
+    def _places(self) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
+        """What was read, by kind: entries of dicts, contents of cells, other values; tensors, and arrays."""
+        entries, cells, others = list[Any](), list[Any](), list[Any]()
+        for x, value in self._held:
+            if type(x.holder) is dict and value is not ABSENT:
+                entries.append((x.holder, x.key, value))
+            elif x.key == "cell_contents" and value is not ABSENT:
+                cells.append((x.holder, value))
+            else:
+                others.append((x, value))
+        tensors = [(x, trace) for x, trace in self._writes if isinstance(x, Tensor) and not x.is_inference()]
+        arrays = [(x, trace) for x, trace in self._writes if not isinstance(x, Tensor)]
+        return entries, cells, others, tensors, arrays
 
     def _entry(self, variable: Variable) -> tuple[str, Any]:
         value = variable.get()
@@ -238,7 +262,7 @@ class Snapshot(Contents):
                 if not isinstance(value, tuple | dict):
                     self.containers.append((shown(label), value, held_in(value)))
             form = cast(Any, value) if isinstance(value, CONTAINERS) else getattr(cast(Any, value), "__dict__", ())
-            self._forms.append((form, tuple(form)))
+            self._forms.append(form)
             return map(self._entry, self._scope.contents(label, value))
         return ()
 

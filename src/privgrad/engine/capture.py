@@ -6,7 +6,7 @@ copy of the parameter for each example. A use that is not seen keeps the graph o
 losses that depend on these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, cast
@@ -68,6 +68,7 @@ class Capture:
         curved: bool = False,  # whether to record what Hessian products need
         norms: JacobianNorms | None = None,
         earlier: CallRecord | None = None,  # the first pass that learns layouts, in the second one
+        sees_all: bool = False,  # whether to see functions between all calls of units
     ) -> None:
         self.size = size
         self._structure, self._units = structure, structure.once(units, whole)
@@ -83,7 +84,8 @@ class Capture:
         self._parameters = [(name, p, p._version) for name, p in structure.parameters]
         self._shared = SharedValues(structure.once(owners), self._copies)
         recorded = self.record.functions if layouts is None and earlier is None else None
-        self._functions = FunctionCalls(self._shared, self._function, recorded)
+        gaps = None if layouts is None or sees_all else layouts.gaps
+        self.functions = FunctionCalls(self._shared, self._function, recorded, gaps)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Capture":
@@ -110,13 +112,9 @@ class Capture:
             for unit in self._units:
                 own = unit.attributes
                 self._forwards.append((own, own.get("forward")))
-                if unit.is_whole:
-                    way, more = self._by_vmap, ()
-                else:
-                    way, more = (self._ruled, ()) if unit.forward is None else (self._by_taps, (unit.forward,))
-                own["forward"] = partial(way, unit, unit.module.forward, *more)
-            if self.record.needs_functions:
-                stack.enter_context(self._functions)
+                own["forward"] = partial(self._call, unit, unit.module.forward)
+            self.functions.begin()
+            stack.callback(self.functions.end)
             self._stack = stack.pop_all()
         return self
 
@@ -135,11 +133,12 @@ class Capture:
             if kind is None:
                 self.finish()  # the backward pass may have written, too
         # They refer to this object. A cycle of references would keep the pass in memory until garbage collection.
-        del self._shared, self._functions
+        del self._shared, self.functions
 
     def finish(self) -> None:
         """End the recording after the forward pass, and refuse a pass that wrote to parameters or buffers."""
         self.record.finish()
+        self.functions.see_all()
         if written := [name for name, parameter, version in self._parameters if parameter._version != version]:
             raise written_to(", ".join(written))
         if changed := [name for held, name, _, copy in self._buffers if held.get(name) is not copy or copy._version]:
@@ -206,28 +205,40 @@ class Capture:
 
         return self._tap(path, copies.requires_grad_(), factors, delta=delta, copied=parameter)
 
-    def _ruled(self, unit: Unit, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
-        if len(args) + len(kwargs) != 1:
+    def _call(self, unit: Unit, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a call of a unit; one with a rule, but not exactly one argument, by the functions that it calls."""
+        if unit.rule is not None and len(args) + len(kwargs) != 1:
             return original(*args, **kwargs)
-        (x,) = args or kwargs.values()
-        functions, path = self._functions, unit.path
-        before, functions.is_paused = functions.is_paused, True
+        before = self.functions.suspend()
         try:
-            if self.record.is_learning:
-                return self._learn_unit(path, [x], original(x))
-            layout = self.record.enter(path, [x])
-            if not any(layout):
-                return self._once(unit, original, x)
-            if (examples := layout[0]) is None:
-                raise misplaced(path, "an input without examples")
-            if examples.is_plain:
-                return self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
-            x = require_rows(path, x, examples, self.size)
-            output = self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
-            return set_apart(path, output, examples, self.size)
-        finally:
-            functions.is_paused = before
+            if unit.is_whole:
+                output = self._by_vmap(unit, original, args, kwargs)
+            elif unit.forward is not None:
+                output = self._by_taps(unit, unit.forward, args, kwargs)
+            else:
+                (x,) = args or kwargs.values()
+                output = self._by_rule_of(unit, original, x)
+        except BaseException:
+            self.functions.is_paused = before
+            raise
+        self.functions.resume(before)
+        return output
+
+    def _by_rule_of(self, unit: Unit, original: Any, x: Tensor) -> Tensor:
+        """Compute a unit by its rule, or record the call while layouts are learned."""
+        path = unit.path
+        if self.record.is_learning:
+            return self._learn_unit(path, [x], original(x))
+        layout = self.record.enter(path, [x])
+        if not any(layout):
+            return self._once(unit, original, x)
+        if (examples := layout[0]) is None:
+            raise misplaced(path, "an input without examples")
+        if examples.is_plain:
+            return self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
+        x = require_rows(path, x, examples, self.size)
+        output = self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
+        return set_apart(path, output, examples, self.size)
 
     def _once(self, unit: Unit, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
@@ -237,7 +248,7 @@ class Capture:
             own = self._shared.copies(x) if x in self._shared else x.expand(self.size, *x.shape)
             is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
             rows = own if is_one else own.flatten(0, 1)
-            with self._functions.paused():
+            with self.functions.paused():
                 found = self._by_rule(unit.path, cast(Rule, unit.rule), unit.module, weights_of(unit), rows)
                 return found.view(self.size, *output.shape)
 
@@ -253,26 +264,24 @@ class Capture:
         source = call.x if call.x.requires_grad else None
         return self._tap(path, output, call.factors, [call.x], delta=call.delta, source=source, curved=True)
 
-    def _by_taps(self, unit: Unit, _: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_taps(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
-        path, module = unit.path, unit.module
-        tensors = tensors_in([args, kwargs])
+        path, module, tensors = unit.path, unit.module, tensors_in([args, kwargs])
         if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
             remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
             raise refused(f"the input of '{path}'", "to be a tensor", "a PackedSequence", remedy)
         if any(x in self._shared for x in tensors):
             raise misplaced(path, "a value that all examples share")
-        with self._functions.paused():
-            if self.record.is_learning:
-                output = forward(module, _untapped, *args, **kwargs)
-                self.record.learn_unit(path, tensors, tensors_in(output))
-                return output
-            layout, count = self.record.enter(path, tensors), len(tensors)
-            if any(examples is not None and examples.views > 1 for examples in layout):
-                args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
-            moves = {} if self._displacements is None else {"displacements": self._displacements}
-            output = forward(module, partial(self._tap, path), *args, **kwargs, **moves)
-            output = self._arranged(path, set_apart, output, layout[count:])
+        if self.record.is_learning:
+            output = forward(module, _untapped, *args, **kwargs)
+            self.record.learn_unit(path, tensors, tensors_in(output))
+            return output
+        layout, count = self.record.enter(path, tensors), len(tensors)
+        if any(examples is not None and examples.views > 1 for examples in layout):
+            args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
+        moves = {} if self._displacements is None else {"displacements": self._displacements}
+        output = forward(module, partial(self._tap, path), *args, **kwargs, **moves)
+        output = self._arranged(path, set_apart, output, layout[count:])
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
 
@@ -282,26 +291,25 @@ class Capture:
         found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
         return tree_map_only(Tensor, lambda x: found[id(x)], tree)
 
-    def _by_vmap(self, unit: Unit, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_vmap(self, unit: Unit, original: Any, args: Any, kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
         path, module = unit.path, unit.module
         call = VmappedUnit(path, module, original, (args, kwargs))
-        with self._functions.paused():
-            if self.record.is_learning:
-                return self._learn_unit(path, call.tensors, call.plain())
-            layout, count = self.record.enter(path, call.tensors), len(call.tensors)
-            own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            copies = {name: self._copies(path, parameter) for name, parameter in own.items()}
-            produced = call.output(copies, self._inputs(path, call.tensors, layout), self.size)
-            if len(produced) != len(layout) - count:
-                raise CallSequenceChangedError(path)
-            plain = tensors_in(call.plain()) if None in layout[count:] else produced
-            outputs: list[Tensor] = []
-            for own_rows, once, examples in zip(produced, plain, layout[count:], strict=True):
-                if examples is None:
-                    self._shared.add(once, path, lambda rows=own_rows: rows)
-                outputs.append(once if examples is None else joined(path, own_rows, examples))
-            return call.rebuilt(outputs)
+        if self.record.is_learning:
+            return self._learn_unit(path, call.tensors, call.plain())
+        layout, count = self.record.enter(path, call.tensors), len(call.tensors)
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        copies = {name: self._copies(path, parameter) for name, parameter in own.items()}
+        produced = call.output(copies, self._inputs(path, call.tensors, layout), self.size)
+        if len(produced) != len(layout) - count:
+            raise CallSequenceChangedError(path)
+        plain = tensors_in(call.plain()) if None in layout[count:] else produced
+        outputs: list[Tensor] = []
+        for own_rows, once, examples in zip(produced, plain, layout[count:], strict=True):
+            if examples is None:
+                self._shared.add(once, path, lambda rows=own_rows: rows)
+            outputs.append(once if examples is None else joined(path, own_rows, examples))
+        return call.rebuilt(outputs)
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute a call of a torch function that has a shared value among its arguments."""
@@ -309,7 +317,7 @@ class Capture:
         unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
         path = f"{unit}[{name_of(func)}]"
         if self.record.is_learning:
-            index = self._functions.count - 1
+            index = self.functions.count - 1
             output = func(*args, **kwargs)
             outputs = tensors_in(output)
             layout = self.record.learn_function(path, name_of(func), index, tensors, outputs)
@@ -347,7 +355,7 @@ class Capture:
             x, examples = growing[0]
             if examples.dim == 0:
                 x = require_rows(path, x, examples, self.size)
-                with self._functions.paused():
+                with self.functions.paused():
                     output = self._by_rule(path, product.rule, product.layer, product.weights, x)
                     return set_apart(path, output, examples, self.size)
         shared = [x for x in tensors if x in self._shared]

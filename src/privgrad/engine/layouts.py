@@ -6,15 +6,16 @@ That dimension is learned from two batches of different sizes, and a tensor is r
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from privgrad.engine.shared_values import Call
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, calls_changed, misplaced, refused
+from privgrad.types import leaves_of
 
 
 class ExampleDim(NamedTuple):
@@ -115,7 +116,19 @@ class LearnedCall(NamedTuple):
     shapes: tuple[torch.Size, ...]
 
 
-Calls = Sequence[LearnedCall]  # in order
+class Calls(tuple[LearnedCall, ...]):
+    """The learned calls of one forward pass, in order."""
+
+    @cached_property
+    def gaps(self) -> frozenset[int]:
+        """How many calls of units come before each call of a function."""
+        units, found = 0, set[int]()
+        for call in self:
+            if "[" in call.path:
+                found.add(units)
+            else:
+                units += 1
+        return frozenset(found)
 
 
 @dataclass
@@ -166,7 +179,7 @@ class LayoutCache:
 
 def example_shapes(examples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of one example's tensors."""
-    return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
+    return tuple(cast(Tensor, leaf).shape[1:] for leaf in leaves_of(examples))
 
 
 _SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: those of an expert are neighbors
@@ -187,9 +200,6 @@ class CallRecord:
         self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
         self._entered = list[Any]()  # the calls so far, each with the shapes of its tensors
         self._by_shapes: dict[Any, Layout | None] | None = None
-
-        # Whether calls of functions are recorded; not if no call that was learned needs it.
-        self.needs_functions = layouts is None or any(None in call.layout or "[" in call.path for call in layouts)
 
     def enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of the next call; refuse one that was not learned at this place with such tensors."""

@@ -19,6 +19,7 @@ from privgrad.engine.factors.parametrized import JacobianNorms, Pulled
 from privgrad.engine.factors.weight_standardization import StandardizedWeight
 from privgrad.engine.layers.base import find_rule, require_unwritten, takes_displacements
 from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
+from privgrad.engine.shared_values import FunctionsHiddenError
 from privgrad.engine.units import HvpTerms, Tap, units, use_of
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import AccumulateGrad, gradients_at, refuse_reentrant, refusing_in_place
@@ -164,6 +165,7 @@ class Passes:
         # Of the last pass: whether any output gradient is in half precision, and their floats per example; the number
         # of examples, if some tensor had another dimension of that size, else 0.
         self.half, self.floats, self.ambiguous = False, 0, 0
+        self._sees_all = False  # whether functions are seen between all calls of units: slow, but they differed
         self._used = list[tuple[Tap, str]]()  # the taps, each with the name of a parameter whose gradient it gives
 
     @property
@@ -312,16 +314,21 @@ class Passes:
             curved=curved,
             norms=self.norms,
             earlier=earlier,
+            sees_all=self._sees_all,
         )
 
     @contextmanager
     def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
         """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
         with torch.enable_grad(), preserved(self.structure), capture:
-            losses = require_losses(self.loss_fn(self.model, examples), capture.size)
+            try:
+                losses = require_losses(self.loss_fn(self.model, examples), capture.size)
+                _require_seen(losses, capture)
+            except FunctionsHiddenError:
+                self._sees_all = True
+                raise
             capture.finish()
             self.ambiguous = capture.size if capture.record.is_ambiguous else 0
-            _require_seen(losses, capture)
             yield losses
 
     def _collected(
@@ -395,7 +402,7 @@ class Passes:
                 except Exception:  # the calls depend on the values, or the model does not take zeros
                     continue
             record.find_views(others)
-        return record.learned
+        return Calls(record.learned)
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
         """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
@@ -424,6 +431,6 @@ def _require_seen(losses: Tensor, capture: Capture) -> None:
     for leaf in leaves:
         if (known := capture.names.get(id(leaf))) is not None:
             unit = known[0].rpartition(".")[0]
-            if not capture.record.needs_functions:  # no earlier batch needed to see the calls of functions
-                raise CallSequenceChangedError(unit)
+            if not capture.functions.sees_all:  # no earlier batch called a function with parameters there
+                raise FunctionsHiddenError(unit)
             raise unseen(known[0], capture.record.unattributed(unit))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.batching_rules import OF_ALL
 from privgrad.gradient.functional import Structure, batched, unseen_by_checkpoints, version_of
-from privgrad.gradient.refusals import REMEDY, refused
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused
 
 Inputs = Sequence[tuple[Tensor, int | None]]  # tensors, each with the dimension of its examples; None: they share it
 
@@ -149,6 +149,18 @@ class Additive(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+class FunctionsHiddenError(CallSequenceChangedError):
+    """Functions with shared values may be called where the mode is not on."""
+
+
+def _depth() -> int:
+    """Return the number of modes that see functions."""
+    return int(_C._len_torch_function_stack())
+
+
 class Call(NamedTuple):
     """A call: the function's name or the unit's path, and the shapes of the tensors in its arguments and result."""
 
@@ -157,12 +169,62 @@ class Call(NamedTuple):
 
 
 class FunctionCalls(TorchFunctionMode):
-    """A mode that passes calls with a shared value to `take`, and uses its result; or only records all calls."""
+    """A mode that passes calls with a shared value to `take`, and uses its result; or only records all calls.
 
-    def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], record: list[Call] | None) -> None:
+    A mode costs more than the calls of a small model. So it is on only between those calls of units where functions
+    with shared values were met, `gaps`: the numbers of calls of units before them. None: between all calls.
+    """
+
+    def __init__(
+        self,
+        shared: SharedValues,
+        take: Callable[[Any, Any, Any], Any],
+        record: list[Call] | None,
+        gaps: frozenset[int] | None,
+    ) -> None:
         super().__init__()
-        self._shared, self._take, self._record = shared, take, record
+        self._shared, self._take, self._record, self._gaps = shared, take, record, gaps
         self.count, self.is_paused = 0, False
+        self._units, self._is_on, self._depth = 0, False, _depth()
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the mode is on between all calls of units."""
+        return self._gaps is None
+
+    def begin(self) -> None:
+        """Begin to see functions, if some are expected before the first unit."""
+        if not self._is_on and (self._gaps is None or self._units in self._gaps):
+            if _depth() != self._depth:  # within a mode of the model's own, which must end first
+                raise FunctionsHiddenError("")
+            self.__enter__()
+            self._is_on = True
+
+    def suspend(self) -> bool:
+        """Let all calls pass until `resume`, for a unit whose parameters the engine handles itself."""
+        before, self.is_paused = self.is_paused, True
+        if self._is_on and _C._get_function_stack_at(_depth() - 1) is self:
+            self.end()
+        return before
+
+    def resume(self, before: bool) -> None:
+        """Go on after a unit; `before` is what `suspend` returned."""
+        self.is_paused = before
+        self._units += 1
+        if not before:
+            self.begin()
+
+    def see_all(self) -> None:
+        """Be on between all calls from now on, if any function is expected: parts may be computed again."""
+        if self._gaps != frozenset():
+            self._gaps = None
+            self.begin()
+
+    def end(self) -> None:
+        """Switch the mode off."""
+        if self._is_on:
+            self._is_on = False
+            self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

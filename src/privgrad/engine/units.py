@@ -103,7 +103,7 @@ class Unit:
     module: nn.Module
     is_whole: bool  # whether it is computed by vmap
     forward: Callable[..., Any] | None  # its forward with taps, if it has one
-    rule: Rule | None  # else its rule
+    rule: Rule | None  # if neither, its rule
     weights: tuple[str, ...] | None  # the names of those that the rule knows; None if one is computed in each call
 
     @property
@@ -125,7 +125,7 @@ def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) 
     is_parametrized = parametrize.is_parametrized(model)
     has_own = is_parametrized or any(p.requires_grad for p in own_parameters(model).values())
     forward = find_forward(model)
-    rule = find_rule(model) if forward is None and has_own else None
+    rule = find_rule(model) if forward is None and has_own and path not in whole else None
     if path in whole or forward is not None or rule is not None:
         if any(p.requires_grad for _, p in named_parameters(model)):
             weights = None if rule is None or is_parametrized else _plain_weights(model, rule)

@@ -81,18 +81,19 @@ def is_additive(tensor: Tensor) -> bool:
     )
 
 
-def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> set[Any]:
-    """Return the nodes of the graph that computes `tensors`; `ends` and what is behind are left out."""
+def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> list[Any]:
+    """Return the nodes of the graph that computes `tensors`, in a fixed order; `ends` and what is behind are not."""
     # By level, because a loop over 500 nodes would take a millisecond in each step.
-    found, left_out = set[Any](), {None, *ends}
-    level: set[Any] = {tensor.grad_fn for tensor in tensors}
-    while level := level - left_out - found:
-        found |= level
-        level = {edge[0] for node in level for edge in node.next_functions}
-    return found
+    seen: dict[Any, None] = dict.fromkeys([None, *ends])
+    left_out, level = len(seen), dict[Any, None]()
+    level |= {tensor.grad_fn: None for tensor in tensors if tensor.grad_fn not in seen}
+    while level:
+        seen |= level
+        level = {edge[0]: None for node in level for edge in node.next_functions if edge[0] not in seen}
+    return list(seen)[left_out:]
 
 
-def refuse_reentrant(loss: Tensor) -> set[Any]:
+def refuse_reentrant(loss: Tensor) -> list[Any]:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing; return its nodes."""
     # Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.
     found = nodes([loss])

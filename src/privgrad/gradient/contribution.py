@@ -8,12 +8,11 @@ from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import expected, require_choice
 from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import version_of
-from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples, part_of
+from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, leaves_of, map_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
 
@@ -57,7 +56,7 @@ class OwnExamples:
         with nullcontext() if self.state is None else self.state.kept():
             if self._writes:
                 return self.plain(model, map_examples(torch.clone, examples))
-            leaves = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
+            leaves = [leaf for leaf in leaves_of(examples) if isinstance(leaf, Tensor)]
             before = list(map(version_of, leaves))
             losses = self.plain(model, examples)
         if any(map(operator.ne, before, map(version_of, leaves))):

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from privgrad.gradient.probes import COLUMNS
+from privgrad.types import leaves_of
 
 _EXTRA = 10
 _STEPS = 64  # a row has more zeros than any before, or fewer, if a share of 1 / _STEPS of its numbers says so
@@ -36,7 +36,7 @@ class Novelty:
         and one transfer from a device.
         """
         found, rows = list[tuple[int, Tensor, Tensor]](), list[int]()
-        for place, leaf in enumerate(tree_leaves(examples)):
+        for place, leaf in enumerate(leaves_of(examples)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() and not leaf.is_complex():
                 columns = leaf.numel() // len(leaf)
                 x = leaf.detach().reshape(len(leaf), columns)
