@@ -146,7 +146,7 @@ def test_lists_of_any_length_move_parameters_alike(at_once: int, monkeypatch: py
 
 
 def test_a_pass_holds_more_examples_than_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    plan = MemoryPlan(Structure(torch.nn.Linear(100, 100)), None)
-    assert plan.examples(256, 100_000) == 256
+    model = torch.nn.Linear(100, 100)
+    assert MemoryPlan(Structure(model), None).examples(256, 100_000) == 256
     monkeypatch.setattr(processes, "_PROCESSORS", frozenset({"cpu"}))
-    assert plan.examples(256, 100_000) < 256
+    assert MemoryPlan(Structure(model), None).examples(256, 100_000) < 256

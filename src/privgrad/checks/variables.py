@@ -359,6 +359,8 @@ class State:
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
+        if not changed:
+            return False
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
         tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
         due = bool(changed - tensors) and self._credit >= 1  # a loop may set a number at every step

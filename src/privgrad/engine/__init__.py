@@ -4,6 +4,9 @@ Nothing here is trusted alone: a few examples of the 1st, 2nd, 4th, 8th ... batc
 alone. This is a check, not a proof; the reference, which computes each example as a batch of one, is
 `privgrad.gradient.reference`.
 
+What depends on the modules alone is found once, and again when `gradient.functional.Structure` sees a change of them:
+the units with their rules, the names, the number of values. A pass finds out only what depends on the examples.
+
 The life of a pass:
 1. Learn (`factored`, `layouts`), on the first batch and when the calls change: run few examples twice, with two batch
    sizes. The dimension that grows holds the examples.
@@ -26,6 +29,7 @@ Words:
 - copy: a parameter or shared value repeated for each example; the gradients at the copies are those of the examples.
 - curved: of a pass: it computes Hessian products.
 - displacement: how far an example's own parameters are from the weights; parameters that have one move.
+- gap: the time between two calls of units. Functions are seen in gaps where one with a shared value was met.
 - layout: for each tensor of a call, the dimension that holds the examples and the rows per example.
 - position: a time step, pixel or word of one example; a factor adds up one term for each.
 - pull: to multiply gradients of a weight with the transposed Jacobian, which gives those of its parameters.

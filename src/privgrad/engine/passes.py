@@ -190,7 +190,7 @@ class Passes:
         calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
         capture = self._capture(calls, examples, units, displacements)
         try:
-            with self._forward(capture, examples) as losses:
+            with self._forward(capture, examples, is_first=is_first) as losses:
                 edges = [tap.edge for tap in capture.taps]
                 if not edges or not losses.requires_grad:
                     return {}, displacements
@@ -318,12 +318,12 @@ class Passes:
         )
 
     @contextmanager
-    def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
+    def _forward(self, capture: Capture, examples: Any, *, is_first: bool = False) -> Generator[Tensor]:
         """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
         with torch.enable_grad(), preserved(self.structure), capture:
             try:
                 losses = require_losses(self.loss_fn(self.model, examples), capture.size)
-                _require_seen(losses, capture)
+                _require_seen(losses, capture, sees_all=capture.functions.sees_all or is_first)
             except FunctionsHiddenError:
                 self._sees_all = True
                 raise
@@ -425,12 +425,12 @@ def _added_up(parts: list[Factor]) -> Factor:
     return added_up(parts)
 
 
-def _require_seen(losses: Tensor, capture: Capture) -> None:
+def _require_seen(losses: Tensor, capture: Capture, *, sees_all: bool) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
-    leaves = [losses, *(node.variable for node in refuse_reentrant(losses) if node.__class__ is AccumulateGrad)]
-    for leaf in leaves:
-        if (known := capture.names.get(id(leaf))) is not None:
-            unit = known[0].rpartition(".")[0]
-            if not capture.functions.sees_all:  # no earlier batch called a function with parameters there
-                raise FunctionsHiddenError(unit)
-            raise unseen(known[0], capture.record.unattributed(unit))
+    leaves = {id(losses), *(id(node.variable) for node in refuse_reentrant(losses) if node.__class__ is AccumulateGrad)}
+    name = next((name for key, (name, _) in capture.names.items() if key in leaves), None)
+    if name is not None:
+        unit = name.rpartition(".")[0]
+        if not sees_all:  # no earlier batch called a function with parameters there
+            raise FunctionsHiddenError(unit)
+        raise unseen(name, capture.record.unattributed(unit))

@@ -185,7 +185,7 @@ class FunctionCalls(TorchFunctionMode):
         super().__init__()
         self._shared, self._take, self._record, self._gaps = shared, take, record, gaps
         self.count, self.is_paused = 0, False
-        self._units, self._is_on, self._depth = 0, False, _depth()
+        self._units, self._is_on, self._depth = 0, False, 0
 
     @property
     def sees_all(self) -> bool:
@@ -193,7 +193,12 @@ class FunctionCalls(TorchFunctionMode):
         return self._gaps is None
 
     def begin(self) -> None:
-        """Begin to see functions, if some are expected before the first unit."""
+        """Begin to see functions, now or later."""
+        self._depth = _depth()
+        self._switch_on()
+
+    def _switch_on(self) -> None:
+        """Switch the mode on if functions are expected before the next unit."""
         if not self._is_on and (self._gaps is None or self._units in self._gaps):
             if _depth() != self._depth:  # within a mode of the model's own, which must end first
                 raise FunctionsHiddenError("")
@@ -212,13 +217,13 @@ class FunctionCalls(TorchFunctionMode):
         self.is_paused = before
         self._units += 1
         if not before:
-            self.begin()
+            self._switch_on()
 
     def see_all(self) -> None:
         """Be on between all calls from now on, if any function is expected: parts may be computed again."""
         if self._gaps != frozenset():
             self._gaps = None
-            self.begin()
+            self._switch_on()
 
     def end(self) -> None:
         """Switch the mode off."""

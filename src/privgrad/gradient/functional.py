@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -325,6 +326,7 @@ class Structure:
         self._contents.copies.clear()  # a pass makes them anew
         self.parameters = list(named.values())
         self.trained = {name: parameter for name, parameter in self.parameters if parameter.requires_grad}
+        self._shaped: list[Any] = [parameter for _, parameter in self.parameters if not is_lazy(parameter)]
         self._parts = [module for _, module in self.modules]
         self._kinds: list[Any] = list(set(map(type, self._parts)))
         held = [container for _, container, _ in self._contents.containers]
@@ -342,9 +344,9 @@ class Structure:
         """Return what else is compared: classes, their forwards, and what parameters are."""
         of_parameters = [
             (x.requires_grad, x.dtype, x.shape, x.device, x._backward_hooks, x._post_accumulate_grad_hooks)
-            for _, x in cast("list[tuple[str, Any]]", self.parameters)
+            for x in self._shaped
         ]
-        forwards = [getattr(kind.forward, "__code__", kind) for kind in self._kinds]
+        forwards = [getattr(getattr(kind, "forward", None), "__code__", kind) for kind in self._kinds]
         return [*map(type, self._parts), *forwards, *of_parameters]
 
     def is_same(self) -> bool:
