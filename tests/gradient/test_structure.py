@@ -18,7 +18,7 @@ from privgrad.gradient.functional import Structure, parameters_kept, preserved
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4, bias=False))
+        self.body: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4, bias=False))
         self.tied = nn.Linear(4, 4, bias=False)
         self.register_buffer("scale", torch.ones(()))
         self.scale: Tensor

@@ -227,7 +227,7 @@ def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
             continue
         seen.add(id(module))
         yield path, module
-        children = cast("dict[str, nn.Module | None]", vars(module)["_modules"])
+        children = cast("dict[str, nn.Module | None]", vars(module).get("_modules", {}))  # a traced module has none
         below = [(f"{path}.{name}" if path else name, child) for name, child in children.items() if child is not None]
         waiting += reversed(below)
 
@@ -317,10 +317,10 @@ class Structure:
                     self.tensors.append((now, name))
                 else:
                     self._contents.read([((path, name), value)])
-            for name, parameter in attributes["_parameters"].items():
+            for name, parameter in attributes.get("_parameters", {}).items():
                 if parameter is not None:
                     named.setdefault(id(parameter), (f"{prefix}{name}", parameter))
-            held = attributes["_buffers"]
+            held = attributes.get("_buffers", {})
             self.buffers += [(f"{prefix}{name}", held, name) for name, buffer in held.items() if buffer is not None]
         self.inside = [(label, value) for label, value, _ in self._contents.copies]  # tensors in containers
         self._contents.copies.clear()  # a pass makes them anew
