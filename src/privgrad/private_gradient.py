@@ -42,7 +42,7 @@ from privgrad.noise.banded import Recursion
 from privgrad.noise.gaussian import add_noise, noise_generator
 from privgrad.parts import Filter, Parts, Stateful
 from privgrad.plan import PrivacyPlan
-from privgrad.processes import ALONE, Processes, keep_freed_memory, require_all_processes
+from privgrad.processes import ALONE, Processes, keep_freed_memory, meanwhile, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
@@ -345,6 +345,8 @@ class PrivateGradient:
             return None
         return math.inf if self._not_private else simulated.epsilon()
 
+    # Compiled loops take it as it is. torch.compiler.disable would do the same, but import the compiler here, for 2 s.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def __call__(self, batch: Batch) -> NoisyGradient:
         """Release the gradient of one batch.
 
@@ -362,8 +364,8 @@ class PrivateGradient:
         Privacy:
             Each call is charged once, on the ledger, before the gradient is returned. An empty batch gets noise and a
             charge like any other. If the call raises before the charge, nothing was released and nothing was charged.
-            If it raises after the charge, the step stays charged. Errors of a raw observer come after the charge, and
-            so do some errors of the network between processes.
+            If it raises after the charge, the step stays charged. The charge comes with the noise. Errors of a raw
+            observer come after the charge, and so do some errors of the network between processes.
         """
         processes = self._processes
         weights = processes.fingerprint(self._model)
@@ -392,6 +394,8 @@ class PrivateGradient:
                 gradient = processes.broadcast(gradient)
                 if processes.rank > 0:
                     self._charge(batch, gradient)
+                self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
+                self._charged_by = batch.sampling.stream
                 gradient, raw_shares = self._with_distribution(gradient, raw_mean.pop(NORMS, None))
             except BaseException:
                 # A traceback may still show the values. Without a seed, the same noise is not drawn again.
@@ -539,6 +543,11 @@ class PrivateGradient:
         if step <= self._drawn and self._plan.seed is None:
             raise expected("PrivateGradient", "step", f"to be above {self._drawn}, whose noise was drawn", step)
         self._drawn = step
+        # `add_noise` begins this charge once nothing can refuse any more, and ends once its line is on disk. So nothing
+        # leaves before; and if nothing leaves, the step stays charged, which is the safe side. Under a research seed
+        # the line has a digest, by which to recognize the release, and so comes after it.
+        seeded = self._plan.seed is not None
+        numbers = 0 if self._ledger.path is None else sum(value.numel() for value in clipped.values.values())
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
@@ -547,9 +556,11 @@ class PrivateGradient:
             step=step,
             on_grid=self._plan.noise_on_grid,
             recursion=self._recursion,
+            charging=None if seeded else meanwhile(partial(self._charge, batch), numbers=numbers),
         )
         gradient = replace(gradient, tensors=_rounded(gradient, parameters))
-        self._charge(batch, gradient)
+        if seeded:
+            self._charge(batch, gradient)
         return gradient
 
     def _with_distribution(
@@ -565,16 +576,13 @@ class PrivateGradient:
             self._adaptive.update(found)
         return replace(gradient, tensors=tensors, norm_distribution=found), raw
 
-    def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
-        """Charge a step to the ledger, and move on to the next step."""
-        seeded = self._plan.seed is not None
+    def _charge(self, batch: Batch, gradient: NoisyGradient | None = None) -> None:
+        """Charge a step to the ledger."""
         # Only a research seed can draw the same noise again, so only then can a release be recognized.
-        digest = _digest(gradient) if seeded else None
+        digest = _digest(gradient) if gradient is not None and self._plan.seed is not None else None
         bound = None if self._adaptive is None else self.max_grad_norm
         draw, limit = batch.sampling.draw, self._plan.steps
         self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
-        self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
-        self._charged_by = batch.sampling.stream
 
     @property
     def _follows_draws(self) -> bool:

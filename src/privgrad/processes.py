@@ -9,9 +9,10 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import repeat
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +120,32 @@ def _taken(queue: deque[T]) -> Iterator[T]:
     with suppress(IndexError):
         while True:
             yield queue.popleft()
+
+
+@contextmanager
+def meanwhile(work: Callable[[], object], *, numbers: int) -> Generator[None]:
+    """Do `work` in a thread while the block runs. The block ends after both, and raises the error of either.
+
+    Few `numbers`, which the block computes, start no thread: `work` then comes first. An interrupt may end the wait. So
+    `work` must hold a lock on what it changes, as a charge does on its ledger.
+    """
+    if numbers < _NUMBERS_A_THREAD:
+        work()
+        yield
+        return
+    done = Future[object]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run).start()  # takes half as long as a pool; a permanent one would not survive a fork
+    try:
+        yield
+    finally:
+        done.result()
 
 
 def keep_freed_memory() -> None:

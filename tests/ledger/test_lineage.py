@@ -32,8 +32,9 @@ def test_a_second_training_that_its_ledger_does_not_count_gets_a_warning(tmp_pat
     train(model, tmp_path)
     private_grad = pg.PrivateGradient(copy.deepcopy(model), loss_fn, make_plan(delta=1e-3))
     batch = next(iter(private_grad.plan.batches(make_data())))
-    with pytest.warns(UserWarning, match=r"trained before, with 2 releases, which this ledger does not count"):
+    with pytest.warns(UserWarning, match=r"trained before, with 2 releases, which this ledger does not count") as told:
         private_grad(batch)
+    assert told[0].filename == __file__
     train(model, tmp_path, steps=4)  # the same ledger, opened again, counts all of them
     budget = pg.Budget(
         tmp_path / "budget.jsonl", total_epsilon=99.0, delta=1e-3, num_examples=32, privacy_unit="example"

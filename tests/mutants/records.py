@@ -1,6 +1,8 @@
 """Faults of accounting, plan, ledger and checkpoints."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from dp_accounting import rdp
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import plan as plan_numbers
+from privgrad import processes
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting import composition
 from privgrad.accounting.accountant import Release
@@ -21,6 +24,7 @@ from privgrad.ledger import file as ledger_file
 from privgrad.ledger import lineage
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import Lineage, warn_if_trained
+from privgrad.noise import gaussian
 from privgrad.training import checkpoint
 from privgrad.training import run as training_run
 
@@ -104,6 +108,27 @@ def charged_at_the_next_step(patch: Patch) -> None:
         waiting.append(lambda: real(self, *given, **options))
 
     patch.setattr(pg.Ledger, "charge", wrong)
+
+
+def written_in_good_time(patch: Patch) -> None:
+    """By a thread that nobody waits for."""
+
+    @contextmanager
+    def wrong(work: Callable[[], object], *, numbers: int) -> Generator[None]:
+        threading.Thread(target=work).start()
+        yield
+
+    everywhere(patch, processes.meanwhile, wrong)
+
+
+def charged_before_all_is_checked(patch: Patch) -> None:
+    real = gaussian.add_noise
+
+    def wrong(clipped: Any, *, charging: Any = None, **options: Any) -> pg.NoisyGradient:
+        with charging or nullcontext():
+            return real(clipped, **options)
+
+    everywhere(patch, real, wrong)
 
 
 def released_whatever_the_ledger_says(patch: Patch) -> None:
@@ -313,6 +338,17 @@ LEDGER = [
         "a gradient released though the charge failed",
         released_whatever_the_ledger_says,
         "test_ledger.test_a_full_disk_stops_the_step",
+    ),
+    Mutant(
+        "a gradient that does not wait for its line",
+        written_in_good_time,
+        "test_charging.test_the_line_goes_to_disk_while_noise_is_drawn_and_before_the_gradient_leaves",
+        {"seed": None},
+    ),
+    Mutant(
+        "a step charged before its noise can be refused",
+        charged_before_all_is_checked,
+        "test_charging.test_noise_that_is_refused_leaves_no_line",
     ),
     Mutant(
         "a charge of another sigma than was used",

@@ -3,7 +3,6 @@
 import inspect
 import math
 import pickle
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from torch import nn
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad import private_gradient, processes
+from privgrad.noise.gaussian import add_noise
 from privgrad.rng import RandomSource
 from privgrad.types import NoisyGradient
 
@@ -236,18 +237,21 @@ def test_a_ledger_goes_on_with_a_seed_or_without_as_it_began(tmp_path: Path, see
         pg.PrivateGradient(make_model(), loss_fn, make_plan(seed=4 if seed is None else None), ledger=path)
 
 
-def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch):
+def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
-    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
     seen: list[Any] = []
 
     def full(release: Any, **_: Any) -> None:
-        left = sys._getframe(1).f_locals
-        seen.append(left["gradient"])
-        assert "clipped" not in left
         raise pg.PrivacyError("full")
 
+    def noted(clipped: Any, **options: Any) -> pg.NoisyGradient:
+        seen.append(clipped.values)  # the noise is added in place
+        return add_noise(clipped, **options)
+
     with monkeypatch.context() as patched:
+        patched.setattr(processes, "_NUMBERS_A_THREAD", 1)
+        patched.setattr(private_gradient, "add_noise", noted)
         patched.setattr(private_grad.ledger, "charge", full)
         with pytest.raises(pg.PrivacyError, match="full"):
             private_grad(first_batch(plan, make_data()))
@@ -490,6 +494,17 @@ def test_numbers_of_numpy_become_plain(tmp_path: Path):
     assert {type(plan.noise_multiplier), type(plan.max_grad_norm), type(plan.expected_batch_size)} == {float, int}
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
     private_grad(first_batch(plan, make_data()))
+
+
+def test_a_compiled_training_loop_takes_the_same_steps():
+    """The step itself is not compiled. A compiled loop would trace into it, and fail."""
+    plan = make_plan(seed=1, steps=2)
+    eager, compiled = (pg.PrivateGradient(make_model(), loss_fn, plan) for _ in range(2))
+    take = torch.compile(lambda batch: [value * 2 for value in compiled(batch).values()], backend="eager")
+    for batch in plan.batches(make_data()):
+        twice = take(batch)
+        assert all(torch.equal(2 * value, found) for value, found in zip(eager(batch).values(), twice, strict=True))
+    assert compiled.ledger.releases == 2
 
 
 def test_few_of_our_frames_lie_between_a_batch_and_the_first_layer():

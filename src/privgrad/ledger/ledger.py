@@ -317,8 +317,9 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file and release its lock. The ledger can still be read, but refuses further charges."""
-        if self._file is not None:
-            self._file.close()
+        if self._file is not None and self._file.is_open:
+            with self._turn:  # after a charge that another thread is writing
+                self._file.close()
         self._refuses = True
 
     def __reduce__(self) -> str:

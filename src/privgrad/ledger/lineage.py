@@ -152,7 +152,7 @@ def warn_if_trained(model: nn.Module, ledger: Ledger) -> None:
     warnings.warn(
         f"the model was trained before, {' and '.join(known)}, which this ledger does not count: the weights cost the "
         f"epsilon of all together. Build a new model; or give `statement` and `save` all ledgers, {ledgers}",
-        stacklevel=5,
+        stacklevel=6,  # the call of PrivateGradient, beyond two frames of torch._disable_dynamo
     )
 
 

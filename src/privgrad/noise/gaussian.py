@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -48,6 +49,7 @@ def add_noise(
     step: int,
     on_grid: bool = False,
     recursion: Recursion | None = None,
+    charging: AbstractContextManager[object] | None = None,
 ) -> NoisyGradient:
     """Add one Gaussian draw to a clipped sum, then divide it by a public number.
 
@@ -65,6 +67,8 @@ def add_noise(
         step: index of this release. Never use the same step for two different sums.
         on_grid: round the sum and the noise to a public grid, and add them there. Only on the CPU and with sigma > 0.
         recursion: noise with memory: the noise of this stream so far. None: independent noise.
+        charging: the context in which the noise is drawn. It is entered once nothing can refuse any more, and charges
+            the release. None: the caller charges.
     Privacy:
         The Gaussian mechanism with noise multiplier sigma, on a sum of the given sensitivity (add or remove one unit).
         On the CPU a cryptographic stream draws the noise in the sum's own precision. On other devices torch's
@@ -97,19 +101,21 @@ def add_noise(
     # contiguous is copied here; the noise then goes to the copy, which is what is returned.
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
     numbers = {"std": std_of_sum, "divisor": divisor}
-    if std_of_sum == 0:
-        for value in values.values():
-            value.div_(divisor)
-    else:
-        for drawn in (step,) if recursion is None else recursion.steps_to(step, values.values()):
-            for device in sorted({value.device for value in values.values()}, key=str):
-                on_device = [value for value in values.values() if value.device == device]
-                if device.type == "cpu":
-                    add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
-                    _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
-                else:
-                    add = partial(_add_on_device, **numbers) if drawn == step else _skip
-                    _release_on_device(on_device, add, stream, drawn, recursion)
+    steps = [step] if recursion is None or std_of_sum == 0 else recursion.steps_to(step, values.values())
+    with charging or nullcontext():
+        if std_of_sum == 0:
+            for value in values.values():
+                value.div_(divisor)
+        else:
+            for drawn in steps:
+                for device in sorted({value.device for value in values.values()}, key=str):
+                    on_device = [value for value in values.values() if value.device == device]
+                    if device.type == "cpu":
+                        add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
+                        _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
+                    else:
+                        add = partial(_add_on_device, **numbers) if drawn == step else _skip
+                        _release_on_device(on_device, add, stream, drawn, recursion)
     gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
     return gradient if recursion is None else recursion.released(gradient, step)
 
