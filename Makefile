@@ -35,7 +35,7 @@ help:
 	@echo "make fuzz     damaged files, then models and large batches that break the bound: ten minutes each; FUZZ_SECONDS=60: one"
 	@echo "make audits   lower bounds on epsilon, by attacks; fails if one is above its claim"
 	@echo "make examples the tests of examples/, those that take minutes too"
-	@echo "make bench-check time and memory of the methods with a threshold, held to benchmarks/thresholds.toml"
+	@echo "make bench-check time, memory and counts of the methods with a threshold, held to benchmarks/thresholds.toml"
 	@echo "make advisories  known holes in the packages of requirements-dev.txt and in torch"
 	@echo
 	@echo "make bench    time and memory of a private step over an ordinary one -> results/bench/"
@@ -119,6 +119,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.run --all --out results/bench/$$(date +%F).jsonl
 
 bench-check: $(VENV)/installed
+	$(BIN)/python -m benchmarks.counts --check
 	$(BIN)/python -m benchmarks.run --out runs/bench.jsonl \
 		--method plain --method preconditioned --method inputs --method inputs-refreshed
 	$(BIN)/python -m benchmarks.check runs/bench.jsonl

@@ -1,4 +1,4 @@
-"""What `benchmarks.zoo` measures of one architecture, in a process of its own."""
+"""What `benchmarks.zoo` and `benchmarks.gpu` measure of one architecture or workload, in a process of its own."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Built, build, peak_memory, seconds_in_turn, set_precision
+from benchmarks.measure import Built, build, peak_memory, seconds_in_turn, set_precision, steady_peak
 from benchmarks.methods import OURS, Setup, SkipError
 from benchmarks.run import machine
 from tests.zoo.architectures import ARCHITECTURES, REAL, make
@@ -19,6 +19,7 @@ from tests.zoo.exactness import KINDS, computed_by_example, differences
 
 Row = dict[str, Any]
 STEPS, CHECKED = 1_000, 10  # of a training, and how many of them the engine checks: the 1st, 2nd, 4th, ... 512th
+MEMORY = ("plain", "captured", "opacus-ghost")  # methods whose memory is measured beside that of the ordinary step
 FIRST = 4  # calls before the rounds: the 1st, 2nd and 4th are checked
 
 
@@ -47,30 +48,37 @@ class Architecture(Setup):
 
 
 def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: float) -> Iterator[Row]:
+    """Yield the rows of `timed`, each with what `inspect` finds."""
+    found = inspect(setup.name)
+    for row in timed(setup, methods, rounds, limit):
+        yield row | found
+
+
+def timed(setup: Setup, methods: Iterable[str], rounds: int, limit: float) -> Iterator[Row]:
     """Yield one row again and again, each time with more of it filled in.
 
     Args:
-        setup: the architecture.
+        setup: an architecture or a workload.
         methods: what is measured beside the ordinary step.
         rounds: in which all methods take turns.
         limit: seconds for the process that measures the memory of one method.
     """
     clock = "processor" if setup.device == "cpu" else "wall"
     set_precision(setup.dtype)
-    ordinary = build(setup, "ordinary", clock=clock)
+    built = {"ordinary": build(setup, "ordinary", clock=clock)}
     row: Row = {
         "name": setup.name, "batch_size": setup.batch_size, "device": setup.device, "precision": setup.dtype,
-        "parameters": sum(p.numel() for p in setup.case.model.parameters() if p.requires_grad), "clock": clock,
+        "parameters": sum(p.numel() for p in setup.model().parameters() if p.requires_grad), "clock": clock,
         "failed": {}, "machine": machine(setup), "date": date.today().isoformat(),
-    } | inspect(setup.name)  # fmt: skip
+    }  # fmt: skip
     yield row
-    built = {"ordinary": ordinary}
     for method in methods:
         try:
             built[method] = build(setup, method, steps=FIRST if method in OURS else 2, clock=clock)
         except SkipError as reason:
             row["failed"][method] = str(reason)
-    yield row
+        yield row
+    row["first_seconds"] = {method: round(found.seconds[0], 6) for method, found in built.items()}
     steps = {method: found.step for method, found in built.items()}
     seconds = seconds_in_turn(steps, setup, repetitions=rounds, clock=clock)
     row["seconds"] = {method: round(median(values), 6) for method, values in seconds.items()}
@@ -78,15 +86,18 @@ def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: flo
     row["ratio"] = {method: round(value / usual, 3) for method, value in row["seconds"].items()}
     row["checks"] = {method: _checks(built[method], row["seconds"][method], usual) for method in built.keys() & OURS}
     yield row
+    if setup.device == "cuda":
+        row["steady_peak_mb"] = {method: round(steady_peak(setup, step), 1) for method, step in steps.items()}
+        yield row
     del built, steps
     row["peak_mb"] = {}
-    for method in ("ordinary", *(method for method in seconds if method in ("plain", "opacus-ghost"))):
+    for method in ("ordinary", *(method for method in seconds if method in MEMORY)):
         try:
             found = peak_memory(setup, method, threads=torch.get_num_threads(), limit=limit)
             row["peak_mb"][method] = round(found["peak"], 1)
         except SkipError as reason:
             row["failed"][f"memory of {method}"] = str(reason)
-    yield row
+        yield row
 
 
 def inspect(name: str) -> Row:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.methods import OURS, PERIODS, Setup, SkipError, Step, ordinary
+from benchmarks.methods import OURS, PERIODS, Setup, SkipError, Step, compiled, ordinary
 from benchmarks.peers import PEERS
 
-METHODS: dict[str, Callable[[Setup], Step]] = {"ordinary": ordinary, **OURS, **PEERS}
+METHODS: dict[str, Callable[[Setup], Step]] = {"ordinary": ordinary, "ordinary-compiled": compiled, **OURS, **PEERS}
 SLOW = 5.0  # seconds above which a step is repeated three times only
 SHORT = 0.5  # seconds below which an untimed step goes before each timed one, as in a training
 
@@ -154,6 +154,14 @@ def _measure_memory(setup: Setup, method: str) -> dict[str, float]:
         except Exception as error:  # as in `build`
             raise SkipError(f"{type(error).__name__}: {error}"[:600]) from error
     return {"peak": (_peak(setup) - warm) / 2**20, "kept": (warm - built) / 2**20}
+
+
+def steady_peak(setup: Setup, step: Step) -> float:
+    """MiB that a further step of a method takes on a GPU, above the state between steps."""
+    before = _memory(setup)
+    _start_peak(setup)
+    step()
+    return (_peak(setup) - before) / 2**20
 
 
 def set_precision(dtype: str) -> None:

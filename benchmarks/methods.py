@@ -1,5 +1,6 @@
 """What is measured: an ordinary step, and privgrad's, each as a function that takes one step."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -102,6 +103,21 @@ def ordinary(setup: Setup) -> Step:
     return step
 
 
+def compiled(setup: Setup) -> Step:
+    """The ordinary step by torch.compile: losses with their gradients, and the update."""
+    model, batch = setup.model(), setup.batch
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = torch.compile(lambda: setup.losses(model, batch).mean())
+    update = torch.compile(optimizer.step)
+
+    def step() -> None:
+        loss().backward()
+        update()
+        optimizer.zero_grad()
+
+    return step
+
+
 def private(
     setup: Setup, variant: Callable[[nn.Module], dict[str, Any]], *, steps_a_pass: int = 1, **planned: Any
 ) -> Step:
@@ -176,6 +192,12 @@ def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
     return {"perturb": getattr(_room("perturb"), name)(**arguments)}
 
 
+def _captured(model: nn.Module) -> dict[str, Any]:
+    if "compile" not in inspect.signature(pg.PrivateGradient).parameters:
+        raise SkipError("this privgrad has no PrivateGradient(compile=)")
+    return {"compile": True}
+
+
 def _banded(bands: int) -> Any:
     """Noise with memory, its coefficients chosen for a thousand steps."""
     return _room("noise").Banded(bands).for_steps(1000)
@@ -191,6 +213,7 @@ def _room(name: str) -> Any:
 
 OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
+    "captured": partial(private, variant=_captured),
     "on-grid": partial(private, variant=lambda model: {}, noise_on_grid=True),
     "preconditioned": partial(private, variant=_preconditioned),
     "inputs": lambda setup: private(setup, _inputs(setup, every=10**6)),  # a step that keeps its matrices

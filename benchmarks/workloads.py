@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.data import heavy_tail
 from privgrad.models import ws_conv2d
+from privgrad_lab.data import heavy_tail
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,20 +10,27 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from benchmarks.architectures import Architecture, Row, measure
+from benchmarks.methods import Setup
 from tests.zoo.architectures import ARCHITECTURES, WITH_BATCH_NORM
 
 METHODS = ("plain", "preconditioned", "bam", "opacus-ghost")
 
 
-def send_rows(sender: Connection, setup: Architecture, methods: list[str], rounds: int, limit: float) -> None:
+Measure = Callable[[Any, list[str], int, float], Iterator[Row]]
+
+
+def send_rows(
+    sender: Connection, setup: Setup, methods: list[str], rounds: int, limit: float, measure: Measure
+) -> None:
     """Run in a new process: measure, and send the row after each part."""
     os.setsid()  # so that it can be stopped with the processes that it starts
     torch.set_num_threads(1)
@@ -31,11 +38,13 @@ def send_rows(sender: Connection, setup: Architecture, methods: list[str], round
         sender.send(row)
 
 
-def measured(setup: Architecture, methods: list[str], rounds: int, limit: float) -> Row:
+def measured(
+    setup: Setup, methods: list[str], rounds: int, limit: float, *, measure: Measure = measure, start: str = "spawn"
+) -> Row:
     """The row of one architecture, or as much of it as its process reaches within so many seconds."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_rows, args=(sender, setup, methods, rounds, limit))
+    process = context.Process(target=send_rows, args=(sender, setup, methods, rounds, limit, measure))
     process.start()
     sender.close()
     row: Row = {"name": setup.name, "failed": {}}
