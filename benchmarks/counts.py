@@ -5,11 +5,13 @@ GPU, on CPU tensors. `counting` says what is counted, and `counted` has the mode
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import privgrad
 from benchmarks.counted import COUNTED, is_known, setup_of
 from benchmarks.counting import Counts, as_counted, calls_of, operations_of
 from benchmarks.measure import METHODS, build
@@ -99,11 +102,13 @@ def missed(row: Row, bars: Bars) -> list[str]:
 
 
 def versions() -> Row:
-    """What the counts depend on besides the machine."""
+    """The commit of privgrad's source, or what COMMIT says where git is not, and versions."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    folder = Path(__file__).parent
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
-    return {"commit": found or None, "torch": torch.__version__, "python": platform.python_version()}
+    folder, commit = Path(privgrad.__file__).parent, os.environ.get("COMMIT")
+    with suppress(OSError):
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        commit = commit or found.stdout.strip() or None
+    return {"commit": commit, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def table(rows: Sequence[Row], bars: Bars) -> Table:

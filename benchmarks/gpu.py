@@ -41,12 +41,11 @@ def main(
     rounds: Annotated[int, typer.Option(help="At least; up to five times as many of short steps.")] = 4,
     batch_size: Annotated[int | None, typer.Option(help="Default: that of the row.")] = None,
     row_seconds: Annotated[float, typer.Option(help="For one row.")] = 40.0,
-    seconds: Annotated[float, typer.Option(help="For all rows; those that do not fit are recorded as such.")] = 330.0,
+    end: Annotated[float | None, typer.Option(help="Unix time at which the last row ends. Default: never.")] = None,
 ) -> None:
     """Time, first steps, checks and memory of private steps, and of ordinary ones."""
-    end = time.monotonic() + seconds
     chosen = names.split(",")
-    if unknown := [name for name in chosen if name not in (*WORKLOADS, *ARCHITECTURES)]:
+    if unknown := [name for name in chosen if name not in (*ROWS, *ARCHITECTURES)]:
         raise typer.BadParameter(f"{', '.join(unknown)}: none of {', '.join(ROWS)}, and no architecture")
     os.environ["OMP_NUM_THREADS"] = "1"
     # The processes of the rows are forked from one that has imported everything, and has not touched the GPU.
@@ -58,9 +57,11 @@ def main(
     for name in chosen:
         if name in held:
             continue
-        left = min(row_seconds, end - time.monotonic())
+        left = row_seconds if end is None else min(row_seconds, end - time.time())
         row: Row = {"name": name, "failed": {}, "stopped": "not reached"}
-        if left >= LEAST:
+        if name not in WORKLOADS | ARCHITECTURES:  # a model of timm, where timm is not installed
+            row["stopped"] = "not installed"
+        elif left >= LEAST:
             setup = setup_of(name, device, precision, batch_size)
             row = measured(setup, methods.split(","), rounds, left, measure=timed, start="forkserver")
         with out.open("a") as file:

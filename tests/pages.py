@@ -414,6 +414,7 @@ NOT_RUN = {
     "privgrad data fetch": "needs the network; test_data_fetching.py fetches from a server of its own",
     "make ": "what starts these tests, or takes longer than they do",
     "python -m benchmarks": "measures time, which no test does",
+    "benchmarks/gpu_": "needs the network, or a GPU",
     "pip install": "changes the environment; test_packaging.py installs into one of its own",
 }
 
