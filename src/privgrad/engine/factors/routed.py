@@ -1,130 +1,191 @@
-"""The factors of stacked weights of experts, of which each position of an example uses a few.
+"""The factor of stacked weights of experts, of which each position of an example uses a few.
 
-Shape suffixes: B examples, M positions of all examples that use one expert, E experts, I inputs, O outputs.
+A slot is one use of an expert by a position. A position with K experts has K slots.
+
+Shape suffixes: B examples, S slots of an example, M slots of all examples, E experts, I inputs, O outputs, P blocks.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from privgrad.engine.factors.outer import position_norms
-from privgrad.gradient.factor import Examples, Factor, at_least_float32, masked, norms_of, sum_of_products
+from privgrad.engine.factors.outer import Outer, position_norms
+from privgrad.gradient.factor import (
+    CANCELED,
+    Examples,
+    Factor,
+    at_least_float32,
+    examples_per_block,
+    masked,
+    sum_of_products,
+)
+from privgrad.gradient.refusals import refused
 
 
-@dataclass(frozen=True)
+class _Blocks(NamedTuple):
+    """The slots of each example in blocks of equal size, each of one expert; the number of blocks is public."""
+
+    slot: Tensor  # among those of all examples, shape (B, P, size)
+    is_used: Tensor  # whether there is such a slot, shape (B, P, size, 1)
+    place: Tensor  # of each block's expert among those of all examples, shape (B P,)
+
+
 class Routes:
-    """The positions that use one expert, sorted by example."""
+    """The expert of each slot; what follows from it alone is computed once for all stacked weights."""
 
-    expert: int
-    example: Tensor  # of each position, int64, ascending, shape (M,)
-    a: Tensor  # inputs, shape (M, I)
-    b: Tensor  # gradients of the outputs, shape (M, O)
+    def __init__(self, expert_BS: Tensor, experts: int) -> None:
+        self.expert_BS, self.experts = expert_BS, experts
+        self._merged = dict[int, Routes]()
 
-    def by_example(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (i, a_i, b_i), with shapes (T, I) and (T, O), for each example i that uses the expert."""
-        found = cast("tuple[Tensor, Tensor]", torch.unique_consecutive(self.example, return_counts=True))
-        examples, counts = (cast("list[int]", x.tolist()) for x in found)
-        a, b = (cast("tuple[Tensor, ...]", x.split(counts)) for x in (self.a, self.b))
-        yield from zip(examples, a, b, strict=True)
+    def __getitem__(self, examples: Examples) -> "Routes":
+        return Routes(self.expert_BS[examples], self.experts)
 
-    def gradients(self) -> Iterator[tuple[int, Tensor]]:
-        for example, a_TI, b_TO in self.by_example():
-            yield example, b_TO.mT @ a_TI
+    def merge(self, parts: int) -> "Routes":
+        if parts not in self._merged:
+            self._merged[parts] = Routes(self.expert_BS.reshape(len(self.expert_BS) // parts, -1), self.experts)
+            self._merged[parts].by_expert = self.by_expert  # the slots of all examples are the same, in the same order
+        return self._merged[parts]
+
+    @cached_property
+    def by_expert(self) -> tuple[Tensor, Tensor, list[int]]:
+        """All slots sorted by expert, shape (M,); the place of each slot in this order; the slots of each expert."""
+        sorted_M, order_M = self.expert_BS.flatten().sort(stable=True)
+        place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        ends = torch.searchsorted(sorted_M, torch.arange(self.experts, device=order_M.device), right=True)
+        counts = [end - start for start, end in pairwise([0, *cast("list[int]", ends.tolist())])]
+        if sum(counts) < len(order_M):
+            remedy = "compute all experts in one process"
+            raise refused("a layer of experts", "to use its own", "a position that is routed to no expert", remedy)
+        return order_M, place_M, counts
+
+    @cached_property
+    def blocks(self) -> _Blocks:
+        # With slots / experts slots in a block, all blocks have at most twice as many places as there are slots.
+        (size_B, slots), experts = self.expert_BS.shape, self.experts
+        size = max(1, -(-slots // experts))
+        most = (slots + experts * (size - 1)) // size
+        sorted_BS, order_BS = self.expert_BS.sort(dim=1, stable=True)
+        count_BE = sorted_BS.new_zeros(size_B, experts).scatter_add_(1, sorted_BS, torch.ones_like(sorted_BS))
+        blocks_BE = (count_BE + (size - 1)) // size
+        end_BE = blocks_BE.cumsum(1)
+        shift_BE = (end_BE - blocks_BE) * size - (count_BE.cumsum(1) - count_BE)
+        position_BS = shift_BE.gather(1, sorted_BS) + torch.arange(slots, device=sorted_BS.device)
+        slot_B = sorted_BS.new_full((size_B, most * size), slots).scatter_(1, position_BS, order_BS)
+        block_BP = torch.arange(most, device=sorted_BS.device).expand(size_B, most).contiguous()
+        expert_BP = torch.searchsorted(end_BE, block_BP, right=True).clamp(max=experts - 1)
+        example_B = torch.arange(size_B, device=sorted_BS.device)[:, None]
+        slot_BPN = (slot_B.clamp(max=max(0, slots - 1)) + example_B * slots).view(size_B, most, size)
+        return _Blocks(slot_BPN, (slot_B < slots).view(*slot_BPN.shape, 1), (expert_BP + example_B * experts).flatten())
 
 
 class Routed(Factor):
-    """The gradients of stacked weights: g_i[e] = sum over the positions of example i that use expert e of b a^T."""
+    """The gradients of stacked weights: g_i[e] = sum over the slots of example i that use expert e of b a^T."""
 
-    def __init__(self, routes: Sequence[Routes], examples: int, shape: torch.Size, positions: int) -> None:
-        super().__init__(examples, shape)
-        # At most one route for each expert. Positions are public, and count once for each expert that they use.
-        self.routes, self._positions = list(routes), positions
+    # All sizes are public but those of the sum for each expert. To write gradients out takes memory for three.
+
+    def __init__(self, routes: Routes, a_BSI: Tensor, b_BSO: Tensor) -> None:
+        super().__init__(len(a_BSI), torch.Size((routes.experts, b_BSO.shape[2], a_BSI.shape[2])))
+        self.routes, self.a_BSI, self.b_BSO = routes, at_least_float32(a_BSI), at_least_float32(b_BSO)
 
     def __getitem__(self, examples: Examples) -> "Routed":
-        chosen = torch.arange(self.examples)[examples]
-        place = torch.full((self.examples,), -1)
-        place[chosen] = torch.arange(len(chosen))
-        routes = list[Routes]()
-        for route in self.routes:
-            found = place.to(route.example.device)[route.example]
-            order = found.argsort(stable=True)
-            order = order[found[order] >= 0]
-            if len(order) > 0:
-                routes.append(Routes(route.expert, found[order], route.a[order], route.b[order]))
-        return Routed(routes, len(chosen), self.shape, self._positions)
+        return Routed(self.routes[examples], self.a_BSI[examples], self.b_BSO[examples])
 
     def dense(self) -> Tensor:
-        grads_BEOI = self._zeros(self.examples, *self.shape)
-        for route in self.routes:
-            for example, grad_OI in route.gradients():
-                grads_BEOI[example, route.expert] = grad_OI
-        return grads_BEOI
+        slot_BPN, is_used_BPN1, place = self.routes.blocks
+        a_BPNI, b_BPNO = (x.flatten(0, 1)[slot_BPN] for x in (self.a_BSI, self.b_BSO))
+        products_BPOI = torch.where(is_used_BPN1, b_BPNO, 0.0).mT @ a_BPNI
+        experts, outputs, inputs = self.shape
+        grads = self.a_BSI.new_zeros(self.examples * experts, outputs, inputs)
+        return grads.index_add_(0, place, products_BPOI.flatten(0, 1)).view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        total = self._zeros(*self.shape)
-        for route in self.routes:
-            weight_M = weight_B.to(route.b.dtype)[route.example, None]
-            total[route.expert] = (route.b * weight_M).mT @ route.a
-        return total
+        return self._sum(weight_B.to(self.b_BSO.dtype), self.b_BSO.dtype, lambda b_NO, a_NI: b_NO.mT @ a_NI)
 
     def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        total = self._zeros(*self.shape).double()
-        for route in self.routes:
-            weight_M = weight_B.to(route.b.dtype)[route.example, None]
-            total[route.expert] = sum_of_products(route.b * weight_M, route.a)
+        return self._sum(weight_B.to(self.b_BSO.dtype), torch.float64, sum_of_products)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self._sum(weight_B.double(), torch.float64, lambda b_NO, a_NI: b_NO.double().mT @ a_NI.double())
+
+    def _sum(self, weight_B: Tensor, dtype: torch.dtype, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        order_M, _, counts = self.routes.by_expert
+        b_MO = (self.b_BSO * weight_B[:, None, None]).flatten(0, 1)[order_M]
+        pieces = zip(b_MO.split(counts), self.a_BSI.flatten(0, 1)[order_M].split(counts), strict=True)
+        total = self.b_BSO.new_zeros(self.shape, dtype=dtype)
+        for expert, (b_NO, a_NI) in enumerate(pieces):
+            total[expert] = product(b_NO, a_NI)
         return total
 
     def mask(self, kept_B: Tensor) -> "Routed":
-        kept = [(r, kept_B[r.example]) for r in self.routes]
-        routes = [Routes(r.expert, r.example, masked(r.a, kept_M), masked(r.b, kept_M)) for r, kept_M in kept]
-        return Routed(routes, self.examples, self.shape, self._positions)
+        return Routed(self.routes, masked(self.a_BSI, kept_B), masked(self.b_BSO, kept_B))
 
     def merge(self, parts: int) -> "Routed":
-        routes = [Routes(r.expert, r.example // parts, r.a, r.b) for r in self.routes]
-        return Routed(routes, self.examples // parts, self.shape, self._positions * parts)
+        rows = self.examples // parts
+        return Routed(
+            self.routes.merge(parts),
+            self.a_BSI.reshape(rows, -1, self.shape[2]),
+            self.b_BSO.reshape(rows, -1, self.shape[1]),
+        )
 
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Routed):
             return super().__add__(other)
-        found = {route.expert: route for route in self.routes}
-        for r in other.routes:
-            found[r.expert] = _joined(found[r.expert], r) if r.expert in found else r
-        return Routed(list(found.values()), self.examples, self.shape, max(self._positions, other._positions))
+        routes = Routes(torch.cat([self.routes.expert_BS, other.routes.expert_BS], 1), self.shape[0])
+        return Routed(routes, torch.cat([self.a_BSI, other.a_BSI], 1), torch.cat([self.b_BSO, other.b_BSO], 1))
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        total_B = torch.zeros(self.examples, dtype=torch.float64, device=self._device)
-        for route in self.routes:
-            largest = 1.0 if inverse_scales is None else float(inverse_scales[route.expert].max())
-            terms_M = position_norms(route.a) * position_norms(route.b) * largest
-            total_B.index_add_(0, route.example, terms_M)
-        return total_B
+        terms_BS = position_norms(self.a_BSI) * position_norms(self.b_BSO)
+        if inverse_scales is not None:
+            terms_BS = terms_BS * inverse_scales.flatten(1).amax(1)[self.routes.expert_BS]
+        return terms_BS.sum(1)
 
     @property
     def positions(self) -> int:
-        return self._positions
+        return self.a_BSI.shape[1]
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        square_B = torch.zeros(self.examples, dtype=torch.float64, device=self._device)
-        for route in self.routes:
-            scales = None if inverse_scales is None else at_least_float32(inverse_scales[route.expert])
-            for example, grad_OI in route.gradients():
-                square_B[example] += norms_of(grad_OI[None], scales)[0].square()
-        return square_B.sqrt()
+        # Inner products of slots, where these take fewer operations than the gradients, which have places for twice as
+        # many: |g|^2 = sum over slots s, t of one expert of (a_s . a_t)(b_s . b_t), like docs/mathematics.md (1.2).
+        _, outputs, inputs = self.shape
+        if inverse_scales is None and self.positions * (inputs + outputs) < 2 * inputs * outputs:
+            chunks = self._split(self._per_block(self.positions**2))
+            return torch.cat([cast(Routed, part)._norms_by_inner_products() for part in chunks])
+        return super().norms(inverse_scales)
 
-    @property
-    def _device(self) -> torch.device | None:
-        return self.routes[0].a.device if self.routes else None
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.b_BSO)
 
-    def _zeros(self, *shape: int) -> Tensor:
-        return self.routes[0].a.new_zeros(shape) if self.routes else torch.zeros(shape)
+    def _norms_by_inner_products(self) -> Tensor:
+        """Return the norms from Gram matrices of slots, or from g_i itself where terms cancel or underflow."""
+        a_BSI, b_BSO, expert_BS = self.a_BSI, self.b_BSO, self.routes.expert_BS
+        a_BSS, b_BSS = a_BSI @ a_BSI.mT, b_BSO @ b_BSO.mT
+        a_BS, b_BS = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BSS, b_BSS))
+        same_BSS = expert_BS[:, :, None] == expert_BS[:, None]
+        square_B = torch.where(same_BSS, a_BSS * b_BSS, 0.0).sum((1, 2), dtype=torch.float64)
+        term_BS = a_BS * b_BS
+        of_expert_BS = (same_BSS.to(term_BS.dtype) @ term_BS[:, :, None])[:, :, 0]
+        most_B = (of_expert_BS * term_BS).sum(
+            1, dtype=torch.float64
+        )  # at least |g|^2, as each expert's (sum of |b||a|)^2
+        lost_B = (square_B <= CANCELED * most_B) | Outer(a_BSI, b_BSO).underflowing(a_BS, b_BS)
+        norm_B = square_B.clamp(min=0).sqrt()
+        again = lost_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(Routed(self.routes[again], a_BSI[again].double(), b_BSO[again].double()))
+        return norm_B
 
 
-def _joined(one: Routes, other: Routes) -> Routes:
-    """Return the positions of two uses of one expert, sorted by example."""
-    example_M = torch.cat([one.example, other.example])
-    order = example_M.argsort(stable=True)
-    a_MI, b_MO = torch.cat([one.a, other.a]), torch.cat([one.b, other.b])
-    return Routes(one.expert, example_M[order], a_MI[order], b_MO[order])
+def apply_routed(factor: Factor, x_BSI: Tensor, expert_BS: Tensor) -> Tensor:
+    """Return g_i[e] x for every slot and its expert e, shape (B, S, O), computed for each example by itself."""
+    experts, outputs, inputs = factor.shape
+    if isinstance(factor, Routed) and factor.positions * (inputs + outputs) <= experts * inputs * outputs:
+        same_BST = expert_BS[:, :, None] == factor.routes.expert_BS[:, None]
+        return torch.where(same_BST, x_BSI @ factor.a_BSI.mT, 0.0) @ factor.b_BSO
+    grads_BEOI = factor.dense()
+    uses_BSE = expert_BS[:, :, None] == torch.arange(experts, device=expert_BS.device)
+    each = (torch.where(uses_BSE[:, :, e, None], x_BSI, 0.0) @ grads_BEOI[:, e].mT for e in range(experts))
+    return torch.stack(list(each)).sum(0)
