@@ -4,18 +4,22 @@
 """
 
 import pytest
+import test_experts
 import test_factored
 import test_numbers
 import test_optimizers_reference
+import test_recurrent
 import test_rounding
 import test_row_map
 import torch
+import torch.nn.functional as F
 
 import privgrad as pg
 from conftest import make_model
 from privgrad import processes
 from privgrad.engine.factors import conv
 from privgrad.engine.factors.conv import Convolution, Geometry
+from privgrad.engine.factors.embedding import Rows
 from privgrad.engine.factors.outer import Outer, position_norms
 from privgrad.engine.passes import MemoryPlan
 from privgrad.gradient import factor as norms
@@ -25,6 +29,7 @@ from privgrad.optim import debiased
 from privgrad.types import NoisyGradient
 
 SHARED = {
+    test_experts: ["test_displaced_experts", "test_equal_to_single_examples"],
     test_factored: [
         "test_a_non_finite_example_contributes_zero_and_is_counted",
         "test_engines_agree_on_whole_models",
@@ -36,6 +41,14 @@ SHARED = {
         "test_what_is_large_and_finite_contributes_c_and_what_is_not_nothing",
     ],
     test_optimizers_reference: ["test_fifty_steps_agree_with_the_plain_version"],
+    test_recurrent: [
+        "test_autocast_computes_in_the_parameters_dtype",
+        "test_changes_in_place_are_refused_not_believed",
+        "test_nothing_is_tapped_in_vain",
+        "test_replaced_taps_are_what_goes_on",
+        "test_rows_are_the_gradients_of_single_examples",
+        "test_same_outputs_and_gradients",
+    ],
     test_rounding: ["test_places_that_are_all_rounded_the_same_way_keep_the_bound"],
     test_row_map: ["test_layers_with_closed_forms_equal_a_loop_over_single_examples"],
 }
@@ -92,6 +105,23 @@ def test_convolutions_equal_torchs_gradient_of_one_example(
         assert own.grad is not None
         torch.testing.assert_close(factor.dense()[index], own.grad, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(factor.norms()[index], own.grad.norm(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 4, 40])
+def test_a_table_waits_for_nothing(length: int):
+    """Some words are read several times, and some texts are longer than the table."""
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(12, (length, 5), generator=generator).T
+    r_BTD, scales = torch.randn(5, length, 3, generator=generator).double(), torch.rand(12, 3, generator=generator)
+    factor = Rows(ids_BT, r_BTD, 12)
+    with test_experts.Dispatched() as seen:
+        norms = factor.norms(), factor.norms(scales.double())
+        total = factor.sum_in_parts(torch.ones(5, dtype=torch.float64))
+    assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2"} & seen.calls.keys()
+    dense_BVD = F.one_hot(ids_BT, 12).double().mT @ r_BTD
+    for found, wanted in zip(norms, (dense_BVD, dense_BVD * scales), strict=True):
+        torch.testing.assert_close(found, wanted.flatten(1).norm(dim=1), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(total, dense_BVD.sum(0), rtol=1e-12, atol=1e-12)
 
 
 def test_no_number_of_examples_chooses_how_norms_and_bounds_are_computed():

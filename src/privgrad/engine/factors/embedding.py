@@ -18,6 +18,7 @@ from privgrad.gradient.factor import (
     Sum,
     at_least_float32,
     canceled,
+    examples_per_block,
     float64_norms,
     masked,
     norms_of,
@@ -175,7 +176,7 @@ class Rows(LinearMapFactor):
     def dense(self) -> Tensor:
         rows, width = self.shape
         out = self.r_BTD.new_zeros(self.examples * rows, width)
-        return out.index_add_(0, self._keys(), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
+        return out.index_add_(0, _apart(self.ids_BT, rows), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
@@ -230,17 +231,26 @@ class Rows(LinearMapFactor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         # Gradients of a row that an example reads several times are added up first: docs/mathematics.md (1.6).
-        keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
-        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
-        if inverse_scales is not None:
-            rows *= inverse_scales[keys % self.shape[0]]
-        square = float64_norms(rows).square()
-        return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
+        if self.shape[0] <= self.positions:
+            return norms_of(self.dense(), inverse_scales)
+        words_BT, r_BTD = self._distinct()
+        return norms_of(r_BTD, None if inverse_scales is None else inverse_scales[words_BT])
 
-    def _keys(self) -> Tensor:
-        """Return a number that identifies each pair (example, id), shape (B T,)."""
-        example_B = torch.arange(self.examples, device=self.ids_BT.device)
-        return (self.ids_BT + example_B[:, None] * self.shape[0]).flatten()
+    def _distinct(self) -> tuple[Tensor, Tensor]:
+        """Return words and their rows, (B, T) and (B, T, D): each word of an example has one row, all others are 0."""
+        if self.positions == 1:
+            return self.ids_BT, self.r_BTD
+        ids_BT = self.ids_BT.contiguous()
+        words_BT = ids_BT.sort(1).values
+        place_BT = torch.searchsorted(words_BT, ids_BT)  # the first of equal words
+        rows, place = self.r_BTD.new_zeros(place_BT.numel(), self.shape[1]), _apart(place_BT, self.positions)
+        return words_BT, rows.index_add_(0, place, self.r_BTD.flatten(0, 1)).view_as(self.r_BTD)
+
+
+def _apart(index_BT: Tensor, most: int) -> Tensor:
+    """Return a number for each pair of an example and an index below `most`, shape (B T,)."""
+    example_B = torch.arange(len(index_BT), device=index_BT.device)
+    return (index_BT + example_B[:, None] * most).flatten()
 
 
 class TiedTable(Sum):
@@ -268,12 +278,13 @@ class TiedTable(Sum):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         parts_B = torch.stack([self.outer.norms(inverse_scales), self.rows.norms(inverse_scales)])
-        square_B = parts_B.square().sum(0) + 2 * torch.cat(
-            [cast(TiedTable, part)._inner_products(inverse_scales) for part in self._split(1)]
-        )
+        chunks = self._split(examples_per_block(self.outer.positions * self.rows.positions, self.rows.r_BTD))
+        products = [cast(TiedTable, part)._inner_products(inverse_scales) for part in chunks]
+        square_B = parts_B.square().sum(0) + 2 * torch.cat(products)
         norm_B = square_B.clamp(min=0).sqrt()
-        for index in cast("list[int]", canceled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
+        again = canceled(square_B, parts_B.sum(0)).nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(self[again], inverse_scales)
         return norm_B
 
     def _inner_products(self, inverse_scales: Tensor | None) -> Tensor:
