@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 945,
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 690,
-        "engine": 6370,  # views, derivatives within the loss, recurrent cells, the fallback, norms of positions
+        "engine": 6462,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
         "features": 1779,
         "gradient": 2546,  # `novelty`, `state`, hooks in copies
         "heads": 851,

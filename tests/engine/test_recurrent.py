@@ -13,6 +13,7 @@ from privgrad.engine.factored import Factored
 from privgrad.engine.factors.outer import Outer
 from privgrad.engine.layers.recurrent import recurrent_forward
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient import factor as norms
 from privgrad.gradient.reference import Vmap
 
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")  # the reference
@@ -134,6 +135,18 @@ def test_rows_are_the_gradients_of_single_examples(kind: str, option: str, size:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", ["lstm", "lstm, projected"])
+def test_derivatives_of_a_few_steps_at_once_are_those_of_all(kind: str, monkeypatch: pytest.MonkeyPatch):
+    found = list[tuple[Tensor, ...]]()
+    for numbers in (1 << 20, 700):  # all 5 steps, and two at once
+        monkeypatch.setattr(norms, "_CACHED", numbers)
+        module, taps = make(kind, "all"), Taps()
+        loss = loss_of(recurrent_forward(module, taps, *make_inputs(module, 7, 5)))
+        found.append(torch.autograd.grad(loss, taps.edges))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_layers_draws_as_torch_does(kind: str):
     layer, settings = KINDS[kind]

@@ -113,10 +113,10 @@ class Routed(Factor):
 
     def _sum(self, weight_B: Tensor, dtype: torch.dtype, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         order_M, _, counts = self.routes.by_expert
-        b_MO = (self.b_BSO * weight_B[:, None, None]).flatten(0, 1)[order_M]
-        pieces = zip(b_MO.split(counts), self.a_BSI.flatten(0, 1)[order_M].split(counts), strict=True)
+        b_MO, a_MI = (x.flatten(0, 1)[order_M] for x in (self.b_BSO * weight_B[:, None, None], self.a_BSI))
+        b_pieces, a_pieces = (cast("tuple[Tensor, ...]", x.split(counts)) for x in (b_MO, a_MI))
         total = self.b_BSO.new_zeros(self.shape, dtype=dtype)
-        for expert, (b_NO, a_NI) in enumerate(pieces):
+        for expert, (b_NO, a_NI) in enumerate(zip(b_pieces, a_pieces, strict=True)):
             total[expert] = product(b_NO, a_NI)
         return total
 

@@ -6,7 +6,7 @@ their gradients come from the taps at each expert's output alone.
 Shape suffixes: N rows of all examples, K experts of a row, M = N K slots, B examples, S slots of an example.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +56,9 @@ def _linear(tap: Tap, x_MI: Tensor, weights: Tensor, routes: Routes, displacemen
         return {weights: Routed(routes, x_MI.detach().view(shape), grad_MO.reshape(shape))}
 
     order_M, place_M, counts = routes.by_expert
-    pieces = zip(_Reordered.apply(x_MI, order_M, place_M).split(counts), weights.detach().unbind(), strict=True)
-    output_MO = torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces])
-    output_MO = _Reordered.apply(output_MO, place_M, order_M)
+    inputs = cast("tuple[Tensor, ...]", _reordered(x_MI, order_M, place_M).split(counts))
+    pieces = zip(inputs, weights.detach().unbind(), strict=True)
+    output_MO = _reordered(torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces]), place_M, order_M)
     displacement = displacement_of(weights, displacements)
     if displacement is not None:
         size = len(displacement.share)
@@ -79,4 +79,8 @@ class _Reordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Reordered.apply(grad, *ctx.orders), None, None
+        return _reordered(grad, *ctx.orders), None, None
+
+
+def _reordered(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    return cast(Tensor, _Reordered.apply(x, order, place))

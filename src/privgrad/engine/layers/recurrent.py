@@ -3,22 +3,26 @@
 """A forward of nn.LSTM, nn.GRU, nn.RNN and their cells that computes the same and exposes the gradients of the gates.
 
 The per-example gradients of the weights follow from those of the pre-activations, which torch's fused kernels hide.
-Here each layer and direction has two parts: one matrix product over all time, whose output goes through the tap, and an
-autograd Function with a loop of few operations per time step. Parameters enter detached: their gradients come from the
-taps alone. docs/mathematics.md (4.1) to (4.9) derive the gradients; docstrings and comments below cite these by number.
+Here each layer and direction has two parts: one matrix product over all time, whose output goes through the tap, and
+the recurrence. On other devices than the CPU, this is torch's kernel, where that is possible. Else it is an autograd
+Function with a loop of few operations per time step. Parameters enter detached: their gradients come from the taps
+alone. docs/mathematics.md (4.1) to (4.9) derive the gradients; docstrings and comments below cite these by number.
 
 Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. The
 tensors `hidden` and `cells` have T + 1 rows, the initial state first. The reverse direction, including its taps, runs
 on flipped copies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.backends import cudnn
 
 from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.outer import Outer
@@ -33,8 +37,9 @@ from privgrad.engine.layers.base import (
     values_of,
 )
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.factor import Factor, as_linear_map
+from privgrad.gradient.factor import Factor, as_linear_map, examples_per_block
 from privgrad.gradient.functional import version_of
+from privgrad.processes import is_on_processor
 
 Layers = nn.LSTM | nn.GRU | nn.RNN
 Cell = nn.LSTMCell | nn.GRUCell | nn.RNNCell
@@ -136,7 +141,20 @@ def _direction(
     if bias_ih is not None and bias_hh is not None and not isinstance(module, nn.GRU | nn.GRUCell):
         bias_ih = bias_ih + bias_hh
     pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, moves), of_gates)
-    if isinstance(module, nn.LSTM | nn.LSTMCell):
+    if moves is None and takes_kernel(module, pre_TBG):
+        state = (hidden_BP, cell_BH) if isinstance(module, nn.LSTM) else (hidden_BP,)
+        of_kernel = partial(
+            run_kernel, cast(str, module.mode), weight_hh.weight, bias_hh if isinstance(module, nn.GRU) else None
+        )
+        hidden, *lasts = cast("Any", _Kernel).apply(of_kernel, pre_TBG, *state)
+        if isinstance(module, nn.LSTM):
+            (cell_BH,) = lasts
+        elif isinstance(module, nn.GRU):
+            width = module.hidden_size
+            r_bias = None if bias_hh is None else bias_hh[:width]
+            later_TBH = F.linear(hidden.detach()[:-1], weight_hh.weight[:width], r_bias)
+            extra_TBH = later_TBH.add_(pre_TBG.detach()[:, :, :width]).sigmoid_()
+    elif isinstance(module, nn.LSTM | nn.LSTMCell):
         weight_hr = nothing_TBP = None
         if getattr(module, "proj_size", 0):  # add zeros to each projected state: their gradient is the state's
             weight_hr = EachWeight.of(parameter("weight_hr"), moves)
@@ -196,6 +214,54 @@ def _added(out: Tensor, x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
     return out
 
 
+_KERNEL_WIDTH = 512  # hidden numbers from which the product with the identity takes longer than a loop
+
+
+def takes_kernel(module: Any, pre_TBG: Tensor) -> bool:
+    """Return whether torch's kernel computes the recurrence: of few hidden numbers, not projected, over some time."""
+    is_layer = isinstance(module, nn.LSTM | nn.GRU | nn.RNN) and not module.proj_size
+    small = is_layer and module.hidden_size <= _KERNEL_WIDTH
+    return small and not is_on_processor(pre_TBG) and len(pre_TBG) > 1 and pre_TBG.numel() > 0
+
+
+def run_kernel(
+    mode: str, weight_hh: Tensor, bias_hh: Tensor | None, pre_TBG: Tensor, *state: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the hidden states, the first one included, and the last cell of an LSTM, by torch's kernel.
+
+    The weight of the input is the identity, so that the gradient of the input is that of the pre-activations.
+    """
+    weights = [torch.eye(len(weight_hh), dtype=weight_hh.dtype, device=weight_hh.device), weight_hh.clone()]
+    if bias_hh is not None:
+        weights += [torch.zeros_like(bias_hh), bias_hh.clone()]
+    if pre_TBG.is_cuda and cudnn.is_acceptable(pre_TBG):  # which wants them in one piece of memory
+        sizes = len(weight_hh), cudnn.rnn.get_cudnn_mode(mode), weight_hh.shape[1], 0, 1
+        cast(Any, torch)._cudnn_rnn_flatten_weight(weights, len(weights), *sizes, False, False)
+    first = tuple(part[None].contiguous() for part in state)
+    kernel, arguments = getattr(torch, mode.lower()), (weights, bias_hh is not None, 1, 0.0, True, False, False)
+    outputs, _, *cells = kernel(pre_TBG, first if mode == "LSTM" else first[0], *arguments)
+    return torch.cat([first[0], outputs]), *(cell[0] for cell in cells)
+
+
+class _Kernel(torch.autograd.Function):
+    """A recurrence that torch computes and differentiates, once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Any:
+        ctx.inputs = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            ctx.found = run(*ctx.inputs)
+        outputs = tuple(x.detach() for x in ctx.found)
+        ctx.save_for_backward(*outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _ = ctx.saved_tensors  # torch refuses if they were written to; the factors read them too
+        return None, *cast(Grads, torch.autograd.grad(ctx.found, ctx.inputs, grads, retain_graph=True))
+
+
 class _LSTM(torch.autograd.Function):
     """The recurrence of an LSTM: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h), see (4.3)."""
 
@@ -204,19 +270,18 @@ class _LSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, c: Tensor, *projection: Any) -> Any:
         weight_hr, nothing = cast("tuple[EachWeight | None, Tensor]", projection)
-        # Row 0 is the initial state; the loop overwrites the other rows.
-        hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)
+        hidden, cells = (_with_first(x, len(pre)) for x in (h, c))
         news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
         unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
-        for t in range(len(pre)):
-            weight_hh.apply(hidden[t], pre[t], out=gates[t])
-            i, f, n, o = gates[t].chunk(4, 1)
-            news[t].copy_(n).tanh_()  # a copy: many times faster than on n, which is strided
-            gates[t].sigmoid_()
-            torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, news[t])
-            torch.mul(o, torch.tanh(cells[t + 1], out=tanhs[t]), out=unprojected[t])
+        hs, cs, pres, all_gates, ns, ts, ms = map(_each, (hidden, cells, pre, gates, news, tanhs, unprojected))
+        for t, (i, f, n, o) in enumerate(zip(*map(_each, gates.chunk(4, 2)), strict=True)):
+            weight_hh.apply(hs[t], pres[t], out=all_gates[t])
+            ns[t].copy_(n).tanh_()  # a copy: many times faster than on n, which is strided
+            all_gates[t].sigmoid_()
+            torch.mul(f, cs[t], out=cs[t + 1]).addcmul_(i, ns[t])
+            torch.mul(o, torch.tanh(cs[t + 1], out=ts[t]), out=ms[t])
             if weight_hr is not None:
-                weight_hr.apply(unprojected[t], nothing[t], out=hidden[t + 1])
+                weight_hr.apply(ms[t], nothing[t], out=hs[t + 1])
         ctx.weights = weight_hh, weight_hr
         ctx.save_for_backward(hidden, cells, gates, news, tanhs)
         if weight_hr is not None:
@@ -227,29 +292,52 @@ class _LSTM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor, grad_c: Tensor, *unused: Any) -> Grads:
         (weight_hh, weight_hr), (_, cells, gates, news, tanhs) = ctx.weights, ctx.saved_tensors
-        i, f, _, o = gates.chunk(4, 2)
-        grad_pre = torch.addcmul(gates, gates, gates, value=-1)  # the sigmoid's derivative s - s^2
-        of_i, of_f, of_n, of_o = grad_pre.chunk(4, 2)
-        of_i.mul_(news)
-        of_f.mul_(cells[:-1])
-        torch.addcmul(i, i, torch.mul(news, news, out=of_n), value=-1, out=of_n)
-        of_o.mul_(tanhs)
-        of_c = torch.addcmul(o, o, tanhs.square(), value=-1)
-        of_ifn = grad_pre.view(*gates.shape[:2], 4, news.shape[2])[:, :, :3]
+        grad_pre = torch.empty_like(gates)
         grad_nothing = torch.empty_like(grad_hidden[1:]) if weight_hr is not None else None
         later, grad_h, grad_c = torch.zeros_like(gates[0]), torch.empty_like(grad_hidden[0]), grad_c.clone()
         no_grad = gates.new_zeros(())
-        for t in reversed(range(len(gates))):
-            grad_m = weight_hh.pull(later, grad_hidden[t + 1], out=grad_h)
-            if grad_nothing is not None and weight_hr is not None:
-                grad_m = weight_hr.pull(grad_nothing[t].copy_(grad_h), no_grad, out=torch.empty_like(news[0]))
-            grad_c.addcmul_(grad_m, of_c[t])
-            of_ifn[t].mul_(grad_c.unsqueeze(1))
-            of_o[t].mul_(grad_m)
-            grad_c.mul_(f[t])
-            later = grad_pre[t]
+        few = examples_per_block(4 * gates[0].numel(), gates)  # steps, whose derivatives stay in the cache
+        for start in reversed(range(0, len(gates), few)):
+            rows = slice(start, min(start + few, len(gates)))
+            of_gates = torch.addcmul(gates[rows], gates[rows], gates[rows], value=-1, out=grad_pre[rows])  # s - s^2
+            of_c = _lstm_derivatives(of_gates, gates[rows], cells[rows], news[rows], tanhs[rows])
+            of_ifn = of_gates.view(*of_gates.shape[:2], 4, news.shape[2])[:, :, :3]
+            of_o, forgets = of_gates.chunk(4, 2)[3], gates[rows].chunk(4, 2)[1]
+            every = map(_each, (grad_hidden[1:][rows], of_c, of_ifn, of_o, forgets, of_gates))
+            for t, (grad, at_c, at_ifn, at_o, f, found) in reversed(list(enumerate(zip(*every, strict=True), start))):
+                grad_m = weight_hh.pull(later, grad, out=grad_h)
+                if grad_nothing is not None and weight_hr is not None:
+                    grad_m = weight_hr.pull(grad_nothing[t].copy_(grad_h), no_grad, out=torch.empty_like(news[0]))
+                grad_c.addcmul_(grad_m, at_c)
+                at_ifn.mul_(grad_c.unsqueeze(1))
+                at_o.mul_(grad_m)
+                grad_c.mul_(f)
+                later = found
         weight_hh.pull(later, grad_hidden[0], out=grad_h)
         return grad_pre, None, grad_h, grad_c, None, grad_nothing
+
+
+def _each(x: Tensor) -> tuple[Tensor, ...]:
+    """Return x at all time steps; to take each by itself takes as long as a small operation."""
+    return x.unbind()
+
+
+def _with_first(state: Tensor, steps: int) -> Tensor:
+    """Return memory for all states, with the first one in row 0."""
+    rows = state.new_empty(steps + 1, *state.shape)
+    rows[0] = state
+    return rows
+
+
+def _lstm_derivatives(of_gates: Tensor, gates: Tensor, cells: Tensor, news: Tensor, tanhs: Tensor) -> Tensor:
+    """Multiply derivatives of sigmoids, in place, to those of a cell and of the output; return d output / d cell."""
+    i, _, _, o = gates.chunk(4, 2)
+    of_i, of_f, of_n, of_o = of_gates.chunk(4, 2)
+    of_i.mul_(news)
+    of_f.mul_(cells)
+    torch.addcmul(i, i, torch.mul(news, news, out=of_n), value=-1, out=of_n)
+    of_o.mul_(tanhs)
+    return torch.addcmul(o, o, tanhs.square(), value=-1)
 
 
 class _GRU(torch.autograd.Function):
@@ -260,7 +348,7 @@ class _GRU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, bias_hh: Tensor, h: Tensor) -> Any:
-        hidden, gates = h.repeat(len(pre) + 1, 1, 1), pre.new_empty(pre.shape)  # r, z, and the part s of n
+        hidden, gates = _with_first(h, len(pre)), pre.new_empty(pre.shape)  # r, z, and the part s of n
         news, width = torch.empty_like(hidden[1:]), h.shape[1]
         for t in range(len(pre)):
             weight_hh.apply(hidden[t], bias_hh, out=gates[t])
@@ -299,7 +387,7 @@ class _RNN(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, relu: bool) -> Tensor:
-        hidden, activate_ = h.repeat(len(pre) + 1, 1, 1), torch.relu_ if relu else torch.tanh_
+        hidden, activate_ = _with_first(h, len(pre)), torch.relu_ if relu else torch.tanh_
         for t in range(len(pre)):
             activate_(weight_hh.apply(hidden[t], pre[t], out=hidden[t + 1]))
         ctx.save_for_backward(hidden)
