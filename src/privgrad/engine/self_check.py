@@ -27,42 +27,43 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
     factors, moves = found
     model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
-    parameters, largest = trainable(model), 0.0
-    if factors:
-        norms = torch.stack([factor[torch.tensor(rows)].norms() for factor in factors.values()])
-        largest = float(cast(Tensor, torch.linalg.vector_norm(norms.nan_to_num(0.0, 0.0), dim=0)).max())
+    parameters, differences, largest = trainable(model), list[tuple[str, float, float]](), 0.0
     for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
         single = gradients(model, loss_fn, part_of(examples, row), along=along, exact=point.exact, copied=False)
-        norms = norms_of(list(single.values()))
-        whole = math.hypot(*norms)
-        for (name, change), norm in zip(_changes(single, factors, row), norms, strict=True):
-            # The comparison is false if values are not finite: such an example contributes zero anyway.
-            # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
-            rounding = 64 * torch.finfo(torch.float64).eps * largest
-            if change > tolerance * (norm + 0.1 * whole) + rounding:
-                remedy = (  # the losses are apart, so each example alone gives the right gradients
-                    f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
-                    "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
-                )
-                condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
-                suspect = passes.shared()  # its place in the model can be the cause
-                raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
+        measured = list(_compared(single, factors, row))
+        whole = math.hypot(*(norm for _, norm, _ in measured))
+        differences += [(name, change, tolerance * (norm + 0.1 * whole)) for name, norm, change in measured]
+        largest = max(largest, whole if math.isfinite(whole) else 0.0)
+    # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
+    rounding = 64 * torch.finfo(torch.float64).eps * largest
+    for name, change, allowed in differences:
+        # The comparison is false if values are not finite: such an example contributes zero anyway.
+        if change > allowed + rounding:
+            remedy = (  # the losses are apart, so each example alone gives the right gradients
+                f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
+                "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
+            )
+            condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
+            suspect = passes.shared()  # its place in the model can be the cause
+            raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
 
 
-def _changes(
-    wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], row: slice
-) -> Iterator[tuple[str, float]]:
-    """Yield the names of `wanted`, each with the norm of the change of one row; about _AT_ONCE numbers by one read."""
-    changes, size = dict[str, Tensor](), 0
+def _compared(
+    wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], rows: slice | Tensor
+) -> Iterator[tuple[str, float, float]]:
+    """Yield the names of `wanted`, the norm of these rows, and of their change; about _AT_ONCE numbers by one read."""
+    names, values, size = list[str](), list[Tensor](), 0
     for place, (name, value) in enumerate(wanted.items(), 1):
-        one = value[row].dense()[0] if isinstance(value, Factor) else value
-        changes[name] = found[name][row].dense()[0] - one if name in found else one
-        size += one.numel()
+        own = value[rows].dense() if isinstance(value, Factor) else value
+        names.append(name)
+        values += (own, found[name][rows].dense() - own if name in found else own)
+        size += own.numel()
         if size > _AT_ONCE or place == len(wanted):
-            yield from zip(changes, norms_of(list(changes.values())), strict=True)
-            changes, size = {}, 0
+            norms = norms_of(values)
+            yield from zip(names, norms[::2], norms[1::2], strict=True)
+            names, values, size = list[str](), list[Tensor](), 0
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
@@ -99,18 +100,11 @@ def require_apart_from_infinite(passes: Passes, few: Any, seed: int) -> None:
             passes.layouts.current.calls = calls
         wanted = wanted or found
         both = {name: factor for name, factor in wanted.items() if name in found}
-        changes = zip(_changes(both, found, slice(0, 1)), _changes(both, found, slice(2, 3)), strict=True)
-        for ((name, first), (_, last)), scale in zip(changes, _scales(both, slice(0, 3, 2)), strict=True):
-            if math.isfinite(scale) and not math.hypot(first, last) <= tolerance * scale:
+        for name, norm, change in _compared(both, found, torch.tensor([0, 2])):
+            if math.isfinite(norm) and not change <= tolerance * norm:
                 got = f"a change when one of them is {number}"
                 remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
                 raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy, unit=suspect)
-
-
-def _scales(factors: Mapping[str, Factor], rows: slice) -> list[float]:
-    """Return the summed norms of some rows, for each factor; one read of the device gives all."""
-    sums = [factor.norms()[rows].double().sum() for factor in factors.values()]
-    return cast("list[float]", torch.stack(sums).tolist()) if sums else []
 
 
 def _with_second(number: float, leaf: Tensor) -> Tensor:
@@ -134,11 +128,10 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
         first, _ = passes.compute(few, Point())
     with seeded(seed):
         second, _ = passes.compute(few, Point(radius=0.0))
-    scale = passes.tolerance * sum(_scales(first, slice(None)))
-    rows = [slice(index, index + 1) for index in range(count_examples(few))]
-    for changes in zip(*(_changes(first, second, row) for row in rows), strict=True):
-        name, most = changes[0][0], max(change for _, change in changes)
-        if name not in second or most > scale:
+    compared = list(_compared(first, second, slice(None)))
+    scale = passes.tolerance * sum(norm for _, norm, _ in compared)
+    for name, _, change in compared:
+        if name not in second or change > scale:
             got = "no gradient in the second pass"
             if name in second:
                 got = f"gradients with a difference above {passes.tolerance:g}, relative"

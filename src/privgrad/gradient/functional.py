@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -610,22 +610,32 @@ def losses_on_copies(
     `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
     it may run code of the modules, such as hooks, which needs the copies.
     """
-    given = parameters or {}
-    own = {name: p for name, p in model.named_parameters() if name not in given}
+    given, named = parameters or {}, list(named_parameters(model))
     # With gradients, because the forward pass may hook the gradients of its values.
-    copies = {n: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad) for n, p in own.items()}
-    copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
-
-    def result_of(model: nn.Module, examples: Any) -> Any:
-        return result(require_losses(loss_fn(model, examples), count_examples(examples)))
-
+    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    for name, p in named:
+        own = (p.detach().clone() if copied else p.detach()) if name not in given else given[name]
+        copies[id(p)] = own if name in given else own.requires_grad_(p.requires_grad)
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
-    with draws, preserved(model), torch.compiler.set_stance("force_eager"):
+    with draws, preserved(model), torch.compiler.set_stance("force_eager"), _in_place_of(model, copies):
         try:
-            return functional_call(BoundLoss(model, result_of), state, (examples,))
+            return result(require_losses(loss_fn(model, examples), count_examples(examples)))
         except Exception as error:
             if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NOTE)
             raise
+
+
+@contextmanager
+def _in_place_of(model: nn.Module, copies: Mapping[int, Tensor]) -> Generator[None]:
+    """Put copies in the places of parameters and buffers, by their ids; a fraction of the time of functional_call."""
+    owners = [vars(module)[kind] for _, module in named_modules(model) for kind in ("_parameters", "_buffers")]
+    places = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
+    try:
+        for owner, name, x in places:
+            owner[name] = copies[id(x)]
+        yield
+    finally:
+        for owner, name, x in places:
+            owner[name] = x
