@@ -431,10 +431,11 @@ class PrivateGradient:
         self._due |= self._state.begin_step(self._structure)
         if batch.size > 0 and (self._due or found not in self._checked):
             with parameters_kept(self._structure):
-                self._shares_draws = Parts.checks.try_batch(
+                randomness = Parts.checks.try_batch(
                     self._model, self._loss_fn, batch.examples, together=self._engine.batches_examples
                 )
-            self._engine.check_again()
+            self._shares_draws = randomness.shared
+            self._engine.check_again(randomness)
             self._checked.append(found)
             self._due = False
 

@@ -1,14 +1,15 @@
 """Checks that find mistakes and prove nothing: losses that mix examples, models that draw, bounds copied from data."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from privgrad.checks.model_and_loss import check_loss, configuration, require_supported
-from privgrad.checks.randomness import share_draws
+from privgrad.checks.randomness import Randomness, share_draws
 from privgrad.checks.state import require_no_memory
 from privgrad.checks.variables import State
-from privgrad.gradient.probes import few_of
+from privgrad.gradient.probes import few_of, four_of
 from privgrad.ledger.lineage import note_base, note_training, warn_if_trained
 from privgrad.types import LossFunction
 
@@ -26,10 +27,14 @@ __all__ = [
 ]
 
 
-def try_batch(model: nn.Module, loss_fn: LossFunction, examples: Any, *, together: bool) -> bool:
-    """Try the loss on a few examples of a batch, and return whether the examples share random numbers.
+def try_batch(model: nn.Module, loss_fn: LossFunction, examples: Any, *, together: bool) -> Randomness:
+    """Try the loss on a few examples of a batch, and return its random draws.
 
-    `together`: whether the engine computes examples in one forward pass.
+    `together`: whether the engine computes examples in one forward pass, in which they may share draws.
     """
     randomness = check_loss(model, loss_fn, examples)
-    return together and randomness.draws and share_draws(model, loss_fn, few_of(examples, fill=False))
+    shared = False
+    if together and randomness.draws:
+        few = four_of(few_of(examples, fill=False))
+        shared = share_draws(model, loss_fn, few, randomness.seen)
+    return replace(randomness, shared=shared, seen=None)

@@ -7,7 +7,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -20,9 +20,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.checks.randomness import (
+    Observed,
     Randomness,
     find_randomness,
-    losses_and_draws,
+    observed,
     require_unseeded,
     without_randomness,
 )
@@ -32,11 +33,10 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
-from privgrad.gradient.probes import doubled, few_of, in_float32_too, leading_of, rows_of, unreached
+from privgrad.gradient.probes import FOUR, doubled, few_of, four_of, in_float32_too, leading_of, rows_of, unreached
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _FROZEN = "has no trainable parameter"
-_COPIES = 4  # of an example, whose losses are compared with that of the example alone; more than PROBED
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 
 
@@ -117,7 +117,7 @@ def require_supported(model: nn.Module | Structure) -> None:
 
 # Faults: a loss of the wrong shape or without a gradient; parameters that it does not reach, so that noise alone moves
 #     them; seeds in the forward pass; a loss that depends on other examples: see the functions that it calls.
-# Cost: 9 to 32 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
+# Cost: 6 to 36 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
     """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
@@ -126,20 +126,23 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         This reveals only success or an error, like any exception raised on private data. Each loss must depend on its
         own example only: the privacy guarantee rests on that. It is tried here, not proven.
     """
-    few = few_of(examples, fill=False)
+    few = four_of(few_of(examples, fill=False))
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
+    reach = partial(_reach, model, tried, parameters)
     try:
         if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
             require_no_memory(model, loss_fn, examples)  # first: other passes would fit state for good
-        unused = _unreached(model, tried, few_of(examples, fill=False), parameters)
+        first = observed(model, tried, few, result=reach, parameters=parameters, noticing=True)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
         raise
+    losses, unused = first.losses
     if unused:
         # Whether examples are routed shows in other parts that one, a few or many of them reach. Then chance decides
         # what this batch reaches: this may not decide between refused and accepted.
-        fewer, more = (_unreached(model, tried, leading_of(examples, n), parameters) for n in (1, _HALVED))
+        others = (leading_of(examples, most) for most in (1, _HALVED))
+        (_, fewer), (_, more) = (losses_on_copies(model, tried, some, reach, parameters) for some in others)
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
                 what = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves"
@@ -152,23 +155,24 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         )
         got = f"no gradient for {_listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
-    randomness = find_randomness(model, loss_fn, few)
-    require_unseeded(model, loss_fn, few, randomness)
-    require_apart(model, loss_fn, few, randomness)
+    seen = [first._replace(losses=losses)]
+    randomness = find_randomness(model, loss_fn, few) if first.is_random else Randomness()
+    if randomness.draws:
+        seen.append(observed(model, loss_fn, few, 1, noticing=True))
+        require_unseeded(model, loss_fn, few, seen)
+    require_apart(model, loss_fn, few, randomness, seen=seen)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
-    return randomness
+    return replace(randomness, seen=seen[0])
 
 
-def _unreached(model: nn.Module, loss_fn: LossFunction, examples: Any, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the parameters to which the losses of some examples give no gradient."""
-
-    def found(losses: Tensor) -> list[str]:
-        refuse_reentrant(losses)
-        _warn_of_foreign(model, loss_fn, losses, parameters.values())
-        with refusing_in_place():
-            return unreached(losses, parameters)
-
-    return losses_on_copies(model, loss_fn, examples, found, parameters)
+def _reach(
+    model: nn.Module, loss_fn: LossFunction, parameters: Mapping[str, Tensor], losses: Tensor
+) -> tuple[Tensor, list[str]]:
+    """Return losses, and the names of the parameters to which they give no gradient."""
+    refuse_reentrant(losses)
+    _warn_of_foreign(model, loss_fn, losses, parameters.values())
+    with refusing_in_place():
+        return losses.detach(), unreached(losses, parameters)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -283,17 +287,19 @@ def _nonzero(value: Tensor) -> object:
 
 # Faults: BatchNorm by hand, a mean over the batch, numbers by place; mixup behind a coin, of torch, numpy or Python; a
 #     mean over the words that one draw masks.
-# Cost: 5 forward passes of a few examples; 9 with dropout, 29 with other draws.
+# Cost: 5 forward passes of a few examples; 8 with dropout, 29 with other draws; fewer after passes that were `seen`.
 # Refuses wrongly: no case is known; tied weights and augmentation of each example pass. It cannot pin the draws of
 #     generators that the user holds (np.random.default_rng()).
 @in_float32_too
-def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
-    """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
-    few = few_of(few, fill=count_examples(few) == 1)
-    size = count_examples(few)
-    rows = (0, size - 1)
-    few = rows_of(few, [*range(size), *[size // 2] * (_COPIES - size)])
-    copies = [rows_of(few, [row] * _COPIES) for row in rows]
+def require_apart(
+    model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness, *, seen: Sequence[Observed] = ()
+) -> None:
+    """Raise PrivacyError if the first or the last loss depends on the other examples or on their number.
+
+    `seen`: passes of these, which are then FOUR examples, with salts 0 and 1; without draws, the first.
+    """
+    few, rows = few if seen else four_of(few), (0, FOUR - 1)
+    copies = [rows_of(few, [row] * FOUR) for row in rows]
 
     def require_equal(together: Tensor, alike: Tensor, row: int) -> None:
         # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
@@ -301,22 +307,30 @@ def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness:
         if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
             raise _depends("a loss that changes with the other examples")
 
+    is_compared = randomness.draws and not randomness.numbers  # with draws, as in training
     for salt, row in enumerate(rows if randomness.draws else ()):
-        together, *draws = losses_and_draws(model, loss_fn, few, salt=salt)
-        alike, *others = losses_and_draws(model, loss_fn, copies[salt], salt=salt)
+        one = seen[salt] if seen else observed(model, loss_fn, few, salt)
+        other = observed(model, loss_fn, copies[salt], salt)
         # If the examples decide how many numbers are drawn, as with packed sequences, masks follow their places.
-        if draws == others:
-            require_equal(together, alike, row)
+        if (one.sizes, one.others) == (other.sizes, other.others):
+            require_equal(one.losses, other.losses, row)
+        else:
+            is_compared = False
     for number in dict.fromkeys((*randomness.compared, *randomness.tried)):
         with without_randomness(model, randomness, number):
             try:
-                together, *both = [losses_on_copies(model, loss_fn, examples) for examples in (few, *copies)]
+                if randomness.draws or not seen:
+                    together = None if is_compared else losses_on_copies(model, loss_fn, few)
+                else:
+                    together = seen[0].losses
+                both = [losses_on_copies(model, loss_fn, examples) for examples in copies]
             except Exception:
                 if number in randomness.compared:
                     raise
                 continue  # the model does not take such numbers
             for alike, row, examples in zip(both, rows, copies, strict=True):
-                require_equal(together, alike, row)
+                if together is not None:
+                    require_equal(together, alike, row)
                 if number in randomness.compared and _differ(model, loss_fn, examples, 1, alike):
                     raise _depends("a loss that changes with the number of examples or its place among them")
 

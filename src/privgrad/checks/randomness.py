@@ -7,11 +7,11 @@ So torch, numpy and Python draw one constant instead: a low one, then a high one
 import math
 import operator
 import random
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, groupby, zip_longest
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,34 +43,69 @@ _MOST = 10_000  # draws of a pass that are constant; a loop that draws until a n
 _TOLERANCE = 0.05  # the fast engine's in half precision; other random numbers change far more
 
 
+class Observed(NamedTuple):
+    """A forward pass under a secret seed."""
+
+    losses: Any  # or a function of them
+    sizes: list[int]  # of torch's draws
+    others: tuple[Any, Any]  # the last states of numpy and of Python
+    drew: bool  # whether numpy or Python drew
+    states: frozenset[bytes]  # of torch's streams at last and, if noticed, at each call of a function that draws
+    is_random: bool  # whether anything drew or, if noticed, a layer has dropout
+
+
+def observed(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    salt: int = 0,
+    result: Callable[[Tensor], Any] = Tensor.detach,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    noticing: bool = False,
+) -> Observed:
+    """Compute losses, and note what draws; if functions are noticed, raise PrivacyError for draws without a trace."""
+    found = list[Observed]()
+
+    def noted(model: nn.Module, examples: Any) -> Tensor:
+        before, first = torch_states(), numpy_and_python_states()
+        dropout = _Dropout(off=False)
+        with dropout if noticing else nullcontext(), Drawn() as drawn:
+            losses = loss_fn(model, examples)
+        end, others = torch_states(), numpy_and_python_states()
+        if dropout.called and torch.equal(before, end):
+            raise known_draws("draws that leave the random stream as it was")
+        states, drew = frozenset((*dropout.states, end.numpy().tobytes())), others != first
+        is_random = dropout.met or drew or not torch.equal(before, end)
+        found.append(Observed(None, drawn.sizes, others, drew, states, is_random))
+        return losses
+
+    with seeded(secret_seed(salt)):
+        losses = losses_on_copies(model, noted, examples, result, parameters, seed=None)
+    return found[0]._replace(losses=losses)
+
+
 # Fault: a mask or a layer to drop that one draw decides for the whole batch; the draws must then stay secret.
-# Cost: 2 forward passes of a few examples if the model draws, and 2 more if their number says that draws are shared.
+# Cost: a forward pass of a few examples if the model draws, and 2 more if their number says that draws are shared.
 # Refuses nothing: such a model trains with secret draws. Numbers of numpy and Python count as shared in any case.
-def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any) -> bool:
-    """Return whether the losses of a few examples depend on random numbers that the examples share."""
-    _, own, others = losses_and_draws(model, loss_fn, few)
+def share_draws(model: nn.Module, loss_fn: LossFunction, few: Any, seen: Observed | None = None) -> bool:
+    """Return whether the losses of a few examples, `seen` before, depend on random numbers that the examples share."""
+    one = seen or observed(model, loss_fn, few)
     # Shared draws are as many for twice as many examples.
-    twice = map_examples(lambda leaf: torch.cat([leaf, leaf]), few)
-    _, more, same = losses_and_draws(model, loss_fn, twice)
-    if others is not None and others == same:
+    two = observed(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few))
+    if one.drew and one.others == two.others:
         return True
-    shared = {place for place, sizes in enumerate(zip_longest(own, more)) if sizes[0] == sizes[1]}
+    shared = {place for place, sizes in enumerate(zip_longest(one.sizes, two.sizes)) if sizes[0] == sizes[1]}
     if not shared:
         return False
     # A draw may decide nothing: BART draws a number for each layer also if its layerdrop is 0.
-    low, high = (losses_and_draws(model, loss_fn, few, drawn=Drawn(number, shared))[0] for number in _NUMBERS[:2])
+    low, high = (_losses_drawing(model, loss_fn, few, Drawn(number, shared)) for number in _NUMBERS[:2])
     return not torch.equal(low, high)
 
 
-def losses_and_draws(
-    model: nn.Module, loss_fn: LossFunction, examples: Any, *, salt: int = 0, drawn: "Drawn | None" = None
-) -> tuple[Tensor, list[int], Any]:
-    """Return losses under a secret seed, the sizes of torch's draws, and states of numpy and Python if they drew."""
-    with seeded(secret_seed(salt)), drawn or Drawn() as noticed:
-        before = numpy_and_python_states()
-        losses = losses_on_copies(model, loss_fn, examples, seed=None).detach()
-        after = numpy_and_python_states()
-    return losses, noticed.sizes, None if after == before else after
+def _losses_drawing(model: nn.Module, loss_fn: LossFunction, few: Any, drawn: "Drawn") -> Tensor:
+    with seeded(secret_seed()), drawn:
+        return losses_on_copies(model, loss_fn, few, seed=None)
 
 
 @dataclass(frozen=True)
@@ -80,6 +115,8 @@ class Randomness:
     draws: bool = False  # whether there are any, those of dropout included
     # The constants that take the place of draws other than dropout, if any; NaN for a model that takes none.
     numbers: tuple[float, ...] = ()
+    shared: bool = False  # whether examples share any, other than those of dropout
+    seen: Observed | None = field(default=None, compare=False, repr=False)  # the first pass that a check saw
 
     @property
     def compared(self) -> tuple[float, ...]:
@@ -116,32 +153,19 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place
 #     of an example in the batch: one example more gives others another mask of dropout, which anyone can compute.
-# Cost: a forward pass of a few examples; 2 if it draws, 3 with draws of numpy or Python under a fixed seed.
+# Cost: nothing, after two passes that other checks need; one more with draws of numpy or Python under a fixed seed.
 # Refuses wrongly: a fixed matrix that each pass draws again. It misses np.random.rand(999)[:len(x)] under a seed.
-def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
-    """Raise PrivacyError if the forward pass seeds random draws itself, or draws from a torch.Generator of its own."""
-    states, others = _met(model, loss_fn, few, secret_seed())  # refuses draws that leave no trace
-    if not randomness.draws:
-        return
-    other_states, same = _met(model, loss_fn, few, secret_seed(1))
-    if states & other_states:  # under two seeds, no function that draws may meet one state
+def require_unseeded(model: nn.Module, loss_fn: LossFunction, few: Any, seen: Sequence[Observed]) -> None:
+    """Raise PrivacyError if passes of a few examples, with salts 0 and 1, show that the forward pass seeds draws."""
+    one, other = seen
+    if one.states & other.states:  # under two seeds, no function that draws may meet one state
         raise known_draws("the same random state after different ones")
-    if any(map(operator.eq, others, same)):
+    if any(map(operator.eq, one.others, other.others)):
         # Refused if the number of draws depends on that of examples; BigBird's, which all examples share, do not.
-        _, more = _met(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), secret_seed(1))
-        if any(one == other != third for one, other, third in zip(others, same, more, strict=True)):
+        twice = observed(model, loss_fn, map_examples(lambda leaf: torch.cat([leaf, leaf]), few), 1)
+        alike = zip(one.others, other.others, twice.others, strict=True)
+        if any(first == second != third for first, second, third in alike):
             raise known_draws("numbers of numpy or Python under a fixed seed")
-
-
-def _met(model: nn.Module, loss_fn: LossFunction, examples: Any, seed: int) -> tuple[set[bytes], tuple[Any, Any]]:
-    """Return torch's random states that functions with draws meet under a seed, and the last states of the others."""
-    with _Dropout(off=False) as dropout, seeded(seed):
-        before = torch_states()
-        losses_on_copies(model, loss_fn, examples, seed=None)
-        end, others = torch_states(), numpy_and_python_states()
-    if dropout.called and torch.equal(before, end):
-        raise known_draws("draws that leave the random stream as it was")
-    return {*dropout.states, end.numpy().tobytes()}, others
 
 
 @contextmanager
@@ -358,6 +382,8 @@ def random_state() -> tuple[bytes, Any]:
 
 def torch_states() -> Tensor:
     """Return the states of torch's random streams, on the CPU and on CUDA devices."""
+    if not torch.backends.cuda.is_built():  # this is read around each function
+        return torch.get_rng_state()
     return torch.cat([torch.get_rng_state(), *(state.cpu() for state in torch.cuda.get_rng_state_all())])
 
 

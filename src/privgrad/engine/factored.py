@@ -141,6 +141,7 @@ class Factored:
         self._schedule = CheckSchedule()
         self._compared = False  # whether the losses that the next check would compare were compared already
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
+        self._found: Randomness | None = None  # those that a check of the loss has found for the next batch
         self._set_back: Callable[[], None] = lambda: None  # puts the random streams back to the start of a pass
         self._density: float | None = None  # floats of output gradients per value of an example
 
@@ -198,7 +199,7 @@ class Factored:
             with restored(self._model):
                 self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))
                 self._check_losses(examples)
-            self._schedule.is_due = self._compared = False
+            self._schedule.is_due, self._compared, self._found = False, False, None
         if point.along is not None:
             return self._reference.at(examples, point.along, point.share)
         if point.radius is None:
@@ -248,9 +249,10 @@ class Factored:
         self._schedule.begin_step()
         self._fallback.begin_step()
 
-    def check_again(self) -> None:
+    def check_again(self, randomness: Randomness | None = None) -> None:
         """Check the next batch too, because the model's configuration has changed; its losses were compared."""
         self._schedule.is_due = self._compared = True
+        self._found = randomness
         self._density = None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
@@ -321,7 +323,7 @@ class Factored:
         passes = self._passes
         with restored(self._model):
             passes.learn(few)
-            self._randomness = randomness = find_randomness(self._model, self._loss_fn, few)
+            self._randomness = randomness = self._found or find_randomness(self._model, self._loss_fn, few)
             every, changed = list[dict[str, Factor]](), list[CallSequenceChangedError]()
             for number in randomness.compared:
                 try:
@@ -421,7 +423,7 @@ class Factored:
                             require_apart_from_infinite(self._passes, self._few(examples), seed)
         finally:
             self._randomness, self._set_back = randomness, set_back  # with constants, a new audit meets no draws
-        self._schedule.is_due = self._compared = False
+        self._schedule.is_due, self._compared, self._found = False, False, None
 
     def _check_rows(self, examples: Any, point: Point, rows: Sequence[int]) -> None:
         """Raise UnsupportedModuleError if some rows differ from single examples; for an engine that is used once."""

@@ -15,12 +15,14 @@ from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import gradients, seeded, trainable
 from privgrad.gradient.novelty import CheckSchedule
-from privgrad.gradient.probes import norms_of, places_of, rare_rows
+from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.types import count_examples, map_examples, part_of
 
 _AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
+
+_foreach_sub: Any = torch._foreach_sub  # pyright: ignore
 
 
 def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
@@ -28,14 +30,21 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     factors, moves = found
     model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
     parameters, differences, largest = trainable(model), list[tuple[str, float, float]](), 0.0
-    for index in rows:
-        row = slice(index, index + 1)
-        along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        single = gradients(model, loss_fn, part_of(examples, row), along=along, exact=point.exact, copied=False)
-        measured = list(_compared(single, factors, row))
-        whole = math.hypot(*(norm for _, norm, _ in measured))
-        differences += [(name, change, tolerance * (norm + 0.1 * whole)) for name, norm, change in measured]
-        largest = max(largest, whole if math.isfinite(whole) else 0.0)
+    together = max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
+    for some in (rows[start : start + together] for start in range(0, len(rows), together)):
+        singles = list[dict[str, Tensor]]()
+        for index in some:
+            row = slice(index, index + 1)
+            along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
+            own = part_of(examples, row)
+            singles.append(gradients(model, loss_fn, own, along=along, exact=point.exact, copied=False))
+        wanted = {name: torch.stack([single[name] for single in singles]) for name in parameters}
+        measured = list(_compared(wanted, factors, some))
+        for place in range(len(some)):
+            whole = math.hypot(*(norms[place] for _, norms, _ in measured))
+            found_now = ((name, changes[place], norms[place] + 0.1 * whole) for name, norms, changes in measured)
+            differences += [(name, change, tolerance * scale) for name, change, scale in found_now]
+            largest = max(largest, whole if math.isfinite(whole) else 0.0)
     # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
     rounding = 64 * torch.finfo(torch.float64).eps * largest
     for name, change, allowed in differences:
@@ -51,19 +60,21 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
 
 
 def _compared(
-    wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], rows: slice | Tensor
-) -> Iterator[tuple[str, float, float]]:
-    """Yield the names of `wanted`, the norm of these rows, and of their change; about _AT_ONCE numbers by one read."""
-    names, values, size = list[str](), list[Tensor](), 0
+    wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], rows: Sequence[int]
+) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yield names, the norm of each row of `wanted`, and of its change; about _AT_ONCE numbers by one read."""
+    # A factor has other rows than these; a tensor has these rows only.
+    index, names, own, others = torch.tensor(rows), list[str](), list[Tensor](), list[Tensor]()
     for place, (name, value) in enumerate(wanted.items(), 1):
-        own = value[rows].dense() if isinstance(value, Factor) else value
         names.append(name)
-        values += (own, found[name][rows].dense() - own if name in found else own)
-        size += own.numel()
-        if size > _AT_ONCE or place == len(wanted):
-            norms = norms_of(values)
-            yield from zip(names, norms[::2], norms[1::2], strict=True)
-            names, values, size = list[str](), list[Tensor](), 0
+        own.append(value[index].dense() if isinstance(value, Factor) else value)
+        others.append(found[name][index].dense() if name in found else torch.zeros_like(own[-1]))
+        if place == len(wanted) or sum(x.numel() for x in own) > _AT_ONCE:
+            changes = cast("list[Tensor]", _foreach_sub(others, own))
+            norms = iter(norms_of([row for x in (*own, *changes) for row in x.unbind()]))
+            sizes = [[next(norms) for _ in rows] for _ in (*own, *changes)]
+            yield from zip(names, sizes[: len(names)], sizes[len(names) :], strict=True)
+            names, own, others = list[str](), list[Tensor](), list[Tensor]()
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
@@ -88,27 +99,40 @@ def require_apart_from_infinite(passes: Passes, few: Any, seed: int) -> None:
     # On an accelerator, an assertion that fails ends the process.
     if not any(leaf.is_floating_point() for leaf in leaves) or any(leaf.device.type != "cpu" for leaf in leaves):
         return
-    calls, tolerance = passes.layouts.current.calls, passes.tolerance
-    wanted = dict[str, Factor]()
-    for number in (0.0, math.inf, math.nan):
+    calls, few, wanted = passes.layouts.current.calls, rows_of(few, [0, 1, 1, 2]), dict[str, Factor]()
+    pairs = [(0.0, 1.0), (math.inf, math.nan)]
+    for pair in pairs:
+        alone = [(number, 0.0) for number in pair if 0.0 not in pair]  # to try if both do harm, or cannot be computed
         try:
-            found = _factors_of(passes, map_examples(partial(_with_second, number), few), seed)
+            found = _factors_of(passes, map_examples(partial(_with_middle, pair), few), seed)
             suspect = passes.shared()  # rows that were chosen from the examples may pass for a value of all
-        except Exception:  # the model does not take such an example
+        except Exception:  # the model does not take such examples
+            pairs += alone
             continue
         finally:
             passes.layouts.current.calls = calls
         wanted = wanted or found
         both = {name: factor for name, factor in wanted.items() if name in found}
-        for name, norm, change in _compared(both, found, torch.tensor([0, 2])):
-            if math.isfinite(norm) and not change <= tolerance * norm:
-                got = f"a change when one of them is {number}"
-                remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
-                raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy, unit=suspect)
+        compared = _compared(both, found, (0, count_examples(few) - 1))
+        changed = (name for name, norms, changes in compared if _differ(norms, changes, passes.tolerance))
+        if (name := next(changed, None)) is None:
+            continue
+        pairs += alone
+        if not alone:
+            got = f"a change when one of them is {pair[0]}"
+            remedy = "choose rows by indexing or torch.where, and not by products with zeros, such as one-hot rows"
+            raise refused(f"the gradient of {name!r}", "not to depend on other examples", got, remedy, unit=suspect)
 
 
-def _with_second(number: float, leaf: Tensor) -> Tensor:
-    return leaf.index_fill(0, torch.tensor(1), number) if leaf.is_floating_point() else leaf
+def _differ(norms: list[float], changes: list[float], tolerance: float) -> bool:
+    return math.isfinite(sum(norms)) and not math.hypot(*changes) <= tolerance * sum(norms)
+
+
+def _with_middle(pair: tuple[float, float], leaf: Tensor) -> Tensor:
+    """Return four rows, the second and the third of which hold two numbers."""
+    if not leaf.is_floating_point():
+        return leaf
+    return leaf.index_fill(0, torch.tensor(1), pair[0]).index_fill(0, torch.tensor(2), pair[1])
 
 
 def _factors_of(passes: Passes, few: Any, seed: int) -> dict[str, Factor]:
@@ -128,10 +152,10 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
         first, _ = passes.compute(few, Point())
     with seeded(seed):
         second, _ = passes.compute(few, Point(radius=0.0))
-    compared = list(_compared(first, second, slice(None)))
-    scale = passes.tolerance * sum(norm for _, norm, _ in compared)
-    for name, _, change in compared:
-        if name not in second or change > scale:
+    compared = list(_compared(first, second, range(count_examples(few))))
+    scale = passes.tolerance * sum(sum(norms) for _, norms, _ in compared)
+    for name, _, changes in compared:
+        if name not in second or max(changes) > scale:
             got = "no gradient in the second pass"
             if name in second:
                 got = f"gradients with a difference above {passes.tolerance:g}, relative"

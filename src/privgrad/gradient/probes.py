@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -16,6 +17,7 @@ from privgrad.gradient.functional import BoundLoss, losses_on_copies, trainable
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
+FOUR = 4  # where losses are compared at one size: more than PROBED
 
 COLUMNS = 16  # most numbers per example of a tensor in which rare values are looked for
 _VALUES = 32  # most values of a column among which some may be rare
@@ -46,6 +48,13 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
     return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
 
 
+def four_of(few: Any) -> Any:
+    """Return FOUR examples: those given, and copies of one between the first and the last, or examples of zeros."""
+    few = few_of(few, fill=count_examples(few) == 1)
+    size = count_examples(few)
+    return rows_of(few, [*range(size - 1), *[size // 2] * (FOUR - size), size - 1])
+
+
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
     """Return at most `most` of the first examples; one of each rare value comes before them, the `novel` rows last."""
     # So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
@@ -70,19 +79,22 @@ def rare_rows(examples: Any) -> list[int]:
     for leaf in tree_leaves(examples):
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_complex():
             continue
-        if leaf.numel() > COLUMNS * size:
+        if not 0 < leaf.numel() <= COLUMNS * size:
             continue
         columns = leaf.detach().reshape(size, leaf.numel() // size).cpu()
         if columns.is_floating_point() and not columns.double().equal(columns.double().round()):
             continue
-        for column in columns.long().unbind(1):
-            values, places, counts = cast(
-                tuple[Tensor, Tensor, Tensor], torch.unique(column, return_inverse=True, return_counts=True)
-            )
-            if 1 < len(values) <= min(_VALUES, size // 2):
-                first = torch.full_like(values, size).scatter_reduce_(0, places, torch.arange(size), "amin")
-                kept = torch.arange(len(values)) != counts.argmax()
-                found += [(int(n), int(row)) for n, row in zip(counts[kept], first[kept], strict=True)]
+        numbers = columns.long().numpy()
+        order = numbers.argsort(0, kind="stable")
+        ordered = np.take_along_axis(numbers, order, 0)
+        begins = np.diff(ordered, axis=0, prepend=ordered[:1] - 1) != 0  # of a value; its first row stands there
+        count = begins.sum(0)
+        for column in ((count > 1) & (count <= min(_VALUES, size // 2))).nonzero()[0].tolist():
+            places = begins[:, column].nonzero()[0]
+            counts = np.diff(places, append=size)
+            pairs = zip(counts.tolist(), order[places, column].tolist(), strict=True)
+            most = int(counts.argmax())
+            found += [pair for place, pair in enumerate(pairs) if place != most]
     return list(dict.fromkeys(row for _, row in sorted(found)))
 
 
@@ -102,9 +114,9 @@ def norms_of(tensors: Sequence[Tensor]) -> list[float]:
     """Return the norm of all entries of each tensor, computed in float32 or wider, by one read of the device."""
     if not tensors:
         return []
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+    wide = [x if x.itemsize >= 4 else x.float() for x in tensors]
     norms = cast("list[Tensor]", _foreach_norm(wide))
-    return cast("list[float]", torch.stack([norm.double().to(norms[0].device) for norm in norms]).tolist())
+    return cast("list[float]", torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist())
 
 
 def doubled(leaf: Tensor) -> Tensor:
@@ -116,9 +128,9 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
     """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences."""
 
     @wraps(compare)
-    def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any) -> None:
+    def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any, **seen: Any) -> None:
         with _Precision() as met:
-            compare(model, loss_fn, examples, *args)
+            compare(model, loss_fn, examples, *args, **seen)
         if not met.half:
             return
         wide = _Precision(widened_on=next(model.parameters()).device.type)
@@ -156,7 +168,9 @@ class _Precision(TorchFunctionMode):
             func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
             with torch.autocast(self._device, enabled=False):
                 result = func(*inputs[0], **inputs[1])
-        self.half = self.half or any(isinstance(x, Tensor) and _is_half(x) for x in tree_leaves(result))
+        if not self.half:  # one tensor is the usual case, and faster to look at
+            found = (result,) if type(result) is Tensor else tree_leaves(result)
+            self.half = any(isinstance(x, Tensor) and _is_half(x) for x in found)
         return result
 
 

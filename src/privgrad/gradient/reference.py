@@ -74,7 +74,7 @@ class Vmap:
         if self._compare is not None:
             self._schedule.begin_step()
 
-    def check_again(self) -> None:
+    def check_again(self, randomness: Any = None) -> None:
         """Compare the next examples with their gradients alone, after a change of the model."""
         self._schedule.is_due = True
 
