@@ -33,8 +33,18 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
-from privgrad.gradient.probes import FOUR, doubled, few_of, four_of, in_float32_too, leading_of, rows_of, unreached
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.gradient.probes import (
+    FOUR,
+    doubled,
+    few_of,
+    four_of,
+    in_float32_too,
+    leading_of,
+    leading_rows,
+    rows_of,
+    unreached,
+)
+from privgrad.types import LossFunction, map_examples
 
 _FROZEN = "has no trainable parameter"
 _HALVED = 64  # most examples for the comparison of a batch with its first half
@@ -336,19 +346,28 @@ def require_apart(
 
 
 # Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
-# Cost: 2 forward passes of at most 64 examples; 4 if the model draws other numbers than dropout.
+# Cost: 2 forward passes of at most 64 examples, 1 if the losses are known; 4 with other draws than those of dropout.
 # Refuses wrongly: no case is known.
 @in_float32_too
 def require_same_losses_in_half(
-    model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness, novel: Sequence[int] = ()
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    randomness: Randomness,
+    novel: Sequence[int] = (),
+    *,
+    known: Tensor | None = None,
 ) -> None:
-    """Raise PrivacyError if the first half's losses depend on the second half, which holds the `novel` rows."""
-    examples = leading_of(examples, _HALVED, novel)
-    half = (count_examples(examples) + 1) // 2
+    """Raise PrivacyError if the first half's losses depend on the second half, which holds the `novel` rows.
 
+    `known`: the losses of all examples, if only dropout draws.
+    """
+    rows = leading_rows(examples, _HALVED, novel)
+    examples, half = rows_of(examples, rows), (len(rows) + 1) // 2
     for number in randomness.compared:
         with without_randomness(model, randomness, number):
-            if _differ(model, loss_fn, examples, half, losses_on_copies(model, loss_fn, examples)[:half]):
+            losses = losses_on_copies(model, loss_fn, examples)[:half] if known is None else known[rows[:half]]
+            if _differ(model, loss_fn, examples, half, losses):
                 raise _depends("losses that change with the second half of the batch")
 
 

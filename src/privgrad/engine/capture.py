@@ -34,7 +34,7 @@ from privgrad.engine.shared_values import (
     owners,
     tensors_in,
 )
-from privgrad.engine.units import LayerCall, Tap, Unit, VmappedUnit, units, weights_of
+from privgrad.engine.units import LayerCall, Tap, Tapped, Unit, VmappedUnit, units, weights_of
 from privgrad.errors import PrivacyError, UnsupportedModuleError
 from privgrad.gradient.autograd_graph import nodes
 from privgrad.gradient.factor import Dense, Factor
@@ -154,7 +154,7 @@ class Capture:
         """Compute a gradient that the model or the loss asks for; refuse it if it must be differentiated in a layer."""
         if create_graph and not self.record.is_finished:
             ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
-            taps = {tap.edge.node for tap in self.taps if not tap.is_copy}
+            taps = {tap.edge.node for tap in self.taps if not tap.tapped.is_copy}
             if any(id(x) in self.names for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
                 raise _differentiated()
         return run(outputs, grads, keep, create_graph, inputs, *rest, **options)
@@ -188,8 +188,8 @@ class Capture:
             edge = GradientEdge(node, tensor.output_nr)
         functions = _NONE if copied is None else self._functions_of.setdefault(id(copied), {})
         versions = [(x, x._version) for x in inputs]
-        kind = tensor.shape, tensor.dtype, tensor.device
-        self.taps.append(Tap(path, edge, *kind, factors, versions, copied is not None, functions, **hvp))
+        tapped = Tapped(path, copied is not None, functions, tensor.shape)
+        self.taps.append(Tap(tapped, edge, tensor.dtype, tensor.device, factors, versions, **hvp))
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:

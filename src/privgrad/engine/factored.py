@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from privgrad.checks.model_and_loss import require_apart, require_same_losses_in_half
 from privgrad.checks.randomness import Randomness, find_randomness, streams, without_randomness
@@ -405,13 +405,19 @@ class Factored:
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
             with restored(self._model):
-                self._check_losses(examples)  # first: a gradient that is wrong because of it has no remedy of its own
+                # First: a gradient that is wrong because of it has no remedy of its own. If dropout is on, a pass without it
+                # comes before.
+                is_late = randomness.draws and self._known_losses(point) is not None
+                if not is_late:
+                    self._check_losses(examples, self._known_losses(point))
                 for place, number in enumerate(randomness.compared[: 1 + self._schedule.depth]):
                     with without_randomness(self._model, randomness, number):
                         if randomness.draws:
                             with seeded(seed):
                                 self._set_back = streams()
                                 found = self._compute(examples, point)
+                            if is_late and place == 0:
+                                self._check_losses(examples, self._known_losses(point))
                         rows = rows_to_check(found[0], examples, self._schedule)
                         try:
                             require_single(self._passes, examples, point, found, rows)
@@ -433,10 +439,19 @@ class Factored:
         found = self._passes.compute(examples, point)
         require_single(self._passes, examples, point, found, rows)
 
-    def _check_losses(self, examples: Any) -> None:
+    def _known_losses(self, point: Point) -> Tensor | None:
+        """Return the losses of the last pass, if it computed them as the model itself does."""
+        # What vmap computes keeps examples apart, and so hides whether the loss does.
+        calls = self._layouts.current.calls or ()
+        is_plain = not self._fallback.reasons and all(call.layout and None not in call.layout for call in calls)
+        return self._passes.losses if is_plain and not point.is_displaced and not self._randomness.numbers else None
+
+    def _check_losses(self, examples: Any, known: Tensor | None = None) -> None:
+        """Raise PrivacyError if losses depend on other examples; `known`: those of all, without random numbers."""
         if self._compared:
             return
-        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness, self._schedule.novel)
+        novel, randomness = self._schedule.novel, self._randomness
+        require_same_losses_in_half(self._model, self._loss_fn, examples, randomness, novel, known=known)
         # Where a module is taken whole, examples run alone, so that the gradients cannot show a dependence in it.
         if self._fallback.reasons and self._schedule.depth > 0:
             require_apart(self._model, self._loss_fn, self._few(examples, fill=False), self._randomness)

@@ -20,7 +20,7 @@ from privgrad.engine.factors.weight_standardization import StandardizedWeight
 from privgrad.engine.layers.base import find_rule, require_unwritten, takes_displacements
 from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
 from privgrad.engine.shared_values import FunctionsHiddenError
-from privgrad.engine.units import HvpTerms, Tap, units, use_of
+from privgrad.engine.units import HvpTerms, Tap, Tapped, units, use_of
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import AccumulateGrad, gradients_at, refuse_reentrant, refusing_in_place
 from privgrad.gradient.contribution import Use
@@ -166,14 +166,15 @@ class Passes:
         # of examples, if some tensor had another dimension of that size, else 0.
         self.half, self.floats, self.ambiguous = False, 0, 0
         self._sees_all = False  # whether functions are seen between all calls of units: slow, but they differed
-        self._used = list[tuple[Tap, str]]()  # the taps, each with the name of a parameter whose gradient it gives
+        self.losses: Tensor | None = None  # of the last pass; private
+        self._used = list[tuple[Tapped, str]]()  # the taps, each with the name of a parameter whose gradient it gives
 
     @property
     def uses(self) -> dict[str, Use]:
         """How the last pass computed the gradient of each parameter."""
         found, vmapped = dict[str, Use](), self.layouts.current.vmapped_units
-        for tap, name in self._used:
-            found[name] = use_of(tap, vmapped, found.get(name))
+        for tapped, name in self._used:
+            found[name] = use_of(tapped, vmapped, found.get(name))
         return found
 
     @property
@@ -329,6 +330,7 @@ class Passes:
                 raise
             capture.finish()
             self.ambiguous = capture.size if capture.record.is_ambiguous else 0
+            self.losses = losses.detach()
             yield losses
 
     def _collected(
@@ -342,7 +344,7 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
         # Gradients that are written out for their norms are kept for the sum, up to `room` floats per example.
-        names, size, self._used = capture.names, len(losses), list[tuple[Tap, str]]()
+        names, size, self._used = capture.names, len(losses), list[tuple[Tapped, str]]()
         given = [grad for grad in grads if grad is not None]
         self.half = any(grad.itemsize < 4 for grad in given)
         self.floats = sum(math.prod(grad.shape) for grad in given) // size
@@ -352,20 +354,20 @@ class Passes:
             for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:
-                        require_unwritten(tap.path, tensor, version)
-                if grad is None and tap.is_copy:
+                        require_unwritten(tap.tapped.path, tensor, version)
+                if grad is None and tap.tapped.is_copy:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
                 own = terms[index] if terms else None
                 for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
                     name, numbers = names[id(parameter)]
-                    self._used.append((tap, name))
+                    self._used.append((tap.tapped, name))
                     if factor.examples == 0:  # the unit was called on no rows
                         factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
                     if factor.examples != size:
                         if factor.examples % size != 0:
-                            raise misplaced(tap.path, "rows that are no multiple of the number of examples")
+                            raise misplaced(tap.tapped.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
                     if isinstance(factor, Outer):  # kept if no larger than the gradient at the tap
                         factor.keeps = numbers * size <= math.prod(grad.shape)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,26 @@ from privgrad.gradient.functional import (
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, refused
 
 
+class Tapped(NamedTuple):
+    """What is known of a tap when its pass is over."""
+
+    path: str  # the unit's
+    is_copy: bool  # whether the tap leads to copies of a parameter; their gradients are zero if no loss uses it
+    functions: Mapping[str, str]  # the functions that need these copies, each with what would be faster
+    shape: torch.Size  # of the gradient at the edge
+
+
 @dataclass
 class Tap:
     """A place in the graph where a gradient is computed, with the function from it to gradients of parameters."""
 
-    path: str  # the unit's, for messages
+    tapped: Tapped
     edge: GradientEdge  # where the gradient is computed
-    shape: torch.Size  # of the gradient at the edge
     dtype: torch.dtype
     device: torch.device
     # gradient at the edge -> factors by parameter; if `curved`, HvpTerms are its second argument
     factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]  # the tensors that `factors` uses, with their versions, to detect in-place writes
-    is_copy: bool  # whether it leads to copies of a parameter; their gradients are zero if no loss uses it
-    functions: Mapping[str, str]  # the functions that need these copies, each with what would be faster
     # for Hessian products: displacements of the parameters -> their effect on this tensor, to first order
     delta: Callable[[Displacements], Tensor | None] | None = None
     source: Tensor | None = None  # for Hessian products: the unit's input, if gradients flow to it
@@ -67,7 +73,7 @@ class Tap:
     @property
     def zeros(self) -> Tensor:
         """A gradient of zeros at the edge; it takes no memory."""
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.tapped.shape)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class HvpTerms:
 _RULE = Use("rule")
 
 
-def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
+def use_of(tap: Tapped, vmapped_units: Collection[str], other: Use | None) -> Use:
     """Return how a tap computes gradients, or the parameter's other taps so far if their way is slower."""
     if not tap.is_copy:
         return other or _RULE

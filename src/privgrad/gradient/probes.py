@@ -56,15 +56,17 @@ def four_of(few: Any) -> Any:
 
 
 def leading_of(examples: Any, most: int, novel: Sequence[int] = ()) -> Any:
-    """Return at most `most` of the first examples; one of each rare value comes before them, the `novel` rows last."""
+    """Return the examples of `leading_rows`."""
+    return rows_of(examples, leading_rows(examples, most, novel))
+
+
+def leading_rows(examples: Any, most: int, novel: Sequence[int] = ()) -> list[int]:
+    """Return at most `most` of the first rows; one of each rare value comes before them, the `novel` rows last."""
     # So the first half holds rare values, up to half of its examples, and most of the second half lacks them.
     size = min(count_examples(examples), most)
-    rare = rare_rows(examples)[: (size + 1) // 4]
-    if not rare and not novel:
-        return map_examples(lambda leaf: leaf[:size], examples)
-    last = list(novel)[: size // 2]
+    rare, last = rare_rows(examples)[: (size + 1) // 4], list(novel)[: size // 2]
     rows = [row for row in (*rare, *(row for row in range(size) if row not in rare)) if row not in last]
-    return rows_of(examples, [*rows[: size - len(last)], *last])
+    return [*rows[: size - len(last)], *last]
 
 
 def rare_rows(examples: Any) -> list[int]:
