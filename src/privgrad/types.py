@@ -133,7 +133,7 @@ def leaves_of(examples: Any) -> Sequence[Any]:
 def _flat(examples: Any) -> Sequence[Tensor] | None:
     """Return the tensors of a tensor, or of a plain tuple, list or dict of tensors; None for any other structure."""
     # torch's trees take 40 calls of Python for a pair of tensors.
-    kind: Any = type(examples)
+    kind = type(cast(object, examples))
     leaves = examples if kind is tuple or kind is list else (*examples.values(),) if kind is dict else (examples,)
     return leaves if {*map(type, leaves)} == {Tensor} else None
 

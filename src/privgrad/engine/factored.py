@@ -405,8 +405,8 @@ class Factored:
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
             with restored(self._model):
-                # First: a gradient that is wrong because of it has no remedy of its own. With dropout on, a pass without
-                # it comes before.
+                # First: a gradient that is wrong because of it has no remedy of its own. With dropout on, a pass
+                # without it comes before.
                 is_late = randomness.draws and self._known_losses(point) is not None
                 if not is_late:
                     self._check_losses(examples, self._known_losses(point))
