@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 import privgrad
 from privgrad import processes
 from privgrad.noise import gaussian
+from privgrad.rng import Stream
 
 ROOT = f"{Path(privgrad.__file__).parent}/"
 HOST = ("rng.py", "gradient/secret_draws.py")  # what they compute stays on the host
@@ -56,6 +57,7 @@ SEVERAL = {
 _WAITED = "equal _local_scalar_dense masked_select nonzero repeat_interleave unique_consecutive unique_dim _unique2"
 READS = frozenset(_WAITED.split())
 INDEXED = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
+_SAME = Stream(bytes(32))
 TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # of torch's foreach kernels, by number of lists
 NUMBERS_A_CHUNK, CHUNKS_A_LAUNCH = 65536, 320
 
@@ -323,9 +325,9 @@ def as_counted(*, device_paths: bool = True) -> Generator[None]:
 
 
 def _release_as_elsewhere(values: Any, add: Any, stream: Any, step: int, recursion: Any, on_grid: bool) -> None:
-    """Draw the noise as on a GPU, by a generator of the CPU."""
+    """Draw the noise as on a GPU, by a generator of the CPU; the same noise each time, which decides later counts."""
     if on_grid:
         raise ValueError("noise on a grid is drawn on the CPU only")
     if isinstance(add, partial):
         add = partial(gaussian._add_on_device, **add.keywords)
-    gaussian._release_on_device(values, add, stream, step, recursion)
+    gaussian._release_on_device(values, add, _SAME, step, recursion)

@@ -13,10 +13,12 @@ from benchmarks import methods
 from benchmarks.counted import COUNTED, Counted
 from benchmarks.counting import Counts, as_counted, calls_of, operations_of
 from benchmarks.counts import THRESHOLDS, bars_of, count, missed, rows_of
+from pages import ROOT
 from privgrad.noise import gaussian
 from privgrad.processes import is_on_processor, on_lists
 
 BARS = tomllib.loads(THRESHOLDS.read_text())["counts"]
+(TORCH,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["torch"]
 SMALL = ("softmax", "mlp", "dlrm", "bert_tiny")
 
 
@@ -89,6 +91,8 @@ def test_counted_steps_take_the_paths_of_a_device_and_give_them_back():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_steady_step_stays_below_its_bars(name: str):
+    if not TORCH.endswith(f"=={torch.__version__.partition('+')[0]}"):
+        pytest.skip("the bars are those of another torch, whose operators are others")
     if name == "bert_tiny":
         pytest.importorskip("transformers")
     *_, (row, _) = rows_of(name, ["plain"], "steady", None, device_paths=True)
