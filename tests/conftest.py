@@ -5,7 +5,8 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -28,6 +29,17 @@ from privgrad.types import ClippedSum
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not here is a reason to skip, not to wait
 _TEST_SEED = int(os.environ.get("PRIVGRAD_TEST_SEED", "0"))
+
+
+@contextmanager
+def using_threads(count: int) -> Generator[None]:
+    """Let torch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def seed_of(number: int) -> int:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NUMBERS_A_THREAD = 1 << 19
 # Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 AT_ONCE = 1 << 24  # numbers to compute with at once on other devices than the CPU: more take as long as a part of them
 on_lists: Any = torch  # for its operators on lists of tensors, which the types do not know
 _PROCESSORS = frozenset({"cpu"})  # types of devices; tests take the paths of others by an empty set
@@ -105,14 +105,22 @@ def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numb
     Few `numbers`, of all blocks together, start no thread.
     """
     queue = deque(blocks)
-    threads = min(torch.get_num_threads(), len(queue), numbers // _NUMBERS_A_THREAD)
+    threads = min(threads_for(numbers), len(queue))
     if threads <= 1:
         work(queue)
         return
-    # One pool per call, which takes 0.1 ms to start. A permanent pool would not survive a fork.
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work, _taken(queue)) for _ in range(threads)]:
-            future.result()
+    # One pool per call, which takes 0.1 ms to start. A permanent pool would not survive a fork. Without `one_thread`,
+    # torch would start threads of its own in each of these.
+    with one_thread(), ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(work, _taken(queue)) for _ in range(threads - 1)]
+        work(_taken(queue))
+        for other in others:
+            other.result()
+
+
+def threads_for(numbers: int) -> int:
+    """Return the number of threads for an elementwise computation: as many as torch uses, and one for few numbers."""
+    return max(min(torch.get_num_threads(), numbers // _NUMBERS_A_THREAD), 1)
 
 
 def _taken(queue: deque[T]) -> Iterator[T]:
@@ -174,17 +182,19 @@ def is_on_processor(x: Tensor) -> bool:
     return x.device.type in _PROCESSORS
 
 
-def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
+def blocks(*values: float | Tensor | None, most: int | None = None) -> Iterable[tuple[Any, ...]]:
     """Split tensors into aligned blocks, which stay in cache, and repeat other values: one tuple for each block.
 
-    The tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
+    A block has at most `most` numbers. None: BLOCK on the CPU, and any number elsewhere. The tensors are not split if
+    they are sharded, not contiguous or of different shapes.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]
-    if first.numel() <= _BLOCK or any(
-        not t.is_contiguous() or t.shape != first.shape or not is_on_processor(t) or is_traceable_wrapper_subclass(t)
-        for t in tensors
+    if most is None:
+        most = BLOCK if all(map(is_on_processor, tensors)) else first.numel()
+    if first.numel() <= most or any(
+        not t.is_contiguous() or t.shape != first.shape or is_traceable_wrapper_subclass(t) for t in tensors
     ):
         return [values]
-    parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]
+    parts: list[Iterable[Any]] = [v.view(-1).split(most) if isinstance(v, Tensor) else repeat(v) for v in values]
     return zip(*parts, strict=False)

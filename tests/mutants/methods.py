@@ -16,7 +16,7 @@ from privgrad.gradient import transform
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.transform import Provenance
 from privgrad.noise import gaussian as noise
-from privgrad.optim import base
+from privgrad.optim import base, debiased
 from privgrad.optim.base import PrivateOptimizer
 from privgrad.optim.debiased import Debiased, debias, noise_floor
 from privgrad.precondition.moments import Moments
@@ -203,7 +203,11 @@ def another_debias(planted: Callable[..., Tensor]) -> Callable[[Patch], None]:
         def wrong(square: Tensor, noise_std: Any, *, floor: Any, **_: Any) -> Tensor:
             return planted(real, square, noise_std, floor, told[0])
 
+        def wrong_lists(squares: list[Tensor], stds: list[float], floors: list[float]) -> list[Tensor]:
+            return [wrong(*one[:2], floor=one[2]) for one in zip(squares, stds, floors, strict=True)]
+
         patch.setattr(Debiased, "_update", updated)
+        patch.setattr(debiased, "_debias_lists", wrong_lists)
         everywhere(patch, real, wrong)
 
     return plant

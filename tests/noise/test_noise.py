@@ -4,7 +4,7 @@ import copy
 import math
 import os
 import pickle
-from functools import partial
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan, seed_of
+from conftest import loss_fn, make_data, make_model, make_plan, seed_of, using_threads
 from privgrad.noise import gaussian as noise
-from privgrad.noise.gaussian import _add_on_device, _release_on_device, add_noise
+from privgrad.noise.gaussian import _release_on_device, add_noise
 from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 from privgrad.types import ClippedSum
 
@@ -105,13 +106,48 @@ def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: 
     """Blocks taken by whichever thread is free, across tensors, are the stream's draws in order."""
     sizes, stream = [3, BLOCK - 5, 6 * BLOCK + 1, 1, 0, 7], RandomSource(seed_of(1)).stream("noise")
     clipped = ClippedSum({str(i): torch.zeros(size) for i, size in enumerate(sizes)}, 1.0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         gradient = add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=9)
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(torch.cat(list(gradient.values())), normals(stream, 9, sum(sizes), np.float32))
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_fault_in_one_thread_is_raised_and_no_thread_is_left(failing: int, monkeypatch: pytest.MonkeyPatch):
+    """Else a sum would be released of which a part has no noise."""
+    add, begun, before = noise._add, list[int](), threading.active_count()
+
+    def wrong(pieces: list[Any], normals: Any, **numbers: Any) -> None:
+        begun.append(len(begun))
+        if len(begun) == failing + 1:
+            raise MemoryError
+        add(pieces, normals, **numbers)
+
+    monkeypatch.setattr(noise, "_add", wrong)
+    clipped, stream = ClippedSum({"p": torch.zeros(8 * BLOCK)}, 1.0), RandomSource().stream("noise")
+    with using_threads(2):
+        with pytest.raises(MemoryError):
+            add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=0)
+        assert torch.get_num_threads() == 2
+    assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_after_noise_by_threads_draws_noise_by_threads_of_its_own():
+    """Threads do not survive a fork: a pool of the parent's would wait for ever. Workers that load data are forks."""
+
+    def released() -> torch.Tensor:
+        zeros = torch.from_numpy(np.zeros(4 * BLOCK, np.float32))  # torch's own threads do not survive it either
+        clipped, stream = ClippedSum({"p": zeros}, 1.0), RandomSource(seed_of(1)).stream("noise")
+        return add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=0)["p"]
+
+    with using_threads(2):
+        mine = released()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if np.array_equal(released().numpy(), mine.numpy()) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        loader = DataLoader(TensorDataset(mine[:8]), batch_size=2, num_workers=1, multiprocessing_context="fork")
+        assert torch.equal(torch.cat([part for (part,) in loader]), mine[:8])
 
 
 def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
@@ -135,7 +171,7 @@ def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
     """torch's generator, tried on the CPU: keyed by stream, step and device."""
     stream, cpu = RandomSource(seed_of(1)).stream("noise"), torch.device("cpu")
     value = torch.full((COUNT,), 6.0)
-    _release_on_device([value], partial(_add_on_device, std=1.5, divisor=3), stream, 4, None)
+    _release_on_device([value], stream, 4, None, std=1.5, divisor=3)
     assert has_std(value.double() - 2, 0.5)
     assert not has_std(value.double() - 2, 0.51)
     seeds = [stream.generator(step, cpu).initial_seed() for step in (4, 4, 5)]
@@ -146,20 +182,23 @@ def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
 
 def test_normals_that_end_early_are_added_up_in_pairs(monkeypatch: pytest.MonkeyPatch):
     """float32 normals of a GPU end at 6.7, which small noise would add to delta."""
-    monkeypatch.setattr(noise.torch, "randn", lambda size, **options: torch.full((size,), 6.7))
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda self, **options: self.fill_(6.7))
     value = torch.zeros(3)
-    _release_on_device([value], partial(_add_on_device, std=1.0, divisor=1), RandomSource().stream("noise"), 0, None)
+    _release_on_device([value], RandomSource().stream("noise"), 0, None, std=1.0, divisor=1)
     assert value.tolist() == pytest.approx([6.7 * math.sqrt(2)] * 3)
 
 
 def test_parameters_that_other_devices_draw_at_once_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(noise, "AT_ONCE", 50_000)  # the first two are drawn at once, and so are the last three
+    drawn, draw = list[int](), torch.Tensor.normal_
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda self, **key: drawn.append(len(self)) or draw(self, **key))
+    monkeypatch.setattr(noise, "AT_ONCE", 50_000)  # the first two are drawn at once, and so are parts of the others
     sizes = [(20_000,), (100, 200), (20_000,), (70_000,), (20_000,), (0,), ()]
     kinds = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32, torch.float32, torch.float32]
     values = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
     stream = RandomSource(seed_of(6)).stream("noise")
-    _release_on_device(values, partial(_add_on_device, std=1.5, divisor=3), stream, 4, None)
+    _release_on_device(values, stream, 4, None, std=1.5, divisor=3)
     assert all(value.all() for value in values)
+    assert drawn == [40_000, 40_000, 20_000, 20_000, 50_000, 50_000, 40_001, 40_001]
     rows = torch.stack([value.double().flatten()[:20_000] for value in values[:5]])
     assert all(has_std(row, 0.5) for row in [*rows, values[3].double()])
     assert (torch.corrcoef(rows) - torch.eye(5)).abs().max() < 5 / math.sqrt(20_000)

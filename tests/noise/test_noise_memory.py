@@ -1,7 +1,6 @@
 """Noise with memory: its covariance, the draws that it needs, and what optimizers and filters see of it."""
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_data, seed_of
 from privgrad.noise.banded import Banded, Recursion, square_root
-from privgrad.noise.gaussian import _add_on_device, _release_on_device, add_noise
+from privgrad.noise.gaussian import _release_on_device, add_noise
 from privgrad.optim import filters
 from privgrad.rng import RandomSource
 from privgrad.types import ClippedSum, NoisyGradient
@@ -90,7 +89,7 @@ def test_other_devices_have_the_same_covariance():
     for step in range(STEPS):
         value = torch.zeros(COORDINATES)
         recursion.steps_to(step, [value])
-        _release_on_device([value], partial(_add_on_device, std=1.0, divisor=1), stream, step, recursion)
+        _release_on_device([value], stream, step, recursion, std=1.0, divisor=1)
         found.append(value)
     require_covariance(torch.stack(found).double().numpy(), expected_covariance(BANDED, STEPS))
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import loss_fn, make_data, make_model, make_plan, using_threads
 from privgrad.types import NoisyGradient
 
 # ours, torch's own, options, torch's options where they differ
@@ -317,9 +318,7 @@ def test_adambc_in_blocks_equals_the_formula_on_whole_tensors(threads: int, by_t
     optimizer = pg.optim.AdamBC(ours.items(), lr=0.01, betas=(0.8, 0.95))
     zeros = {name: torch.zeros_like(value) for name, value in start.items()}
     p, m, v, n = start, zeros, zeros, zeros
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         for t in (1, 2, 3):
             grads = {name: torch.randn_like(value) for name, value in start.items()}
             std = {
@@ -333,11 +332,30 @@ def test_adambc_in_blocks_equals_the_formula_on_whole_tensors(threads: int, by_t
             floor = {k: 4 * x for k, x in hat.items()}
             root = {k: torch.maximum(v[k] / (1 - 0.95**t) - hat[k], floor[k]).sqrt() for k in p}
             p = {k: p[k] - 0.01 * m[k] / (1 - 0.8**t) / root[k] for k in p}
-    finally:
-        torch.set_num_threads(before)
     for name, parameter in ours.items():
         torch.testing.assert_close(parameter.detach(), p[name], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], v[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("noise_std", [0.3, {"long": 0.3, "other": 0.2, "short": 0.1}])
+@pytest.mark.parametrize("name", DEBIASED)
+def test_threads_move_parameters_alike_and_end(name: str, noise_std: Any):
+    sizes, found, running = {"long": 1_100_000, "other": 200_000, "short": 7}, list[list[torch.Tensor]](), set[int]()
+    gradients = [{key: torch.randn(size) for key, size in sizes.items()} for _ in range(2)]
+    for threads in (1, 2):
+        moved = {key: nn.Parameter(torch.zeros(size)) for key, size in sizes.items()}
+        optimizer = OPTIMIZERS[name][0](moved.items(), lr=0.1)
+        with using_threads(threads):
+            for gradient in gradients:
+                optimizer.step(grad=NoisyGradient(gradient, noise_std))
+                running.add(threading.active_count())
+            assert torch.get_num_threads() == threads
+        states = [
+            value for p in moved.values() for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)
+        ]
+        found.append([*moved.values(), *states])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert len(running) == 1
 
 
 @pytest.mark.parametrize(("floor", "most"), [(0.041, 0.97), (4.0, 1.0)])

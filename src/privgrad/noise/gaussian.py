@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ def add_noise(
     # In place: to allocate new memory per step would take half as long as to draw the noise. A tensor that is not
     # contiguous is copied here; the noise then goes to the copy, which is what is returned.
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
-    numbers = {"std": std_of_sum, "divisor": divisor}
+    numbers: dict[str, Any] = {"std": std_of_sum, "divisor": divisor}
     steps = [step] if recursion is None or std_of_sum == 0 else recursion.steps_to(step, values.values())
     with charging or nullcontext():
         if std_of_sum == 0:
@@ -114,8 +114,7 @@ def add_noise(
                         add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
                         _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
                     else:
-                        add = partial(_add_on_device, **numbers) if drawn == step else _skip
-                        _release_on_device(on_device, add, stream, drawn, recursion)
+                        _release_on_device(on_device, stream, drawn, recursion, is_last=drawn == step, **numbers)
     gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
     return gradient if recursion is None else recursion.released(gradient, step)
 
@@ -155,17 +154,18 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
 
 def _release_on_cpu(
     values: list[Tensor],
-    add: Callable[[np.ndarray, np.ndarray], None],
+    add: Callable[[list[np.ndarray], np.ndarray], None],
     stream: Stream,
     step: int,
     recursion: Recursion | None,
     on_grid: bool,
 ) -> None:
     """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once."""
-    # `add(part of the sum, as many normals)` overwrites the part with its release, and perhaps the normals.
+    # `add(parts of the sum, as many normals)` overwrites the parts with their release, and perhaps the normals.
     blocks = _blocks(values)
     dtypes = {pieces[0].dtype for pieces in blocks}
-    numbers = sum(value.numel() for value in values)
+    sizes = [sum([piece.size for piece in pieces]) for pieces in blocks]
+    numbers = sum(sizes)
 
     def work(own: Iterable[tuple[int, list[np.ndarray]]]) -> None:
         draw = {
@@ -173,34 +173,36 @@ def _release_on_cpu(
             for dtype in dtypes
         }
         for block, pieces in own:
-            normals = draw[pieces[0].dtype](block, sum(piece.size for piece in pieces))
+            normals = draw[pieces[0].dtype](block, sizes[block])
             if recursion is not None:
                 recursion.moved(block, normals, step)
-            for piece in pieces:
-                add(piece, normals[: piece.size])
-                normals = normals[piece.size :]
+            add(pieces, normals)
 
     # One numbering of blocks for all tensors and dtypes: no two numbers of a sum share words of the stream.
     in_threads(work, list(enumerate(blocks)), numbers=numbers)
 
 
-def _add(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int) -> None:
-    """Overwrite a part of the sum with its release: add the noise, then divide."""
+def _add(pieces: list[np.ndarray], normals: np.ndarray, *, std: float, divisor: int) -> None:
+    """Overwrite parts of the sum with their release: add the noise, then divide."""
     normals *= std
-    piece += normals
-    piece /= divisor
+    for piece in pieces:
+        piece += normals[: piece.size]
+        piece /= divisor
+        normals = normals[piece.size :]
 
 
-def _add_on_grid(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int, grid: float) -> None:
+def _add_on_grid(pieces: list[np.ndarray], normals: np.ndarray, *, std: float, divisor: int, grid: float) -> None:
     """Add integers to integers. The release depends on the data through their sum alone."""
     normals *= std / grid
     np.rint(normals, out=normals)
-    piece /= grid  # exact, because the grid spacing is a power of two; beyond float32 it is infinite
-    np.rint(piece, out=piece)
-    np.clip(piece, -_FAR, _FAR, out=piece)  # also of infinity; does not increase the distance between two sums
-    normals += piece
-    normals /= divisor / grid
-    piece[:] = normals
+    for piece in pieces:
+        noise, normals = normals[: piece.size], normals[piece.size :]
+        piece /= grid  # exact, because the grid spacing is a power of two; beyond float32 it is infinite
+        np.rint(piece, out=piece)
+        np.clip(piece, -_FAR, _FAR, out=piece)  # also of infinity; does not increase the distance between two sums
+        noise += piece
+        noise /= divisor / grid
+        piece[:] = noise
 
 
 def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
@@ -215,48 +217,61 @@ def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
             if room == 0:
                 blocks.append([])
                 room = BLOCK
-            blocks[-1].append(flat[:room])
-            flat, room = flat[room:], max(room - flat.size, 0)
+            piece = flat[:room]
+            blocks[-1].append(piece)
+            flat, room = flat[room:], room - piece.size
     return blocks
 
 
 def _release_on_device(
     values: list[Tensor],
-    add: Callable[[list[Tensor], list[Tensor]], None],
     stream: Stream,
     step: int,
     recursion: Recursion | None,
+    *,
+    std: float,
+    divisor: int,
+    is_last: bool = True,
 ) -> None:
-    """Draw and add the noise on a device other than the CPU, by torch's generator there."""
+    """Draw the noise of a step by torch's generator on a device, and add it if the step is the last one to draw."""
     device = values[0].device
     generator = stream.generator(step, device)
     for number, group in enumerate(_groups(values)):
-        sizes = [value.numel() for value in group]
-        draw = partial(torch.randn, sum(sizes), dtype=group[0].dtype, device=device, generator=generator)
-        noise = draw().add_(draw()).mul_(0.5**0.5)  # float32 normals of a GPU end at 6.7: two together, at 9.5
-        if recursion is not None:
-            recursion.moved_on_device((device, number), noise, step)
-        parts = cast("tuple[Tensor, ...]", noise.split(sizes))
-        add(group, [part.view(value.shape) for value, part in zip(group, parts, strict=True)])
+        noise = group[0].new_empty(sum([value.numel() for value in group]))
+        parts = on_lists._utils._unflatten_dense_tensors(noise, group)
+        # float32 normals of a GPU end at 6.7: two together, at 9.5.
+        if recursion is None:
+            for own_divisor in (1, divisor):  # one after the other takes the memory of one
+                noise.normal_(generator=generator)
+                _add_on_device(group, parts, std=std * 0.5**0.5, divisor=own_divisor)
+            continue
+        noise.normal_(generator=generator)
+        noise.add_(torch.empty_like(noise).normal_(generator=generator)).mul_(0.5**0.5)
+        recursion.moved_on_device((device, number), noise, step)
+        if is_last:
+            _add_on_device(group, parts, std=std, divisor=divisor)
 
 
 def _groups(values: list[Tensor]) -> list[list[Tensor]]:
     """Split the values, in order, into groups of one dtype that are drawn at once; a small group costs a fixed time."""
     groups, room = list[list[Tensor]](), 0
     for value in values:
-        if not groups or groups[-1][0].dtype != value.dtype or value.numel() > room:
-            groups.append([])
-            room = AT_ONCE
-        groups[-1].append(value)
-        room -= value.numel()
+        parts = [value] if value.numel() <= AT_ONCE else list(torch.split(value.view(-1), AT_ONCE))
+        for part in parts:
+            if not groups or groups[-1][0].dtype != part.dtype or part.numel() > room:
+                groups.append([])
+                room = AT_ONCE
+            groups[-1].append(part)
+            room -= part.numel()
     return groups
 
 
 def _add_on_device(values: list[Tensor], noises: list[Tensor], *, std: float, divisor: int) -> None:
     """Overwrite sums with their releases."""
     on_lists._foreach_add_(values, noises, alpha=std)
-    on_lists._foreach_div_(values, divisor)
+    if divisor != 1:
+        on_lists._foreach_div_(values, divisor)
 
 
-def _skip(value: object, noise: object) -> None:
+def _skip(pieces: object, noise: object) -> None:
     """Add nothing: the noise of an earlier step, which only the recursion needs."""

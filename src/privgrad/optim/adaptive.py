@@ -1,5 +1,7 @@
 """Adaptive optimizers that subtract the known noise variance from their second moment."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from privgrad.optim.base import NamedParameters
@@ -94,6 +96,8 @@ class NAdamBC(AdamBC):
         Dozat 2016 (NAdam), with the denominator of Tang, Lecuyer 2023.
     """
 
+    _products: ClassVar = {"mu_product": 1.0}
+
     def __init__(
         self,
         params: NamedParameters,
@@ -113,7 +117,7 @@ class NAdamBC(AdamBC):
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         t, beta, decay = state["step"], group["betas"][0], group["momentum_decay"]
         now, following = (beta * (1 - 0.5 * 0.96 ** (at * decay)) for at in (t, t + 1))  # mu_t and mu_{t+1}
-        product = state["mu_product"] = state.get("mu_product", 1.0) * now
+        product = state["mu_product"] = state["mu_product"] * now
         size = group["lr"] * self._correction(group, state) ** 0.5
         return size * (1 - now) / (1 - product), size * following / (1 - product * following)
 

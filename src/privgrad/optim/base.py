@@ -207,10 +207,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: Iterable[str]) -> None:
         """Update `names` by gradient / noise_std, at the rates of docs/mathematics.md (5.7), the others as usual."""
-        tensors = dict(gradient.tensors)
-        stds = {name: gradient.noise_std_of(name) for name in gradient}
+        tensors, noise_std = dict(gradient.tensors), gradient.noise_std
+        stds = dict.fromkeys(tensors, noise_std) if isinstance(noise_std, float | int) else dict(noise_std)
         for name in names:
-            tensors[name] = gradient[name] / stds[name]
+            tensors[name] = tensors[name] / stds[name]
             stds[name] = 1.0
         groups = [group for group in self.param_groups if group["lr_is_noise_step"]]
         steps = [group["lr"] for group in groups]
@@ -311,10 +311,12 @@ def _number(value: Any) -> Any:
 
 def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by_noise: set[str]) -> None:
     """Raise PrivacyError unless each name has a value, and a finite noise_std >= 0; > 0 for the names in by_noise."""
-    if missing := [name for name in names if name not in gradient]:
+    if missing := [name for name in names if name not in gradient.tensors]:
         got = f"a gradient without {', '.join(missing)}"
         remedy = "give the optimizer and PrivateGradient the same model"
         raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
+    if isinstance(gradient.noise_std, float | int) and 0 < gradient.noise_std < math.inf:  # right for all of them
+        return
     for name in names:
         noise = gradient.noise_std_of(name)
         valid = (noise > 0 if name in by_noise else noise >= 0) & (noise < math.inf)

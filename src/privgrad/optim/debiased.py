@@ -1,22 +1,24 @@
 """The base class of the optimizers that subtract the known noise variance from their second moment."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor, nn
 
 from privgrad.errors import require_choice, require_nonnegative, require_positive
 from privgrad.optim.base import PrivateOptimizer, widened
-from privgrad.processes import AT_ONCE, blocks, is_on_processor, on_lists
+from privgrad.processes import AT_ONCE, BLOCK, blocks, in_threads, is_on_processor, on_lists, threads_for
 from privgrad.types import NoisyGradient
 
 FloorRule = Literal["max", "negative_only", "moment", "add"]
 Group = dict[str, Any]
 State = dict[str, Any]
+Coefficients = tuple[float, float]  # of g and of m in the update
 
 # The default floor in variances of the noise, measured for AdamBC (docs/choosing.md): 4 was best on tags, sections and
 # the autoencoder, level on digits, and half a point behind 1 on a small CNN. The others share its denominator.
@@ -94,39 +96,66 @@ def _smallest(value: float | Tensor) -> float:
     return (float(value.min()) if value.numel() else 1.0) if isinstance(value, Tensor) else value
 
 
+class _Numbers(NamedTuple):
+    """Numbers of a step that parameters of one group, past and noise have in common."""
+
+    state: State
+    coefficients: Coefficients
+    std: float | Tensor  # of the noise in the second moment, in its units
+    floor: float | Tensor
+    moment_scale: float  # of m**2: m has the startup correction 1 - beta**t, and v has that of `_correction`
+    suits_lists: bool
+
+
 class _Moved(NamedTuple):
-    """The tensors that move in one step: a parameter, a block of one, or several parameters as lists."""
+    """The tensors that move at once: of a parameter, of a block of one, or of several as lists."""
 
     values: Any
     grad: Any
     square: Any
     average: Any  # None without a first moment
-    std: Any  # of the noise in `square`, in its units
+    std: Any
     floor: Any
     moment_scale: Any
 
-    @property
-    def suits_lists(self) -> bool:
-        """Whether lists of such parameters are updated faster: on a GPU, where each kernel costs a fixed time."""
-        if is_on_processor(self.values) or isinstance(self.std, Tensor):
-            return False
-        tensors = [self.values, self.grad, self.square, *([] if self.average is None else [self.average])]
-        return all(t.dtype == self.values.dtype and not is_traceable_wrapper_subclass(t) for t in tensors)
-
     def debiased(self, rule: FloorRule) -> Any:
-        """Return `debias` of the second moment, for lists by the rule "max"."""
-        if isinstance(self.square, list):
-            differences = on_lists._foreach_add(self.square, [-(std**2) for std in self.std])
-            on_lists._foreach_clamp_min_(differences, self.floor)
-            return differences
+        """Return `debias` of the second moment."""
+        if not isinstance(self.square, Tensor):
+            return _debias_lists(self.square, self.std, self.floor)
         moment_sq = self.average.square().mul_(self.moment_scale) if rule == "moment" else None
         return debias(self.square, self.std, floor=self.floor, rule=rule, moment_sq=moment_sq)
 
 
-# The same operations on one tensor, and on each of a list by one kernel.
+def _debias_lists(squares: list[Tensor], stds: list[float], floors: list[float]) -> list[Tensor]:
+    """Return `debias` of each tensor by the rule "max"."""
+    differences = on_lists._foreach_add(squares, [-(std**2) for std in stds])
+    on_lists._foreach_clamp_min_(differences, floors)
+    return differences
+
+
+# The same operations on one tensor, and on each of a list by one call, which starts few kernels.
 _OPERATIONS = ("mul_", "addcmul_", "lerp_", "sqrt_", "addcdiv_")
 _ON_TENSOR: Any = SimpleNamespace(**{name: getattr(Tensor, name) for name in _OPERATIONS})
 _ON_LISTS: Any = SimpleNamespace(**{name: getattr(on_lists, f"_foreach_{name}") for name in _OPERATIONS})
+_PLAIN = (Tensor, nn.Parameter)  # others, such as shards, know few of the operations on lists
+Row = tuple[Any, ...]  # the fields of a `_Moved`
+
+
+def _cut(rows: Iterable[Row], most: int) -> list[Row]:
+    """Cut rows into blocks of at most `most` numbers."""
+    return [block for row in rows for block in (blocks(*row, most=most) if row[0].numel() > most else (row,))]
+
+
+def _joined(rows: Iterable[Row], most: int) -> list[_Moved]:
+    """Join rows to lists of at most `most` numbers."""
+    lists, room = list[list[Row]](), -1
+    for row in rows:
+        if (size := row[0].numel()) > room:
+            lists.append([])
+            room = most
+        lists[-1].append(row)
+        room -= size
+    return [_Moved(*map(list, zip(*several, strict=True))) for several in lists]
 
 
 class Debiased(PrivateOptimizer):
@@ -145,6 +174,7 @@ class Debiased(PrivateOptimizer):
 
     _square: ClassVar[str] = "exp_avg_sq"
     _noise: ClassVar[str] = "exp_avg_noise_var"
+    _products: ClassVar[Mapping[str, float]] = {}  # further numbers of a state, by their values before the first step
     _intervals: ClassVar = {
         **dict.fromkeys(("betas", "alpha"), "[0, 1)"),
         **dict.fromkeys(("weight_decay", "momentum_decay"), "[0, inf)"),
@@ -179,51 +209,71 @@ class Debiased(PrivateOptimizer):
                     found[name] = int(local.sum()), local.numel()
         return found
 
-    @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
         for group in self.param_groups:
-            # By coefficients, which depend on the step of a parameter.
-            lists = dict[tuple[float, float], list[_Moved]]()
-            held, beta = 0, self._beta(group)
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state[self._square] = widened(parameter)
-                    state[self._noise] = 0.0
-                    if beta is not None:
-                        state["exp_avg"] = widened(parameter)
-                state["step"] += 1
-                t = state["step"]
-                keep, add = self._weights(group)
-                # n = keep n + add noise_std**2
-                state[self._noise] = keep * state[self._noise] + add * gradient.noise_std_of(name) ** 2
-                one = _Moved(
-                    values=parameter,
-                    grad=gradient[name].to(state[self._square].dtype),
-                    square=state[self._square],
-                    average=state.get("exp_avg"),
-                    std=state[self._noise] ** 0.5,
-                    floor=self._floor(group, state),
-                    # Of m**2: m has the startup correction 1 - beta**t, and v has that of `_correction`.
-                    moment_scale=1.0 if beta is None else self._correction(group, state) / (1 - beta**t) ** 2,
-                )
-                coefficients = self._coefficients(group, state)
-                if not one.suits_lists or group.get("floor_rule", "max") != "max":
-                    for parts in blocks(*one):  # which stay in the cache of the processor
-                        self._move(group, coefficients, _Moved(*parts), _ON_TENSOR)
-                    continue
-                lists.setdefault(coefficients, []).append(one)
-                held += parameter.numel()
-                if held >= AT_ONCE:  # the denominators of a list take as much memory as its parameters
-                    self._move_lists(group, lists)
-                    lists, held = {}, 0
-            self._move_lists(group, lists)
+            for (coefficients, in_lists, *_), rows in self._rows(group, gradient).items():
+                numbers = 0
+                longest = AT_ONCE  # the denominators take as much memory as what moves at once
+                if is_on_processor(rows[0][0]):
+                    # Other threads may not change tensors of inference mode.
+                    numbers = 0 if torch.is_inference_mode_enabled() else sum([row[0].numel() for row in rows])
+                    longest = BLOCK if threads_for(numbers) == 1 else BLOCK // 2  # shorter ones are easier to share
+                parts = _cut(rows, longest)
+                moved = _joined(parts, longest) if in_lists else [_Moved(*row) for row in parts]
+                work = partial(self._move_all, group, coefficients, _ON_LISTS if in_lists else _ON_TENSOR)
+                in_threads(work, moved, numbers=numbers)
 
-    def _move_lists(self, group: Group, lists: Mapping[tuple[float, float], list[_Moved]]) -> None:
-        for coefficients, several in lists.items():
-            columns = (list(column) for column in zip(*several, strict=True))
-            self._move(group, coefficients, _Moved(*columns), _ON_LISTS)
+    def _rows(self, group: Group, gradient: NoisyGradient) -> dict[Any, list[Any]]:
+        """Move the numbers of the states on, and return what moves by the same operations, one row a parameter."""
+        noise_std, beta = gradient.noise_std, self._beta(group)
+        is_one = isinstance(noise_std, float | int)
+        first = {"step": 0, self._noise: 0.0, **self._products}
+        past_of = itemgetter(*first)
+        known, found = dict[Any, _Numbers](), dict[Any, list[Any]]()
+        # Almost all parameters have the same numbers, and calls of functions would take longer than the arithmetic.
+        for name, parameter in self._active(group):
+            state = self.state[parameter]
+            if not state:
+                state.update(first)
+                state[self._square] = widened(parameter)
+                if beta is not None:
+                    state["exp_avg"] = widened(parameter)
+            std = noise_std if is_one else noise_std[name]
+            past = past_of(state), std
+            if past in known:
+                state |= known[past].state
+            else:
+                known[past] = self._moved_on(group, state, std, first)
+            now, square, grad = known[past], state[self._square], gradient.tensors[name]
+            if grad.dtype != square.dtype:
+                grad = grad.to(square.dtype)
+            average = None if beta is None else state["exp_avg"]
+            in_lists = now.suits_lists and parameter.__class__ in _PLAIN and grad.__class__ in _PLAIN
+            key = now.coefficients, in_lists, parameter.device, parameter.dtype
+            row = parameter, grad, square, average, now.std, now.floor, now.moment_scale
+            found.setdefault(key, []).append(row)
+        return found
+
+    def _moved_on(self, group: Group, state: State, std: float | Tensor, names: Iterable[str]) -> _Numbers:
+        """Move the numbers of one state on, by the noise of its gradient."""
+        beta = self._beta(group)
+        keep, add = self._weights(group)
+        state["step"] += 1
+        # n = keep n + add noise_std**2
+        state[self._noise] = keep * state[self._noise] + add * std**2
+        return _Numbers(
+            coefficients=self._coefficients(group, state),
+            std=state[self._noise] ** 0.5,
+            floor=self._floor(group, state),
+            moment_scale=1.0 if beta is None else self._correction(group, state) / (1 - beta ** state["step"]) ** 2,
+            state={name: state[name] for name in names},
+            suits_lists=group.get("floor_rule", "max") == "max" and not isinstance(state[self._noise], Tensor),
+        )
+
+    @torch.no_grad()  # each thread has its own setting
+    def _move_all(self, group: Group, coefficients: Coefficients, on: Any, several: Iterable[_Moved]) -> None:
+        for one in several:
+            self._move(group, coefficients, one, on)
 
     def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved, on: Any) -> None:
         """Update the moments and values of a parameter or of several, by the operations `on` one tensor or on lists."""
