@@ -296,7 +296,7 @@ class _LSTM(torch.autograd.Function):
         grad_nothing = torch.empty_like(grad_hidden[1:]) if weight_hr is not None else None
         later, grad_h, grad_c = torch.zeros_like(gates[0]), torch.empty_like(grad_hidden[0]), grad_c.clone()
         no_grad = gates.new_zeros(())
-        few = examples_per_block(4 * gates[0].numel(), gates)  # steps, whose derivatives stay in the cache
+        few = examples_per_block(8 * gates[0].numel(), gates)  # steps, whose derivatives stay in the cache
         for start in reversed(range(0, len(gates), few)):
             rows = slice(start, min(start + few, len(gates)))
             of_gates = torch.addcmul(gates[rows], gates[rows], gates[rows], value=-1, out=grad_pre[rows])  # s - s^2
