@@ -30,14 +30,14 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3304,  # mappings as batches; a step may start again; messages; a thread writes while noise is drawn
         "accounting": 955,  # steps of a number of epochs
         "audit": 853,
-        "checks": 1505,  # constants for random numbers; what one pass reads of another; leaves outside the model
+        "checks": 1511,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 566,  # calibrate takes epochs and a batch size
         "clip": 945,
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 690,
         "engine": 6462,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
         "features": 1779,
-        "gradient": 2572,  # `novelty`, `state`, hooks in copies
+        "gradient": 2577,  # `novelty`, `state`, hooks in copies
         "heads": 851,
         "integrations": 1855,  # the task for which a head has no known loss
         "ledger": 1463,  # a budget reads each line back before it writes it

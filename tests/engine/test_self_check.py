@@ -363,6 +363,22 @@ def test_a_refusal_leaves_every_bit_of_the_weights():
         assert private_grad.ledger.releases == 0
 
 
+@pytest.mark.parametrize("size", [3, 400])  # the larger one is compared at checked steps only
+def test_a_write_to_a_frozen_parameter_is_refused_by_name(size: int):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, 2))
+    model[0].requires_grad_(False)
+    engine, x = Factored(model, squares), torch.randn(16, size)
+    engine(x)
+
+    def writes(module: Any, *_: Any) -> None:
+        module.weight.data.mul_(1.01)
+
+    model[0].register_forward_pre_hook(writes)
+    with pytest.raises(pg.UnsupportedModuleError, match=r"parameters not to be written.*got 0\.weight"):
+        engine(x)
+
+
 seen: list[torch.dtype] = []
 
 

@@ -464,7 +464,7 @@ def mean_losses_let_through(patch: Patch) -> None:
         return losses.expand(size) if isinstance(losses, Tensor) and losses.dim() == 0 else losses
 
     everywhere(patch, module_state.require_losses, wrong)
-    everywhere(patch, checks.require_apart, lambda *_: None)
+    everywhere(patch, checks.require_apart, lambda *_, **__: None)
 
 
 def not_advanced(patch: Patch) -> None:
@@ -903,7 +903,7 @@ GRADIENTS = [
     ),
     Mutant(
         "mixing in training mode only",
-        unchecked(audit.require_single),
+        unchecked(audit.require_single, audit.require_apart_from_infinite),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
         lambda module: {"make": module.ShufflesInTraining},
     ),

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, groupby, zip_longest
 from typing import Any, NamedTuple, cast
 
@@ -245,6 +246,7 @@ def _at_place(drawn: list[Any], number: float) -> Any:
     return first if is_array else [value] * len(first) if is_list else value
 
 
+@cache
 def _states(number: float) -> tuple[Any, Any]:
     """Return states of numpy and Python that draw this number at first, and integers at this place of their range."""
     words = np.empty(624, np.uint32)
@@ -327,6 +329,8 @@ class _Dropout(TorchFunctionMode):
         self.states = set[bytes]()  # of torch's random streams, at each call of a function that draws or may drop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._off and func not in _DROPOUTS and func not in _WITH_DROPOUT:
+            return func(*args, **(kwargs or {}))
         options, drops = dict(kwargs or {}), False
         if func in _DROPOUTS:
             x, rate, training = (

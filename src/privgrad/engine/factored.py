@@ -441,7 +441,7 @@ class Factored:
 
     def _known_losses(self, point: Point) -> Tensor | None:
         """Return the losses of the last pass, if it computed them as the model itself does."""
-        # What vmap computes keeps examples apart, and so hides whether the loss does.
+        # A part that vmap computes keeps examples apart, and so hides whether the loss does.
         calls = self._layouts.current.calls or ()
         is_plain = not self._fallback.reasons and all(call.layout and None not in call.layout for call in calls)
         return self._passes.losses if is_plain and not point.is_displaced and not self._randomness.numbers else None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.engine.passes import Found, Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import gradients, seeded, trainable
+from privgrad.gradient.functional import gradients, named_parameters, seeded, trainable
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
@@ -165,23 +165,37 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
 
 @contextmanager
 def restored(model: nn.Module) -> Generator[None]:
-    """Run a check; if it wrote to parameters, even unseen by autograd, put these back bit by bit and raise an error."""
-    before = [(name, parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    """Run a check; if it wrote to parameters, even unseen by autograd, raise an error.
+
+    It puts trained ones back bit by bit. Of frozen ones, which may be most of a model, it keeps sums of bits only;
+    `functional.parameters_kept` puts small ones back.
+    """
+    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in named_parameters(model)]
     refusal: UnsupportedModuleError | None = None
     try:
         yield
     except UnsupportedModuleError as error:  # the write may be its cause
         refusal = error
     finally:
-        changed = torch.stack([(_bits(x) != _bits(held)).any().to(before[0][1].device) for _, x, held in before])
-        written = [before[place][0] for place in cast("list[int]", changed.nonzero().flatten().tolist())]
-        with torch.no_grad():
-            for _, parameter, held in before if written else []:
-                parameter.data.copy_(held)
+        pairs = [
+            (place, *pair) for place, (_, x, held) in enumerate(before) for pair in zip(_trace(x), held, strict=True)
+        ]
+        changed = torch.stack([(now != then).any().to(before[0][1].device) for _, now, then in pairs])
+        places = [pairs[index][0] for index in cast("list[int]", changed.nonzero().flatten().tolist())]
+        written = [before[place] for place in dict.fromkeys(places)]
+        for _, parameter, held in written:
+            if parameter.requires_grad:
+                _bits(parameter.data).copy_(held[0])
     if written:
-        raise written_to(", ".join(written)) from refusal
+        raise written_to(", ".join(name for name, _, _ in written)) from refusal
     if refusal is not None:
         raise refusal
+
+
+def _trace(parameter: Tensor) -> list[Tensor]:
+    """Return the bits of a trained parameter; of a frozen one, their sums over the first and the last dimension."""
+    bits = _bits(parameter)
+    return [bits] if parameter.requires_grad else [bits.sum(dim, dtype=torch.int64) for dim in (0, -1)]
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -610,15 +610,22 @@ def losses_on_copies(
     `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
     it may run code of the modules, such as hooks, which needs the copies.
     """
-    given, named = parameters or {}, list(named_parameters(model))
-    # With gradients, because the forward pass may hook the gradients of its values.
-    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    for name, p in named:
-        own = (p.detach().clone() if copied else p.detach()) if name not in given else given[name]
-        copies[id(p)] = own if name in given else own.requires_grad_(p.requires_grad)
+    named = named_parameters(model) if parameters else ()
+    copies = {id(p): cast("Mapping[str, Tensor]", parameters)[name] for name, p in named if name in (parameters or ())}
+    places = list[tuple[dict[str, Any], str, Tensor]]()
+    for _, module in named_modules(model):
+        for kind in ("_parameters", "_buffers"):
+            owner = vars(module)[kind]
+            places += [(owner, name, x) for name, x in owner.items() if x is not None]
+            for x in owner.values():
+                if x is not None and id(x) not in copies:
+                    is_parameter = kind == "_parameters"
+                    copy = x.detach().clone() if copied or not is_parameter else x.detach()
+                    # With gradients, because the forward pass may hook the gradients of its values.
+                    copies[id(x)] = copy.requires_grad_(is_parameter and x.requires_grad)
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
-    with draws, preserved(model), torch.compiler.set_stance("force_eager"), _in_place_of(model, copies):
+    with draws, preserved(model), torch.compiler.set_stance("force_eager"), _replaced_in(places, copies):
         try:
             return result(require_losses(loss_fn(model, examples), count_examples(examples)))
         except Exception as error:
@@ -628,10 +635,8 @@ def losses_on_copies(
 
 
 @contextmanager
-def _in_place_of(model: nn.Module, copies: Mapping[int, Tensor]) -> Generator[None]:
+def _replaced_in(places: Iterable[tuple[dict[str, Any], str, Tensor]], copies: Mapping[int, Tensor]) -> Generator[None]:
     """Put copies in the places of parameters and buffers, by their ids; a fraction of the time of functional_call."""
-    owners = [vars(module)[kind] for _, module in named_modules(model) for kind in ("_parameters", "_buffers")]
-    places = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
     try:
         for owner, name, x in places:
             owner[name] = copies[id(x)]
