@@ -52,7 +52,9 @@ def main(
     multiprocessing.set_forkserver_preload(["benchmarks.zoo", "benchmarks.peers"])
     out.parent.mkdir(parents=True, exist_ok=True)
     before = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else list[Row]()
-    held = {row["name"] for row in before if row.get("stopped") != "not reached"}
+    before = [row for row in before if row.get("stopped") != "not reached"]
+    out.write_text("".join(json.dumps(row) + "\n" for row in before))
+    held = {row["name"] for row in before}
     facts = versions()
     for name in chosen:
         if name in held:
