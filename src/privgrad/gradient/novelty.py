@@ -32,35 +32,39 @@ class Novelty:
     def rows(self, examples: Any) -> list[int]:
         """Return some rows that hold what no earlier batch held: usually none. NOT private.
 
-        They may decide only when a check runs, and which rows it compares. Cost: ten small operations for each tensor,
+        They may decide only when a check runs, and which rows it compares. Cost: four small operations for each tensor,
         and one transfer from a device.
         """
-        found, rows = list[tuple[int, Tensor, Tensor]](), list[int]()
+        found, measured, rows = list[tuple[int, Tensor, bool]](), list[Tensor](), list[int]()
         for place, leaf in enumerate(leaves_of(examples)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() and not leaf.is_complex():
-                columns = leaf.numel() // len(leaf)
-                x = leaf.detach().reshape(len(leaf), columns)
-                most = min(_READ, max(_MOST // len(leaf), COLUMNS + 1))
+                columns = leaf.numel() // leaf.shape[0]
+                x = leaf.detach().reshape(-1, columns)
+                most = min(_READ, max(_MOST // leaf.shape[0], COLUMNS + 1))
                 x = x.unfold(1, _RUN, _RUN * -(-columns // most)).flatten(1) if columns > _READ else x
-                x = x.float().contiguous()
-                zeros, values = (x == 0).sum(1), self._values.get((place, x.shape[1]))
+                x, values = x.float().contiguous(), self._values.get((place, x.shape[1]))
                 if x.shape[1] <= COLUMNS and values is None:  # the first batch of this shape: all is new
                     self._values[place, x.shape[1]] = _Values(x)
-                unknown = x.new_zeros(()) if values is None else values.unknown(x)
-                numbers = torch.stack([x.abs().amax(), zeros.max().float(), -zeros.min().float(), unknown])
-                found.append((place, x, numbers))
-        together = [numbers.to(found[0][2].device) for _, _, numbers in found]
-        measured = cast("list[list[float]]", torch.stack(together).tolist() if found else [])
-        for (place, x, _), (largest, *zeros, unknown) in zip(found, measured, strict=True):
-            now = [math.inf if math.isnan(largest) else largest, *zeros]
+                known = None if values is None else values.known_in(x)
+                measured += x.aminmax()
+                if x.shape[1] > 1:  # of a single column, the values say the same
+                    measured += (x == 0).sum(1, dtype=torch.float32).aminmax()
+                measured += [] if known is None else [known]
+                found.append((place, x, known is not None))
+        together = [x.to(measured[0].device) for x in measured]
+        numbers = iter(cast("list[float]", torch.stack(together).tolist() if together else []))
+        for place, x, has_values in found:
+            least, most = next(numbers), next(numbers)
+            fewest, zeros = (next(numbers), next(numbers)) if x.shape[1] > 1 else (0.0, 0.0)
+            now = [math.inf if math.isnan(least) else max(-least, most), zeros, -fewest]
             records = self._records.setdefault(place, now)
-            step = x.shape[1] / _STEPS if x.shape[1] > 1 else math.inf  # of a single column, the values say the same
-            for record, most in enumerate((2 * records[0], records[1] + step, records[2] + step)):
-                if now[record] > most:
+            step = x.shape[1] / _STEPS if x.shape[1] > 1 else math.inf
+            for record, limit in enumerate((2 * records[0], records[1] + step, records[2] + step)):
+                if now[record] > limit:
                     records[record], sizes = now[record], x.abs().amax(1).nan_to_num(math.inf)
                     rows.append(int((x == 0).sum(1).mul(3 - 2 * record).argmax() if record else sizes.argmax()))
-            if unknown:
-                rows += self._values[place, x.shape[1]].learn(x)
+            if has_values and next(numbers) < (values := self._values[place, x.shape[1]]).numbers(x):
+                rows += values.learn(x)
         return list(dict.fromkeys(rows))
 
 
@@ -73,14 +77,18 @@ class _Values:
         self._changes = [0] * x.shape[1]  # the calls in which it had a new value, and most rows had one
         self.learn(x)
 
-    def unknown(self, x: Tensor) -> Tensor:
-        """Return how many values no earlier tensor had."""
+    def known_in(self, x: Tensor) -> Tensor | None:
+        """Return how many numbers of the open columns earlier tensors had; None if all columns are closed."""
         if min(self._counts) > _VALUES:
-            return x.new_zeros(())
+            return None
         self._known = self._known.to(x.device)
         is_open = [column for column, count in enumerate(self._counts) if count <= _VALUES]
         x, known = (x, self._known) if len(is_open) == len(self._counts) else (x[:, is_open], self._known[is_open])
-        return (~(x[:, :, None] == known).any(2)).sum()
+        return (x[:, :, None] == known).sum(dtype=torch.float32)  # the known values of a column differ
+
+    def numbers(self, x: Tensor) -> int:
+        """Return how many numbers are in open columns."""
+        return len(x) * sum(count <= _VALUES for count in self._counts)
 
     def learn(self, x: Tensor) -> list[int]:
         """Note the values of a tensor, and return the first row with a new one for each column."""
