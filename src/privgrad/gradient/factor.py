@@ -4,8 +4,10 @@ Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, 
 parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import ClassVar, TypeVar, cast
 
@@ -15,7 +17,9 @@ from torch import Tensor
 from privgrad.processes import AT_ONCE, is_on_processor
 
 Summand = TypeVar("Summand", Tensor, "Factor")
+_norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
+_WIDENED = 1 << 20  # entries of a gradient whose squares other devices than the CPU add up in float64
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
@@ -24,13 +28,14 @@ TERMS = 256  # in one part
 _FEW_TERMS = 32  # in one part of a narrow product
 _NARROW = 32  # outputs or inputs
 _JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
-_SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once
+_SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once on the CPU
+_PRODUCT = AT_ONCE // _JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
 
 
 def examples_per_block(floats: int, like: Tensor | None = None) -> int:
     """Return how many examples of `floats` numbers to write out together; on the CPU, they stay in a core's cache."""
     most = _CACHED if like is None or is_on_processor(like) else AT_ONCE
-    return max(1, most // max(1, floats))
+    return most // (floats or 1) or 1
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -46,33 +51,85 @@ def masked(x: Tensor, kept_B: Tensor) -> Tensor:
 
 def float64_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension, summed in float64: nothing overflows, underflows or is lost."""
-    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
+    return _norm(x, dim=-1, dtype=torch.float64)
 
 
 def native_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension, in the precision of x."""
-    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
+    return _norm(x, dim=-1)
+
+
+def largest_entries(x: Tensor) -> Tensor:
+    """Return the largest absolute value over the last dimension."""
+    return x.abs().amax(-1)  # the maximum norm of torch takes 15 times as long on the CPU
+
+
+class _Masks(threading.local):
+    """The list of the `unread` that this thread is in, or None."""
+
+    found: list[Tensor] | None = None
+
+
+_masks = _Masks()
+
+
+@contextmanager
+def unread() -> Generator[list[Tensor]]:
+    """Take no norm to be spoiled, and yield a list that gets the masks of those that may be: see `spoiled`."""
+    outer = _masks.found
+    masks: list[Tensor] = []
+    _masks.found = masks
+    try:
+        yield masks
+    finally:
+        _masks.found = outer
+
+
+def spoiled(mask_B: Tensor) -> Tensor | None:
+    """Return the indices of norms that rounding may have spoiled, to be computed again; None if there are none.
+
+    Within `unread` this reads nothing from the device. It returns None and keeps the mask, which clipping reads with
+    its other questions. If a norm may be spoiled, clipping discards what it computed, and computes it again without
+    `unread`.
+    """
+    if _masks.found is not None:
+        _masks.found.append(mask_B)
+        return None
+    index = mask_B.nonzero()[:, 0]
+    return index if index.shape[0] > 0 else None
+
+
+def in_one(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts in one tensor, along the first dimension; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """Return the norm of each example's gradient, times the inverse scales (None: 1), shape (B,), float64."""
     # Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
-    # with many small entries, by 2 % at 1e8 parameters. A float64 copy would cost half as much time as the gradients.
+    # with many small entries, by 2 % at 1e8 parameters. A float64 copy of large gradients would cost half as much time
+    # as the gradients. On other devices than the CPU, one of small gradients costs less than a second kernel.
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
-    grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
-    if not is_on_processor(grads_BP) and grads_BP.shape[1] < _BLOCK:  # this takes less time than to look at the norms
+    grads_BP, on_processor = flattened(grads_BP), is_on_processor(grads_BP)
+    if not on_processor and grads_BP.shape[1] <= _WIDENED:
         return float64_norms(grads_BP)
     count = grads_BP.shape[1] // _BLOCK
     if count == 0:
         norm_B = native_norms(grads_BP).double()
+    elif count * _BLOCK == grads_BP.shape[1]:
+        norm_B = float64_norms(native_norms(grads_BP.reshape(-1, count, _BLOCK)))
     else:
-        blocks = grads_BP[:, : count * _BLOCK].reshape(len(grads_BP), count, _BLOCK)
+        blocks = grads_BP[:, : count * _BLOCK].reshape(-1, count, _BLOCK)
         parts = [native_norms(blocks), native_norms(grads_BP[:, count * _BLOCK :])[:, None]]
         norm_B = float64_norms(torch.cat(parts, dim=1))
     # Squares of entries below 1e-19 vanish in float32: compute the norms of such rows again.
-    if len(norm_B) > 0 and float(norm_B.min()) < TINY:
-        tiny = (norm_B < TINY).nonzero()[:, 0]
+    if on_processor:
+        is_tiny = norm_B.shape[0] > 0 and norm_B.min().item() < TINY
+        tiny = (norm_B < TINY).nonzero()[:, 0] if is_tiny else None
+    else:
+        tiny = spoiled((norm_B < TINY) & (largest_entries(grads_BP) > 0))
+    if tiny is not None:
         norm_B[tiny] = float64_norms(grads_BP[tiny])
     return norm_B
 
@@ -82,7 +139,7 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
     # Products with the scales share memory, since new memory takes as long to allocate as to fill. The gradients may
     # belong to others and are never written to.
     if inverse_scales is None:
-        return torch.cat([norms_of(grads_BP) for grads_BP in parts])
+        return in_one([norms_of(grads_BP) for grads_BP in parts])
     found, scratch = list[Tensor](), None
     for grads_BP in parts:
         # Do not hold the product of a huge gradient while the next is computed. Elsewhere, new memory costs nothing.
@@ -95,7 +152,7 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
         with torch.no_grad():  # torch refuses to write into given memory where it records a graph
             scaled_BP = torch.mul(grads_BP, inverse_scales, out=scratch[: len(grads_BP)])
         found.append(norms_of(scaled_BP))
-    return torch.cat(found)
+    return in_one(found)
 
 
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
@@ -105,7 +162,7 @@ def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
 
 def flattened(grads_BP: Tensor) -> Tensor:
     """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
-    return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+    return grads_BP.flatten(1) if grads_BP.dim() > 1 else grads_BP[:, None]
 
 
 def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
@@ -118,34 +175,41 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     Parts of narrow products are shorter: libraries compute these as vector products, and add up a few terms first,
     which makes errors of repeated terms many times larger.
     """
-    terms, shape = len(a_NI), (b_NO.shape[1], a_NI.shape[1])
-    narrow = min(shape) <= _NARROW
+    terms, outputs, inputs = a_NI.shape[0], b_NO.shape[1], a_NI.shape[1]
+    narrow = outputs <= _NARROW or inputs <= _NARROW
     size = _FEW_TERMS if narrow else TERMS
     if terms <= size or a_NI.dtype == torch.float64:
         return b_NO.mT @ a_NI
-    if narrow or shape[0] * shape[1] <= _SMALL_PRODUCT:
-        whole = terms // size * size
-        b_PKO, a_PKI = b_NO[:whole].reshape(-1, size, shape[0]), a_NI[:whole].reshape(-1, size, shape[1])
-        total = torch.bmm(b_PKO.mT, a_PKI).sum(0, dtype=torch.float64)
+    on_processor = is_on_processor(a_NI)
+    if narrow or outputs * inputs <= (_SMALL_PRODUCT if on_processor else _PRODUCT):
+        few = not narrow and not on_processor and terms <= _JOINED_PARTS * size
+        whole, at_once = terms // size * size, (AT_ONCE // (outputs * inputs) or 1) * size
+        b_MO, a_MI = (b_NO, a_NI) if whole == terms else (b_NO[:whole], a_NI[:whole])
+        total = _sum_of_parts(b_MO[:at_once], a_MI[:at_once], size, few)
+        for start in range(at_once, whole, at_once):
+            part = slice(start, start + at_once)
+            total += _sum_of_parts(b_MO[part], a_MI[part], size, few)
         return total if whole == terms else total.add_(b_NO[whole:].mT @ a_NI[whole:])
-    pieces = (cast("tuple[Tensor, ...]", x.split(size)) for x in (b_NO, a_NI))
-    parts = list(zip(*pieces, strict=True))
-    sums = (_joined(parts[start : start + _JOINED_PARTS]) for start in range(0, len(parts), _JOINED_PARTS))
-    total = next(sums)
-    rows = max(1, _CACHED // (8 * shape[1]))  # a mixed addition in the cache takes a third of the time
-    for more in sums:
-        total = total.double()
-        blocks = (cast("tuple[Tensor, ...]", x.split(rows)) for x in (total, more))
-        for into, part in zip(*blocks, strict=True):
-            into.add_(part)
+    total = _joined(b_NO[: _JOINED_PARTS * size], a_NI[: _JOINED_PARTS * size], size)
+    rows = _CACHED // (8 * inputs) or 1  # a mixed addition in the cache takes a third of the time
+    for start in range(_JOINED_PARTS * size, terms, _JOINED_PARTS * size):
+        part = slice(start, start + _JOINED_PARTS * size)
+        total, more = total.double(), _joined(b_NO[part], a_NI[part], size)
+        for row in range(0, outputs, rows):
+            total[row : row + rows] += more[row : row + rows]
     return total
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    b_KO, a_KI = parts[0]
-    total = b_KO.mT @ a_KI
-    for b_KO, a_KI in parts[1:]:
-        total.addmm_(b_KO.mT, a_KI)
+def _sum_of_parts(b_NO: Tensor, a_NI: Tensor, size: int, few: bool) -> Tensor:
+    """Return the sum of the products of all parts of `size` terms: of few parts in float32, else in float64."""
+    b_PKO, a_PKI = b_NO.reshape(-1, size, b_NO.shape[1]), a_NI.reshape(-1, size, a_NI.shape[1])
+    return torch.bmm(b_PKO.mT, a_PKI).sum(0, dtype=None if few else torch.float64)
+
+
+def _joined(b_NO: Tensor, a_NI: Tensor, size: int) -> Tensor:
+    total = b_NO[:size].mT @ a_NI[:size]
+    for start in range(size, b_NO.shape[0], size):
+        total.addmm_(b_NO[start : start + size].mT, a_NI[start : start + size])
     return total
 
 
@@ -220,8 +284,8 @@ class Factor(ABC):
         sums = [own_B @ flattened(part.dense()).double() for own_B, part in zip(weights, parts, strict=True)]
         return added_up(sums).view(self.shape)
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        """Return the sum in parts, and an estimate of its further rounding errors.
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float | Tensor]:
+        """Return the sum in parts, and an estimate of its further rounding errors: a number, or a tensor of one.
 
         The estimate covers errors that change with the batch and that neither `term_bound` nor the parts account for.
         It is the norm of such an error, times the inverse scales if there are any. Clipping switches to `exact_sum`
@@ -247,6 +311,16 @@ class Factor(ABC):
         """
         return None
 
+    def term_norms(self, inverse_scales: Tensor | None = None) -> tuple[Tensor, ...] | None:
+        """Return tensors of shape (B, T) whose product, summed over t, is at least `term_bound`, or None like it.
+
+        A subclass overrides it if they take less time than the bound. Clipping multiplies and sums those of many
+        parameters at once. It takes numbers in float32 to be at least 1e-14, since their squares may underflow. Only
+        if the result is too large, it asks for the bound itself.
+        """
+        terms_B = self.term_bound(inverse_scales)
+        return None if terms_B is None else (terms_B[:, None],)
+
     @property
     def positions(self) -> int:
         """The number of terms in the sum for one g_i; rounding errors grow with its square root."""
@@ -260,7 +334,10 @@ class Factor(ABC):
         Args:
             inverse_scales: 1 / A, shape P; None is 1.
         """
-        return norms_of_parts((part.dense() for part in self._split()), inverse_scales)
+        parts = self._split()
+        if len(parts) == 1:
+            return norms_of(parts[0].dense(), inverse_scales)
+        return norms_of_parts((part.dense() for part in parts), inverse_scales)
 
     def written_out(self) -> "Dense":
         """Return the same gradients with all of them in memory."""
@@ -306,6 +383,8 @@ class Factor(ABC):
     def _split(self, few: int | None = None) -> "list[Factor]":
         """Split the factor into parts of `few` examples, by default as `_per_block` says: one part at least."""
         few = self._per_block(int(self.shape.numel())) if few is None else few
+        if few >= self.examples:
+            return [self]
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
     def _per_block(self, floats: int) -> int:
@@ -393,7 +472,7 @@ class Scaled(Factor):
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(self.share * weight_B).view(self.shape)
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float | Tensor]:
         total, rounded = self.inner.sum_and_rounding(self.share * weight_B, self._of_inner(inverse_scales))
         return total.view(self.shape), rounded
 
@@ -449,10 +528,37 @@ class Dense(LinearMapFactor):
         return Dense(masked(self.grads_BP, kept_B))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return norms_of_parts([self.grads_BP]) if inverse_scales is None else super().norms(inverse_scales)
+        if inverse_scales is None and (is_on_processor(self.grads_BP) or self.grads_BP.numel() <= AT_ONCE):
+            return norms_of(self.grads_BP)
+        return super().norms(inverse_scales)
 
     def __add__(self, other: Factor) -> Factor:
         return Dense(self.grads_BP + other.grads_BP) if isinstance(other, Dense) else super().__add__(other)
+
+
+class SideBySide(Dense):
+    """The small gradients of several parameters as those of one vector, whose norms and sum are computed at once."""
+
+    def __init__(self, grads_BP: Tensor, shapes: Mapping[str, torch.Size], sizes: Sequence[int]) -> None:
+        super().__init__(grads_BP)
+        self.shapes, self.sizes = shapes, sizes  # of the parameters, by name; and their entries
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Dense]) -> "SideBySide":
+        rows = [flattened(part.grads_BP) for part in parts.values()]
+        shapes = {name: part.shape for name, part in parts.items()}
+        return cls(torch.cat(rows, 1), shapes, [row.shape[1] for row in rows])
+
+    def __getitem__(self, examples: Examples) -> "SideBySide":
+        return SideBySide(self.grads_BP[examples], self.shapes, self.sizes)
+
+    def mask(self, kept_B: Tensor) -> "SideBySide":
+        return SideBySide(masked(self.grads_BP, kept_B), self.shapes, self.sizes)
+
+    def apart(self, total: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a sum by name."""
+        parts = cast("tuple[Tensor, ...]", total.split(self.sizes))
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 class Sum(LinearMapFactor):
@@ -486,7 +592,7 @@ class Sum(LinearMapFactor):
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return added_up([part.exact_sum(weight_B) for part in self.parts])
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float | Tensor]:
         found = (part.sum_and_rounding(weight_B, inverse_scales) for part in self.parts)
         sums, rounded = zip(*found, strict=True)
         return added_up(list(sums)), sum(rounded)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer, bounding_product, position_norms
+from privgrad.engine.factors.outer import Outer, bounding_product, position_norms, unread_norms
 from privgrad.gradient.factor import (
     TERMS,
     Dense,
@@ -26,6 +26,7 @@ from privgrad.gradient.factor import (
     as_linear_map,
     at_least_float32,
     examples_per_block,
+    in_one,
     masked,
 )
 from privgrad.processes import AT_ONCE, is_on_processor
@@ -173,13 +174,20 @@ class Convolution(LinearMapFactor):
         return Convolution(x, b, self.geometry, parts=self.parts + other.parts)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        of_inputs, of_outputs = self._term_norms(position_norms, inverse_scales)
+        return (of_inputs * of_outputs).sum(1)
+
+    def term_norms(self, inverse_scales: Tensor | None = None) -> tuple[Tensor, ...] | None:
+        return self._term_norms(unread_norms(self.b), inverse_scales)
+
+    def _term_norms(self, norms: Callable[[Tensor], Tensor], inverse_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         x, b = self.x, self.b
         if inverse_scales is not None:
             of_outputs, of_inputs = bounding_product(inverse_scales)
             spread = (-1, *[1] * (x.dim() - 2))
             x, b = x * of_inputs.repeat(self.geometry.groups).view(spread), b * of_outputs.view(spread)
-        x_B, b_B = position_norms(x.flatten(1)), position_norms(b.flatten(1))
-        return self.shape[2:].numel() ** 0.5 * (x_B * b_B).view(self.examples, self.parts).sum(1)
+        x_BP, b_BP = (norms(z.flatten(1)).view(self.examples, self.parts) for z in (x, b))
+        return x_BP, b_BP * self.shape[2:].numel() ** 0.5
 
     @property
     def positions(self) -> int:
@@ -193,7 +201,7 @@ class Convolution(LinearMapFactor):
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
         chunks = self._split(self._per_block(self._patches))
-        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
+        return in_one([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
 
     def of_patches(self) -> Outer:
         """Return the gradients as gradients of a linear map of patches, shape (O, I * kernel); for one group."""

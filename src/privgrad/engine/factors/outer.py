@@ -3,8 +3,8 @@
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
-from collections.abc import MutableMapping, Sequence
-from typing import ClassVar, cast
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -24,14 +24,17 @@ from privgrad.gradient.factor import (
     canceled,
     examples_per_block,
     float64_norms,
+    in_one,
+    largest_entries,
     masked,
     native_norms,
     norms_of,
+    spoiled,
     sum_of_products,
     sum_of_rows,
     term_bound_of,
 )
-from privgrad.processes import blocks, is_on_processor
+from privgrad.processes import AT_ONCE, blocks, is_on_processor
 
 _LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
@@ -42,13 +45,20 @@ def position_norms(x: Tensor) -> Tensor:
     """Return the norm over the last dimension in float64, correct also where float32 squares under- or overflow."""
     # The number of examples must not decide how: the bounds of all others would be rounded differently.
     if not is_on_processor(x):
-        parts = cast("tuple[Tensor, ...]", x.split(examples_per_block(x[:1].numel(), x)))
-        return torch.cat([float64_norms(part) for part in parts])
+        if x.numel() <= AT_ONCE:
+            return float64_norms(x)
+        few = examples_per_block(x[:1].numel(), x)
+        return torch.cat([float64_norms(x[start : start + few]) for start in range(0, x.shape[0], few)])
     norms = native_norms(x).double()
     lost = (norms < TINY) | ~torch.isfinite(norms)
     if bool(lost.any()):
         norms[lost] = float64_norms(x[lost])
     return norms
+
+
+def unread_norms(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return how to compute norms like `position_norms` without a look at them, for `Factor.term_norms`."""
+    return native_norms if is_on_processor(x) else position_norms
 
 
 def sum_over(x: Tensor, dim: int) -> Tensor:
@@ -58,10 +68,15 @@ def sum_over(x: Tensor, dim: int) -> Tensor:
     return x.contiguous().sum(dim)
 
 
+def indices(found: Tensor | None) -> list[int]:
+    """Return the indices that `spoiled` found."""
+    return [] if found is None else cast("list[int]", found.tolist())
+
+
 def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
     """Return the indices of norms that squares may have spoiled: a tiny share of the bound, or not finite unlike it."""
     lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
-    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
+    return indices(spoiled(lost_B & torch.isfinite(bound_B)))
 
 
 def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,9 +86,9 @@ def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / largest, largest[:, 0].double()
 
 
-def largest_scale(inverse_scales: Tensor | None) -> float:
+def largest_scale(inverse_scales: Tensor | None) -> float | Tensor:
     """Return the largest of the inverse scales, or 1 if there are none."""
-    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
+    return 1.0 if inverse_scales is None or not inverse_scales.numel() else inverse_scales.max()
 
 
 def merged(x: Tensor, parts: int) -> Tensor:
@@ -93,11 +108,14 @@ class Outer(LinearMapFactor):
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
         self.keeps = False  # whether `norms` keeps the gradients for `weighted_sum` if it writes them out
         self._kept: Tensor | None = None
-        self._norms_of_b = dict[int, Tensor]()  # of positions, by the version of b
+        # If others share b, the norms of its positions, by the way to compute them and the version of b.
+        self._norms_of_b: dict[Any, Tensor] | None = None
 
     def with_inputs(self, a_BTI: Tensor) -> "Outer":
         """Return the gradients of another weight, whose outputs have the same gradients."""
         found = Outer(a_BTI, self.b_BTO)
+        if self._norms_of_b is None:
+            self._norms_of_b = {}
         found._norms_of_b = self._norms_of_b  # both term bounds need these norms, which are computed once
         return found
 
@@ -164,7 +182,7 @@ class Outer(LinearMapFactor):
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return b and a with the positions of all examples in one dimension, one of them times the weights."""
         a_BTI, b_BTO = self.a_BTI, self.b_BTO
-        weight_B11 = weight_B.to(b_BTO.dtype).view(-1, 1, 1)
+        weight_B11 = (weight_B if weight_B.dtype == b_BTO.dtype else weight_B.to(b_BTO.dtype))[:, None, None]
         if a_BTI.shape[2] < b_BTO.shape[2]:  # the smaller one, to save time
             a_BTI = a_BTI * weight_B11
         else:
@@ -199,13 +217,22 @@ class Outer(LinearMapFactor):
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         if self.positions == 1:
             return None
-        if inverse_scales is None:
-            version = self.b_BTO._version if not self.b_BTO.is_inference() else -1  # those do not count writes
-            if version < 0 or version not in self._norms_of_b:
-                self._norms_of_b[version] = position_norms(self.b_BTO)
-            return (position_norms(self.a_BTI) * self._norms_of_b[version]).sum(1)
-        of_outputs, of_inputs = bounding_product(inverse_scales)
-        return (position_norms(self.a_BTI * of_inputs) * position_norms(self.b_BTO * of_outputs)).sum(1)
+        of_inputs, of_outputs = self._term_norms(position_norms, inverse_scales)
+        return (of_inputs * of_outputs).sum(1)
+
+    def term_norms(self, inverse_scales: Tensor | None = None) -> tuple[Tensor, ...] | None:
+        return None if self.a_BTI.shape[1] == 1 else self._term_norms(unread_norms(self.b_BTO), inverse_scales)
+
+    def _term_norms(self, norms: Callable[[Tensor], Tensor], inverse_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+        if inverse_scales is not None:
+            of_outputs, of_inputs = bounding_product(inverse_scales)
+            return norms(self.a_BTI * of_inputs), norms(self.b_BTO * of_outputs)
+        if self._norms_of_b is None or self.b_BTO.is_inference():  # those do not count writes
+            return norms(self.a_BTI), norms(self.b_BTO)
+        key = norms, self.b_BTO._version
+        if key not in self._norms_of_b:
+            self._norms_of_b[key] = norms(self.b_BTO)
+        return norms(self.a_BTI), self._norms_of_b[key]
 
     @property
     def positions(self) -> int:
@@ -214,33 +241,36 @@ class Outer(LinearMapFactor):
     @property
     def has_few_positions(self) -> bool:
         """Whether inner products of positions take fewer operations than the gradients themselves."""
-        outputs, inputs = self.shape
-        return self.positions * (inputs + outputs) < inputs * outputs
+        outputs, inputs = self.b_BTO.shape[2], self.a_BTI.shape[2]
+        return self.a_BTI.shape[1] * (inputs + outputs) < inputs * outputs
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         # For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions, without
         # scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). docs/mathematics.md (1.3), (2.2) and (1.2).
-        positions, inputs = self.positions, self.shape[1]
+        positions, inputs, outputs = *self.a_BTI.shape[1:], self.b_BTO.shape[2]
         if positions == 1 and inverse_scales is None:
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
         if positions == 1:
             scales = at_least_float32(cast(Tensor, inverse_scales))
             largest, square = _unit_squares(scales)
             parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(self._per_block(inputs))]
-            norm_B = torch.cat(parts) * largest
+            norm_B = in_one(parts) * largest
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
         # Other devices write a small gradient out in less time than they start further kernels. The number of examples
         # must not decide: the norms of all others would be rounded differently.
-        is_small = not is_on_processor(self.b_BTO) and self.shape.numel() <= _SMALL
-        if inverse_scales is None and self.has_few_positions and not is_small:
-            chunks = self._split(self._per_block(positions**2))
-            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
+        on_processor = is_on_processor(self.b_BTO)
+        if inverse_scales is None and self.has_few_positions and (on_processor or inputs * outputs > _SMALL):
+            few = self._per_block(positions**2)
+            if few >= self.examples:
+                return self.norms_by_inner_products()
+            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in self._split(few)])
         if self.keeps:
             self._kept = self.dense()
             return Dense(self._kept).norms(inverse_scales)
-        return super().norms(inverse_scales) if self._kept is not None else self._norms_in_place(inverse_scales)
+        in_place = self._kept is None and on_processor
+        return self._norms_in_place(inverse_scales) if in_place else super().norms(inverse_scales)
 
     def _per_block(self, floats: int) -> int:
         return examples_per_block(floats, self.b_BTO)
@@ -257,20 +287,19 @@ class Outer(LinearMapFactor):
                 if inverse_scales is not None and not is_wider:
                     grads_BOI.mul_(inverse_scales)
             found.append(norms_of(grads_BOI, inverse_scales if is_wider else None))
-        return torch.cat(found)
+        return in_one(found)
 
     def norms_by_inner_products(self) -> Tensor:
         """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
         a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
-        a_BT, b_BT = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BTT, b_BTT))
+        a_BT, b_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt(), b_BTT.diagonal(dim1=1, dim2=2).sqrt()
         bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
         lost_B = square_B <= CANCELED * bound_B.square()
         lost_B |= self.underflowing(a_BT, b_BT)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = lost_B.nonzero()[:, 0]
-        if len(again) > 0:
+        if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
         return norm_B
 
@@ -278,14 +307,12 @@ class Outer(LinearMapFactor):
         """Return which examples have a position whose squares underflow on one side and are large on the other."""
         a_BT = native_norms(self.a_BTI) if a_BT is None else a_BT
         b_BT = native_norms(self.b_BTO) if b_BT is None else b_BT
-        found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
-        for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
-            lost_BT = (small_BT < TINY) & (large_BT > 1)
-            always = not is_on_processor(x_BTD)  # there, the answer takes longer than the work
-            if x_BTD.shape[2] > 0 and (always or bool(lost_BT.any())):  # exact zeros, as at padding, hide nothing
-                nonzero_BT = (x_BTD.amax(2) != 0) | (x_BTD.amin(2) != 0)
-                found_B |= (lost_BT & nonzero_BT).any(1)
-        return found_B
+        lost_BT = (torch.minimum(a_BT, b_BT) < TINY) & (torch.maximum(a_BT, b_BT) > 1)
+        # On other devices than the CPU, the answer takes longer than the work.
+        if not self.shape.numel() or (is_on_processor(lost_BT) and not lost_BT.any().item()):
+            return lost_BT.any(1)
+        # Exact zeros, as at padding, hide nothing.
+        return (lost_BT & (torch.minimum(largest_entries(self.a_BTI), largest_entries(self.b_BTO)) > 0)).any(1)
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
         """Return sqrt(b^2 W . a^2) for one position, with W the squared inverse scales: no terms cancel."""
@@ -302,15 +329,15 @@ def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # By the tensor of scales: its version, the largest scale, and the squares.
-_unit_squares_of: MutableMapping[Tensor, tuple[int, float, Tensor]] = WeakTensorKeyDictionary()
+_unit_squares_of: MutableMapping[Tensor, tuple[int, Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 
-def _unit_squares(scales: Tensor) -> tuple[float, Tensor]:
+def _unit_squares(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest scale, and the squares of the scales divided by it; cached until the scales change."""
     known = None if scales.is_inference() else _unit_squares_of.get(scales)
     if known is not None and known[0] == scales._version:
         return known[1:]
-    largest = largest_scale(scales)
+    largest = scales.max() if scales.numel() else scales.new_ones(())
     square = torch.empty_like(scales) if known is None else known[2]
     for scale, squared in blocks(scales, square):
         torch.div(scale, largest, out=squared).square_()
@@ -377,8 +404,8 @@ class Combined(LinearMapFactor):
             return super().norms(inverse_scales)
         square_B = self.square_BO.sum(1, dtype=torch.float64)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B) | self._underflowing()
-        for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
+        again = spoiled(canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B) | self._underflowing())
+        for index in indices(again):
             norm_B[index] = Factor.norms(self[index : index + 1])[0]
         return norm_B
 

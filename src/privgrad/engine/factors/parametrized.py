@@ -30,10 +30,13 @@ from privgrad.gradient.factor import (
     examples_per_block,
     flattened,
     float64_norms,
+    in_one,
     native_norms,
     norms_of,
+    spoiled,
     term_bound_of,
 )
+from privgrad.processes import is_on_processor
 
 _LEAST = 16  # entries of a row, with fewer of which three numbers per row say too little
 _EXACT = 64  # times the resolution of the weight: how far products may differ from those of the map
@@ -109,7 +112,7 @@ class RowSums(NamedTuple):
         few = examples_per_block(floats, unit_OF)
         parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
         sums = [cls._of_outer(part, unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
-        return cls(*map(torch.cat, zip(*sums, strict=True)))
+        return cls(*map(in_one, zip(*sums, strict=True)))
 
     @classmethod
     def _of_outer(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
@@ -131,7 +134,9 @@ class RowSums(NamedTuple):
         square_BO, unit_BO = (cast(Tensor, torch.linalg.vecdot(h_BOF, other)) for other in (h_BOF, unit_OF))
         bound_B = square_BO.sum(1, dtype=torch.float64).sqrt()
         lost_B = ~((bound_B >= TINY) & torch.isfinite(bound_B))
-        if bool(lost_B.any()):  # squares underflow, unless the gradient is zero
+        if not is_on_processor(lost_B):  # squares underflow, unless the gradient is zero
+            lost_B &= (h_BOF != 0).flatten(1).any(1)
+        elif bool(lost_B.any()):
             lost_B[lost_B.clone()] = (h_BOF[lost_B] != 0).flatten(1).any(1)
         return cls(square_BO, h_BOF.mean(2), unit_BO, bound_B, lost_B)
 
@@ -361,8 +366,7 @@ class Pulled(Factor):
         if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
             return super().norms(inverse_scales)
         norm_B, spoiled_B = rows.norms(self.sums.of(rows))
-        again = spoiled_B.nonzero()[:, 0]
-        if len(again) > 0:
+        if (again := spoiled(spoiled_B)) is not None:
             norm_B[again] = Factor.norms(self[again])
         return norm_B
 
@@ -379,7 +383,7 @@ class Pulled(Factor):
     def sum_in_parts(self, weight_B: Tensor) -> Tensor:
         return self.sum_and_rounding(weight_B)[0]
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float | Tensor]:
         """Return J^T times the sum, and an estimate of the rounding errors of this product."""
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
@@ -388,9 +392,8 @@ class Pulled(Factor):
         # suggests: J may be a small difference of large terms, as where weight_norm projects most of a gradient away.
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
-        if self._outgrows(summed, pulled):  # the known norm of J is out of date
-            return pulled, math.inf
-        return pulled, float(norms_of(at_least_float32(moved)[None], inverse_scales))
+        rounding = norms_of(at_least_float32(moved)[None], inverse_scales)[0]
+        return pulled, torch.where(self._outgrows(summed, pulled), math.inf, rounding)
 
     @property
     def worth_keeping(self) -> bool:
@@ -418,9 +421,9 @@ class Pulled(Factor):
     def positions(self) -> int:
         return self.inner.positions
 
-    def _outgrows(self, summed: Tensor, pulled: Tensor) -> bool:
-        """Return whether J^T times the sum is longer than the norm of J allows."""
-        return not float(norms_of(pulled[None])) <= 1.01 * self.jacobian.norm * float(norms_of(summed[None]))
+    def _outgrows(self, summed: Tensor, pulled: Tensor) -> Tensor:
+        """Return whether J^T times the sum is longer than the norm of J allows: then this norm is out of date."""
+        return ~(norms_of(pulled[None]) <= 1.01 * self.jacobian.norm * norms_of(summed[None]))[0]
 
     def _like(self, inner: Factor) -> "Pulled":
         return Pulled(inner, self.jacobian, apart=self.apart)

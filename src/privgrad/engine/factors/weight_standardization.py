@@ -101,7 +101,7 @@ class Projected(Combined):
         return self._grads.sum_in_parts(weight_B).flatten(1) * self._scale_1O.mT
 
     def _inner_terms(self) -> Tensor:
-        return self._bound_B * float(self._scale_1O.abs().max())
+        return self._bound_B * self._scale_1O.abs().max()
 
     def _underflowing(self) -> Tensor:
         return self._lost_B

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from privgrad.engine.factors.outer import sum_over
 from privgrad.engine.layers.base import Moves, Rule, Weights, register_rule
-from privgrad.gradient.factor import Dense, Factor, at_least_float32, examples_per_block
+from privgrad.gradient.factor import Dense, Factor, at_least_float32, examples_per_block, in_one
 
 
 def standardized(x: Tensor, eps: float) -> Tensor:
@@ -112,7 +112,7 @@ class _Normalization(Rule):
             for start in range(0, len(x), few):
                 scaled = self.normalized(layer, at_least_float32(x[start : start + few])) * grad[start : start + few]
                 parts.append(self.over_positions(layer, scaled))
-        return Dense(torch.cat(parts))
+        return Dense(in_one(parts))
 
     def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
         """Sum over all dimensions except examples and channels: shape (B, C)."""
