@@ -175,6 +175,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "mask": "abstract self kept_B",
         "worth_keeping": "property",
         "term_bound": "self inverse_scales",
+        "term_norms": "self inverse_scales",
         "positions": "property",
         "norms": "self inverse_scales",
         "written_out": "self",

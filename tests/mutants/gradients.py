@@ -39,7 +39,7 @@ from privgrad.gradient import functional as module_state
 from privgrad.gradient import novelty, secret_draws
 from privgrad.gradient import novelty as check_schedule
 from privgrad.gradient import reference as vmap
-from privgrad.gradient.factor import Dense
+from privgrad.gradient.factor import Dense, SideBySide
 from privgrad.gradient.reference import Vmap
 from privgrad.types import ClippedSum, count_examples, map_examples, part_of
 
@@ -170,6 +170,7 @@ def each_parameter_to_c(patch: Patch) -> None:
     def wrong(self: Any, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         return {name: (max_grad_norm / norm_B).clamp(max=1.0) for name, norm_B in norms.items()}
 
+    patch.setattr(clipping, "_SMALL", 0)  # no two parameters side by side
     patch.setattr(pg.clip.Flat, "factors", wrong)
 
 
@@ -180,6 +181,7 @@ def without_the_biases(patch: Patch) -> None:
         weights = {name: norm_B for name, norm_B in norms.items() if "bias" not in name}
         return dict.fromkeys(norms, next(iter(real(self, weights, max_grad_norm).values())))
 
+    patch.setattr(clipping, "_SMALL", 0)
     patch.setattr(pg.clip.Flat, "factors", wrong)
 
 
@@ -194,7 +196,7 @@ def rules_believed(patch: Patch) -> None:
 
 def kept_as_they_are(patch: Patch) -> None:
     """An example that is not finite gets the factor 0, and 0 times NaN is NaN."""
-    for kind in (Dense, Outer, Rows):
+    for kind in (Dense, SideBySide, Outer, Rows):
         patch.setattr(kind, "mask", lambda self, _: self)
 
 
@@ -207,6 +209,22 @@ def canceling_believed(patch: Patch) -> None:
     everywhere(patch, real, wrong)
 
 
+def flags_believed_clear(patch: Patch) -> None:
+    patch.setattr(clipping._Unread, "flags", lambda _: torch.tensor([False, False]))
+
+
+def spoiled_norms_believed(patch: Patch) -> None:
+    """What `unread` keeps is never read."""
+    real = clipping.unread
+
+    @contextmanager
+    def wrong() -> Generator[list[Tensor]]:
+        with real():
+            yield []
+
+    patch.setattr(clipping, "unread", wrong)
+
+
 def examples_bounded_and_not_the_batch(patch: Patch) -> None:
     """Each example's terms may come to 1e5 C, in whatever number of examples; sums are float32."""
 
@@ -216,17 +234,19 @@ def examples_bounded_and_not_the_batch(patch: Patch) -> None:
             self.values[name] = self.values[name] + added if name in self.values else added
 
     patch.setattr(clipping, "_TERMS", 1e5)
+    patch.setattr(clipping, "_SMALL", 0)
     patch.setattr(clipping._Sums, "add", wrong)
 
 
 def precision_by_the_batch(patch: Patch) -> None:
     """The batch's terms decide between float32 and float64, so one example decides it for all others."""
 
-    def wrong(self: Any, chunk: Any, factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    def wrong(self: Any, chunk: Any, factors: Mapping[str, Tensor], terms: Mapping[str, Tensor] | None) -> None:
         for name, factor_B in factors.items():
-            within = float((factor_B * terms[name]).sum()) <= 1e4 * self._bound
+            within = terms is None or float((factor_B * terms[name]).sum()) <= 1e4 * self._bound
             self.values[name] = (chunk[name].weighted_sum if within else chunk[name].exact_sum)(factor_B)
 
+    patch.setattr(clipping, "_SMALL", 0)
     patch.setattr(clipping._Sums, "add", wrong)
 
 
@@ -263,12 +283,12 @@ def checked_at_powers_of_two_only(patch: Patch) -> None:
 
 def a_norm_that_is_kept(patch: Patch) -> None:
     patch.setattr(jacobian.Jacobian, "stretch", lambda *_: 0.0)
-    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: False)
+    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: torch.tensor(False))
 
 
 def without_the_jacobian(patch: Patch) -> None:
     patch.setattr(jacobian.Jacobian, "norm", 1.0)
-    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: False)
+    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: torch.tensor(False))
 
 
 def pulled_back_unseen(patch: Patch) -> None:
@@ -575,6 +595,18 @@ CLIPPING = [
         canceling_believed,
         "test_attacks.test_terms_that_cancel_within_an_example_do_not_pass_the_bound",
         {"kind": "linear", "big": 1e8, "clip": pg.clip.Flat()},
+    ),
+    Mutant(
+        "the flags of a chunk unread",
+        flags_believed_clear,
+        "test_one_look.test_an_example_that_is_spoiled_or_heavy_is_treated_as_by_the_checked_way",
+        {"rule": "flat", "kind": "canceling"},
+    ),
+    Mutant(
+        "norms that rounding spoiled taken for right",
+        spoiled_norms_believed,
+        "test_one_look.test_an_example_that_is_spoiled_or_heavy_is_treated_as_by_the_checked_way",
+        {"rule": "flat", "kind": "squares lost"},
     ),
     Mutant(
         "terms bounded for each example, not for the batch",

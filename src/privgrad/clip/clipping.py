@@ -10,21 +10,29 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity, same_for_halves
 from privgrad.errors import expected
-from privgrad.gradient.factor import Dense, Factor, Factors, examples_per_block
+from privgrad.gradient.factor import Dense, Factor, Factors, SideBySide, examples_per_block, unread
+from privgrad.processes import is_on_processor
 from privgrad.types import ClippedSum
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
 # example, in C. An example whose terms add up to more than this times C is written out, because they nearly cancel.
 _TERMS = 1e4
 _PULLED = _TERMS * 2.0**-24  # times C: how far products with Jacobians may be rounded, about as far as a float32 total
-_LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
+_LOST = 1e-37  # up to it a factor is 0: float32 would round it to a multiple of 1e-45
+# Entries of a parameter whose gradients are clipped side by side with those of others. Copies leave a CPU's cache, and
+# other devices take four times as many.
+_SMALL = 1 << 10
+_ROUNDING = (
+    1e-6  # of a factor in float32, and of a product in float32. It is charged nowhere: sigma would be 1e-6 smaller
+)
 
 Named = Mapping[str, Tensor]  # by parameter name
 _OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone
@@ -117,7 +125,8 @@ class ClippingAccumulator:
         self._like, self._clip, self._bound = like, clip, max_grad_norm
         self._scales = inverse_scales or {}
         self._grouped, self._expected_size, self._statistic = grouped, expected_size, statistic
-        self._sums = _Sums(max_grad_norm, self._scales, expected_size)
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
+        self._sums = _Sums(max_grad_norm, self._scales, expected_size, dtype)
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
 
@@ -129,15 +138,15 @@ class ClippingAccumulator:
         """
         if not chunk:
             return
-        rows = next(iter(chunk.values())).examples
+        rows, counted_B = next(iter(chunk.values())).examples, None
         if padded:
             counted_B = torch.arange(rows, device=next(iter(self._like.values())).device) < rows - padded
-            chunk = {name: factor.mask(counted_B) for name, factor in chunk.items()}
         with ExitStack() as stack:
             for device in filter(torch.is_autocast_enabled, self._devices):
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
-            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, self._scales, tuple(self._like))
+            chunk, scales = _side_by_side(chunk, self._clip, self._scales)
+            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, scales, tuple(self._like), counted_B)
         if padded:
             counted = slice(rows - padded)
             kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
@@ -146,10 +155,7 @@ class ClippingAccumulator:
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
-        total = {
-            name: _released_sum(self._sums.values.get(name), parameter, self._scales.get(name), self._expected_size)
-            for name, parameter in self._like.items()
-        }
+        total = self._sums.released(self._like)
         if len(self._seen) == 1:
             raw = self._seen[0]
         else:  # the parts of the batch in one piece
@@ -172,15 +178,6 @@ def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
     return torch.float64 if expected_size > _TERMS else dtype
 
 
-def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None, expected_size: int) -> Tensor:
-    """Return one parameter's sum, multiplied by the scales, in the public precision."""
-    dtype = sum_dtype(parameter, expected_size)
-    if total is None:
-        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    total = total.to(torch.promote_types(total.dtype, dtype))
-    return (total if scales is None else total.mul_(scales)).to(dtype)
-
-
 class _Sums:
     """Weighted sums by parameter name, in float32 where rounding errors stay small.
 
@@ -196,43 +193,198 @@ class _Sums:
         - Chunks are added to a total in float64.
     """
 
-    def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int) -> None:
+    def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int, dtype: torch.dtype) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
-        self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
-
-    def add(self, chunk: Factors, factors: Named, terms: Named) -> None:
-        """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
-        term_NB = _products(factors, terms)
+        self._bound, self._scales, self._dtype = max_grad_norm, inverse_scales, dtype
+        self._expected_size, self._exact = expected_size, expected_size > _TERMS
         # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
-        most_light = max(1.001, _TERMS / (2 * self._expected_size))
-        for name, term_B, most in zip(factors, term_NB, cast("list[float]", term_NB.amax(1).tolist()), strict=True):
-            limit = min(chunk[name].usual_terms, most_light) * self._bound
-            heavy_B = None if most <= limit else ~(term_B <= limit)  # nan is heavy
-            added = self._sum(name, chunk[name], factors[name], heavy_B)
-            known = self.values.get(name)
-            self.values[name] = added if known is None else known.double().add_(added)
+        self._most_light = max(1.001, _TERMS / (2 * expected_size))
 
-    def _sum(self, name: str, factor: Factor, factor_B: Tensor, heavy_B: Tensor | None) -> Tensor:
-        """Return the sum of one chunk: of light examples in float32, of heavy ones in float64."""
-        if self._expected_size > _TERMS or (heavy_B is not None and bool(heavy_B.all())):
-            return factor.exact_sum(factor_B)
-        light_B = factor_B if heavy_B is None else torch.where(heavy_B, 0.0, factor_B)
-        total, rounded = factor.sum_and_rounding(light_B, self._scales.get(name))
-        self._pulled[name] = self._pulled.get(name, 0.0) + rounded
-        if not self._pulled[name] <= _PULLED * self._bound:  # nan is not
-            return factor.exact_sum(factor_B)
-        if heavy_B is None:
-            return total
-        index = heavy_B.nonzero()[:, 0]
-        return total.double().add_(factor[index].exact_sum(factor_B[index]))
+    def limit(self, factor: Factor) -> float:
+        """Return the largest term bound of a light example whose terms do not cancel."""
+        canceling, heavy = _TERMS / factor.positions**0.5, min(factor.usual_terms, self._most_light)
+        return self._bound * (canceling if self._exact or canceling < heavy else heavy)
+
+    def add(self, chunk: Factors, factors: Named, terms: Named | None) -> None:
+        """Add every example's gradient times its factor; `terms` bound the terms of each, None if all are light."""
+        heavy = {} if terms is None or self._exact else self._heavy(chunk, factors, terms)
+        light = self._narrowed(factors)
+        found: dict[str, Tensor] = {}
+        rounding: dict[str, float | Tensor] = {}
+        for name, factor in chunk.items():
+            if self._exact or (name in heavy and bool(heavy[name].all())):
+                found[name] = factor.exact_sum(factors[name])
+                heavy.pop(name, None)
+                continue
+            light_B = torch.where(heavy[name], 0.0, light[name]) if name in heavy else light[name]
+            found[name], rounded = factor.sum_and_rounding(light_B, self._scales.get(name))
+            if type(rounded) is not float or rounded != 0.0:
+                rounding[name] = rounded
+        for name in self._rounded_too_far(rounding):
+            found[name] = chunk[name].exact_sum(factors[name])
+            heavy.pop(name, None)
+        for name, heavy_B in heavy.items():
+            index = heavy_B.nonzero()[:, 0]
+            found[name] = found[name].double().add_(chunk[name][index].exact_sum(factors[name][index]))
+        for name, factor in chunk.items():
+            if type(factor) is SideBySide:
+                found |= factor.apart(found.pop(name))
+        for name in self.values.keys() & found.keys():
+            found[name] = self.values[name].double().add_(found[name])
+        self.values |= found
+
+    def released(self, like: Named) -> dict[str, Tensor]:
+        """Return the sums of all parameters, multiplied by the scales, in the public precision."""
+        dtypes = {p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in like.values()}.values()}
+        found = dict[str, Tensor]()
+        for name, parameter in like.items():
+            dtype = dtypes[parameter.dtype]
+            if name not in self.values:
+                found[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                continue
+            total = self.values[name]
+            if name in self._scales:
+                total = total.to(torch.promote_types(total.dtype, dtype)).mul_(self._scales[name])
+            found[name] = total if total.dtype == dtype else total.to(dtype)
+        return found
+
+    def _narrowed(self, factors: Named) -> Named:
+        """Return the factors in the precision of the products."""
+        distinct = _distinct(factors)
+        return _in_place_of(distinct, [factor_B.to(self._dtype) for factor_B in distinct], factors)
+
+    def _heavy(self, chunk: Factors, factors: Named, terms: Named) -> dict[str, Tensor]:
+        """Return the masks of examples that are not light, by the parameters that have any."""
+        term_NB, heavy = _products(factors, terms), dict[str, Tensor]()
+        largest = cast("list[float]", term_NB.amax(1).tolist())
+        for name, term_B, most in zip(factors, term_NB, largest, strict=True):
+            limit = min(chunk[name].usual_terms, self._most_light) * self._bound
+            if not most <= limit:  # nan is heavy
+                heavy[name] = ~(term_B <= limit)
+        return heavy
+
+    def _rounded_too_far(self, rounding: Mapping[str, float | Tensor]) -> list[str]:
+        """Return the parameters whose products with Jacobians are rounded too far, with those of earlier chunks."""
+        found = {name: value for name, value in rounding.items() if not isinstance(value, Tensor)}
+        if tensors := {name: value for name, value in rounding.items() if isinstance(value, Tensor)}:
+            values = cast("list[float]", torch.stack(list(tensors.values())).tolist())
+            found |= dict(zip(tensors, values, strict=True))
+        for name, value in found.items():
+            self._pulled[name] = self._pulled.get(name, 0.0) + value
+        return [name for name in found if not self._pulled[name] <= _PULLED * self._bound]  # nan is not
+
+
+def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tuple[Factors, Named]:
+    """Join small gradients that are written out, under the name of their first parameter; return them with scales.
+
+    All share their factors, which this library's own rules compute from the joint norm of a group of parameters.
+    """
+    if type(clip).__module__ not in _OWN_RULES:
+        return chunk, inverse_scales
+    group_of = getattr(clip, "group_of", None)  # of PerLayer; others have one group
+    groups: dict[tuple[object, ...], dict[str, Dense]] = {}
+    dense = {name: factor for name, factor in chunk.items() if type(factor) is Dense}
+    most = _SMALL if dense and is_on_processor(next(iter(dense.values())).grads_BP) else 4 * _SMALL
+    for name, factor in dense.items():
+        if factor.shape.numel() <= most:
+            key = group_of and group_of(name), name in inverse_scales, factor.grads_BP.dtype
+            if key not in groups:
+                groups[key] = {}
+            groups[key][name] = factor
+    found, scales = dict(chunk), dict(inverse_scales)
+    for parts in groups.values():
+        first = next(iter(parts))
+        if len(parts) == 1:
+            continue
+        if first in scales:
+            scales[first] = torch.cat([scales[name].flatten() for name in parts])
+        for name in parts:
+            del found[name]
+        found[first] = SideBySide.of(parts)
+    return found, scales
+
+
+class _Unread(NamedTuple):
+    """The norms and factors of a chunk before anything is read from the device."""
+
+    norms: "_Norms"
+    factors: dict[str, Tensor]
+    lengths: Tensor  # of the contributions
+    spoiled: list[Tensor]  # masks of examples whose norms are not finite or may be wrong
+    heavy: list[Tensor]  # masks of examples that are not light, or whose terms cancel
+
+    def flags(self) -> Tensor:
+        """Return whether any example is spoiled, and whether any is heavy, as one tensor of two."""
+        return torch.stack([torch.cat(masks).any() for masks in (self.spoiled, self.heavy or self.spoiled)])
+
+
+def _norms_and_factors(
+    sums: _Sums, chunk: Factors, clip: Clipping, bound: float, inverse_scales: Named, names: Sequence[str]
+) -> _Unread:
+    """Return the norms and factors by one of this library's own rules, as a function of tensors without a read.
+
+    If no flag is set, they equal those of the checked way, bit for bit, and all examples are light.
+    """
+    with unread() as masks:
+        norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
+        factors = _factors(clip, norms, bound, names)
+        # The norms of the terms of parameters that have the same factors, limit and shape.
+        alike: dict[tuple[int, float, int, torch.Size, torch.dtype], list[tuple[Tensor, ...]]] = {}
+        for name, factor in chunk.items():
+            terms = factor.term_norms(inverse_scales.get(name))
+            if terms is not None:
+                key = id(factors[name]), sums.limit(factor), len(terms), terms[0].shape, terms[0].dtype
+                alike.setdefault(key, []).append(terms)
+    length_B = _lengths(factors, norms)
+    by_id = {id(factor_B): factor_B for factor_B in factors.values()}
+    heavy = [_beyond(by_id[factor_id], terms, limit) for (factor_id, limit, *_), terms in alike.items()]
+    # A norm that is not finite has no length within C: its factor is 0 or nan, and their product nan.
+    return _Unread(norms, factors, length_B, [~(length_B <= bound * (1 + _ROUNDING)), *masks], heavy)
+
+
+def _beyond(factor_B: Tensor, terms: list[tuple[Tensor, ...]], limit: float) -> Tensor:
+    """Return which examples have a term bound above the limit for one of the parameters, shape (B,)."""
+    product_NBT, *others = [_at_least_tiny(torch.stack(each)) for each in zip(*terms, strict=True)]
+    for other_NBT in others:
+        product_NBT = product_NBT * other_NBT
+    most_B = product_NBT.sum(2, dtype=torch.float64).amax(0)
+    return ~(factor_B * most_B <= limit * (1 - _ROUNDING))
+
+
+def _at_least_tiny(norms_NBT: Tensor) -> Tensor:
+    # The squares of less may underflow in float32, by up to 1e-19 for each entry of a vector.
+    return norms_NBT if norms_NBT.dtype == torch.float64 else norms_NBT.clamp(min=1e-14)
 
 
 def _add_clipped(
-    sums: _Sums, chunk: Factors, clip: Clipping, max_grad_norm: float, inverse_scales: Named, names: Sequence[str]
+    sums: _Sums,
+    chunk: Factors,
+    clip: Clipping,
+    max_grad_norm: float,
+    inverse_scales: Named,
+    names: Sequence[str],
+    counted_B: Tensor | None = None,
 ) -> RawClipping:
-    """Clip a chunk of gradients and add it to `sums`; return its norms, 0 for unreached `names`, and its factors."""
-    norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
+    """Clip a chunk of gradients and add it to `sums`; return its norms, 0 for unreached `names`, and its factors.
+
+    Everything that could be wrong is asked in one look at the device. Nothing is added before the answer is known. If
+    it is yes, the chunk takes the checked way, which treats each example as if it were alone.
+    """
+    known = None
+    if type(clip).__module__ in _OWN_RULES:
+        found = _norms_and_factors(sums, chunk, clip, max_grad_norm, inverse_scales, names)
+        is_spoiled, is_heavy = cast("list[bool]", found.flags().tolist())
+        if not is_spoiled and not is_heavy:
+            factors = found.factors if counted_B is None else _masked(found.factors, counted_B)
+            if found.lengths.shape[0] > 0:
+                sums.add(chunk, factors, None)
+            return RawClipping(found.norms.joint_B, _smallest(factors), found.lengths, 0)
+        known = None if is_spoiled else found.norms
+    if counted_B is not None:
+        chunk = {name: factor.mask(counted_B) for name, factor in chunk.items()}
+        known = None
+    norms = known or _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
     nonfinite, apart = 0, list[tuple[Tensor, RawClipping]]()
     if not math.isfinite(float(norms.joint_B.sum())):  # if the sum is finite, so is every norm
         finite_B = torch.isfinite(norms.joint_B)
@@ -247,7 +399,7 @@ def _add_clipped(
         # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
         few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()), norm_B)
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
-            alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
+            alone = {name: factor[index].written_out() for name, factor in chunk.items()}
             apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales, names)))
         chunk = {name: factor.mask(~canceling_B) for name, factor in chunk.items()}
         norms, terms = (
@@ -258,8 +410,7 @@ def _add_clipped(
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
     if nonfinite < len(norm_B):  # where a computed weight is not finite, no gradient is, and zero times NaN is NaN
         sums.add(chunk, factors, terms)
-    distinct = _distinct(factors)
-    smallest_B = distinct[0] if len(distinct) == 1 and not apart else torch.stack(distinct).amin(0)
+    smallest_B = _smallest(factors, copied=bool(apart))
     for index, raw in apart:
         norm_B[index], smallest_B[index] = raw.raw_norms, raw.raw_factors
         length_B[index] = raw.raw_lengths
@@ -267,11 +418,10 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
-def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -> dict[str, Tensor]:
+def _factors(clip: Clipping, found: "_Norms", bound: float, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the factors of the norms; refuse a user's rule that gives others for half of the examples alone."""
-    norms, missing = found, [name for name in names if name not in found]
-    if missing:
-        norms = {**found, **dict.fromkeys(missing, torch.zeros_like(next(iter(found.values()))))}
+    by_name = type(clip).__module__ not in _OWN_RULES or hasattr(clip, "group_of")
+    norms = found.with_zeros([name for name in names if name not in found]) if by_name else found
     factors = _answer(clip, norms, bound)
 
     def alone(part: slice) -> Named:
@@ -281,7 +431,7 @@ def _factors(clip: Clipping, found: Named, bound: float, names: Sequence[str]) -
     if type(clip).__module__ not in _OWN_RULES and not same_for_halves(factors, alone):
         remedy, got = "use no maxima, means or quantiles of the batch", "factors that change with the rest of the batch"
         raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
-    return {name: factors[name] for name in found} if missing else factors
+    return factors if norms is found else {name: factors[name] for name in found}
 
 
 def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Tensor]:
@@ -290,15 +440,13 @@ def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Ten
     if factors.keys() != norms.keys():
         got = f"{sorted(factors)} for {sorted(norms)}"
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
-    if any(factor_B.shape != norms[name].shape for name, factor_B in factors.items()):
-        dims = {factor_B.dim() for factor_B in factors.values()}
+    distinct, shape = _distinct(factors), next(iter(norms.values())).shape
+    if any(factor_B.shape != shape for factor_B in distinct):
+        dims = {factor_B.dim() for factor_B in distinct}
         got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"  # B is private
         raise expected(type(clip).__name__, "factors", "to be of shape (B,)", got, remedy)
-    clipped = {id(factor_B): factor_B for factor_B in factors.values()}
-    for key, factor_B in clipped.items():
-        if not (len(factor_B) > 0 and float(factor_B.min()) >= _LOST):  # float32 does not hold some of them
-            clipped[key] = torch.where(factor_B.abs() < _LOST, 0.0, factor_B)
-    return {name: clipped[id(factor_B)] for name, factor_B in factors.items()}
+    held = [hardshrink(factor_B, _LOST) for factor_B in distinct]  # float32 does not hold the others
+    return _in_place_of(distinct, held, factors)
 
 
 def _terms(
@@ -319,29 +467,39 @@ def _terms(
     return terms, canceling_B
 
 
+def _lengths(factors: Named, norms: Named) -> Tensor:
+    """Return the lengths of the contributions, by the factors as the sum rounds them; shape (B,)."""
+    distinct = _distinct(factors)
+    if len(distinct) == 1:  # one factor for all parameters comes out of the norm
+        return distinct[0].float().double().abs() * joint_norm_of(norms)
+    used = {id(factor_B): factor_B.float().double() for factor_B in distinct}
+    return _joint_norm([used[id(factors[name])] * norm_B for name, norm_B in norms.items()])
+
+
 def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -> Tensor:
-    """Return the contributions' lengths, shape (B,), by the factors of the sum; raise PrivacyError if one exceeds C."""
-    used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
-    if len(used) == 1:  # one factor for all parameters comes out of the norm
-        contribution_B = next(iter(used.values())).abs() * joint_norm_of(norms)
-    else:
-        contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
-    # The 1e-6 is float32's rounding of a factor. It is charged nowhere: sigma would be 1e-6 smaller.
+    """Return the contributions' lengths, shape (B,); raise PrivacyError if one exceeds C."""
+    length_B = _lengths(factors, norms)
     # An infinite factor times a norm of zero is NaN, which is in no bound.
-    if not bool((contribution_B <= bound * (1 + 1e-6)).all()):
+    if not bool((length_B <= bound * (1 + _ROUNDING)).all()):
         remedy = "correct the rule: nothing was released"
-        finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
+        finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in _distinct(factors))
         got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {bound}", got, remedy)
-    return contribution_B
+    return length_B
 
 
 class _Norms(dict[str, Tensor]):
     """Norms by parameter name, each of shape (B,), with the joint norm of all parameters, which is computed once."""
 
-    def __init__(self, norms: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, norms: Iterable[tuple[str, Tensor]], joint_B: Tensor | None = None) -> None:
         super().__init__(norms)
-        self.joint_B = _joint_norm(self.values())
+        self.joint_B = _joint_norm(list(self.values())) if joint_B is None else joint_B
+
+    def with_zeros(self, missing: Sequence[str]) -> "_Norms":
+        """Return the same norms, with zeros for the missing names."""
+        if not missing:
+            return self
+        return _Norms({**self, **dict.fromkeys(missing, torch.zeros_like(self.joint_B))}.items(), self.joint_B)
 
 
 def joint_norm_of(norms: Named) -> Tensor:
@@ -359,7 +517,27 @@ def _products(factors: Named, norms: Named) -> Tensor:
 
 def _distinct(factors: Named) -> list[Tensor]:
     """Return the factors, each tensor once, because most rules give all parameters the same tensor."""
-    return list({id(factor_B): factor_B for factor_B in factors.values()}.values())
+    return list(dict(zip(map(id, factors.values()), factors.values(), strict=True)).values())
+
+
+def _in_place_of(distinct: Sequence[Tensor], others: Sequence[Tensor], factors: Named) -> dict[str, Tensor]:
+    """Return factors by name, with others in place of the distinct ones."""
+    if len(others) == 1:
+        return dict.fromkeys(factors, others[0])
+    found = dict(zip(map(id, distinct), others, strict=True))
+    return {name: found[id(factor_B)] for name, factor_B in factors.items()}
+
+
+def _smallest(factors: Named, *, copied: bool = False) -> Tensor:
+    """Return the smallest factor of each example, shape (B,); the only one itself, unless it is to be copied."""
+    distinct = _distinct(factors)
+    return distinct[0] if len(distinct) == 1 and not copied else torch.stack(distinct).amin(0)
+
+
+def _masked(factors: Named, counted_B: Tensor) -> dict[str, Tensor]:
+    """Return the factors, with 0 for examples that do not count."""
+    distinct = _distinct(factors)
+    return _in_place_of(distinct, [torch.where(counted_B, factor_B, 0.0) for factor_B in distinct], factors)
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:

@@ -54,16 +54,16 @@ class PerLayer:
             require_positive("PerLayer", f"share of {prefix!r}", share)
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-        group_of = {name: self._group(name) for name in norms}
-        if unused := ", ".join(map(repr, sorted(set(self.shares) - set(group_of.values())))):
+        groups = {name: self.group_of(name) for name in norms}
+        if unused := ", ".join(map(repr, sorted(set(self.shares) - set(groups.values())))):
             raise expected("PerLayer", "every prefix", "to match a trainable parameter", unused)
         whole, found = sum(share**2 for share in self.shares.values()) ** 0.5, dict[str, Tensor]()
         for prefix, share in self.shares.items():
-            own = {name: norms[name] for name in norms if group_of[name] == prefix}
+            own = {name: norms[name] for name in norms if groups[name] == prefix}
             found |= Flat().factors(own, max_grad_norm * share / whole)
         return {name: found[name] for name in norms}
 
-    def _group(self, name: str) -> str:
+    def group_of(self, name: str) -> str:
         """Return the longest prefix that matches a parameter's name."""
         matching = [prefix for prefix in self.shares if prefix == "" or name == prefix or name.startswith(prefix + ".")]
         if not matching:
