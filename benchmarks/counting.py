@@ -328,5 +328,5 @@ def _release_as_elsewhere(values: Any, add: Any, stream: Any, step: int, recursi
     """Draw the noise as on a GPU, by a generator of the CPU; the same noise each time, which decides later counts."""
     if on_grid:
         raise ValueError("noise on a grid is drawn on the CPU only")
-    numbers = add.keywords if isinstance(add, partial) else {"std": 0.0, "divisor": 1}
+    numbers: dict[str, Any] = add.keywords if isinstance(add, partial) else {"std": 0.0, "divisor": 1}
     gaussian._release_on_device(values, _SAME, step, recursion, is_last=isinstance(add, partial), **numbers)

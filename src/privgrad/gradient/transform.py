@@ -275,7 +275,7 @@ class Shifted(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.sum_and_rounding(weight_B)[0]
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float | Tensor]:
         total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum())), rounded
 
