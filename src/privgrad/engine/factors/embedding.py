@@ -20,8 +20,10 @@ from privgrad.gradient.factor import (
     canceled,
     examples_per_block,
     float64_norms,
+    in_one,
     masked,
     norms_of,
+    spoiled,
 )
 
 _FEW = 1 << 16  # comparisons for one example that take less time than a loop over the examples
@@ -280,10 +282,9 @@ class TiedTable(Sum):
         parts_B = torch.stack([self.outer.norms(inverse_scales), self.rows.norms(inverse_scales)])
         chunks = self._split(examples_per_block(self.outer.positions * self.rows.positions, self.rows.r_BTD))
         products = [cast(TiedTable, part)._inner_products(inverse_scales) for part in chunks]
-        square_B = parts_B.square().sum(0) + 2 * torch.cat(products)
+        square_B = parts_B.square().sum(0) + 2 * in_one(products)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = canceled(square_B, parts_B.sum(0)).nonzero()[:, 0]
-        if len(again) > 0:
+        if (again := spoiled(canceled(square_B, parts_B.sum(0)))) is not None:
             norm_B[again] = Factor.norms(self[again], inverse_scales)
         return norm_B
 

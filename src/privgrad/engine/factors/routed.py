@@ -20,7 +20,9 @@ from privgrad.gradient.factor import (
     Factor,
     at_least_float32,
     examples_per_block,
+    in_one,
     masked,
+    spoiled,
     sum_of_products,
 )
 from privgrad.gradient.refusals import refused
@@ -153,7 +155,7 @@ class Routed(Factor):
         _, outputs, inputs = self.shape
         if inverse_scales is None and self.positions * (inputs + outputs) < 2 * inputs * outputs:
             chunks = self._split(self._per_block(self.positions**2))
-            return torch.cat([cast(Routed, part)._norms_by_inner_products() for part in chunks])
+            return in_one([cast(Routed, part)._norms_by_inner_products() for part in chunks])
         return super().norms(inverse_scales)
 
     def _per_block(self, floats: int) -> int:
@@ -168,13 +170,11 @@ class Routed(Factor):
         square_B = torch.where(same_BSS, a_BSS * b_BSS, 0.0).sum((1, 2), dtype=torch.float64)
         term_BS = a_BS * b_BS
         of_expert_BS = (same_BSS.to(term_BS.dtype) @ term_BS[:, :, None])[:, :, 0]
-        most_B = (of_expert_BS * term_BS).sum(
-            1, dtype=torch.float64
-        )  # at least |g|^2, as each expert's (sum of |b||a|)^2
+        # At least |g|^2, as each expert's (sum of |b||a|)^2.
+        most_B = (of_expert_BS * term_BS).sum(1, dtype=torch.float64)
         lost_B = (square_B <= CANCELED * most_B) | Outer(a_BSI, b_BSO).underflowing(a_BS, b_BS)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = lost_B.nonzero()[:, 0]
-        if len(again) > 0:
+        if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Routed(self.routes[again], a_BSI[again].double(), b_BSO[again].double()))
         return norm_B
 

@@ -7,6 +7,7 @@ passes the output of each map through a tap, with a function from the gradient o
 Shape suffixes: B examples, R rows of all examples, T positions of an example, I inputs, O outputs.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard, TypeVar
@@ -273,7 +274,8 @@ def in_positions(x: Tensor) -> Tensor:
     """Reshape (B, ..., width) to (B, T, width)."""
     if x.dim() == 2:
         return x[:, None]
-    return x.reshape(len(x), x[:1, ..., 0].numel(), x.shape[-1]) if len(x) else x.reshape(0, 1, x.shape[-1])
+    size, *positions, width = x.shape
+    return x.reshape(size, math.prod(positions), width) if size else x.reshape(0, 1, width)
 
 
 def by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
