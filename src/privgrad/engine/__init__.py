@@ -4,8 +4,8 @@ Nothing here is trusted alone: a few examples of the 1st, 2nd, 4th, 8th ... batc
 alone. This is a check, not a proof; the reference, which computes each example as a batch of one, is
 `privgrad.gradient.reference`.
 
-What depends on the modules alone is found once, and again when `gradient.functional.Structure` sees a change of them:
-the units with their rules, the names, the number of values. A pass finds out only what depends on the examples.
+The engine finds once all that depends on the modules alone: the units with their rules, the names, the number of
+values. It does so again when `gradient.functional.Structure` sees a change. A pass finds what depends on the examples.
 
 The life of a pass:
 1. Learn (`factored`, `layouts`), on the first batch and when the calls change: run few examples twice, with two batch

@@ -213,7 +213,7 @@ class FunctionCalls(TorchFunctionMode):
         return before
 
     def resume(self, before: bool) -> None:
-        """Go on after a unit; `before` is what `suspend` returned."""
+        """Continue after a unit; `before` is what `suspend` returned."""
         self.is_paused = before
         self._units += 1
         if not before:

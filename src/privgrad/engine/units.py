@@ -46,7 +46,7 @@ from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_l
 
 
 class Tapped(NamedTuple):
-    """What is known of a tap when its pass is over."""
+    """The facts about a tap that outlive its pass."""
 
     path: str  # the unit's
     is_copy: bool  # whether the tap leads to copies of a parameter; their gradients are zero if no loss uses it

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from privgrad.gradient.refusals import refused
 
-# The class of the nodes that stand for leaves of the graph.
+# The class of the nodes of leaves.
 _made: Any = torch.ones((), requires_grad=True).expand(1).grad_fn
 AccumulateGrad: Any = _made.next_functions[0][0].__class__
 

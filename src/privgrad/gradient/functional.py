@@ -323,7 +323,7 @@ class Structure:
             held = attributes.get("_buffers", {})
             self.buffers += [(f"{prefix}{name}", held, name) for name, buffer in held.items() if buffer is not None]
         self.inside = [(label, value) for label, value, _ in self._contents.copies]  # tensors in containers
-        self._contents.copies.clear()  # a pass makes them anew
+        self._contents.copies.clear()  # each pass makes its own
         self.parameters = list(named.values())
         self.trained = {name: parameter for name, parameter in self.parameters if parameter.requires_grad}
         self._shaped: list[Any] = [parameter for _, parameter in self.parameters if not is_lazy(parameter)]
