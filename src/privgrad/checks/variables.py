@@ -231,7 +231,7 @@ class Snapshot(Contents):
 
     @cached_property
     def _places(self) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
-        """The places that were read, by kind: entries of dicts, contents of cells, other values; tensors, and arrays."""
+        """The places that were read: entries of dicts, contents of cells, other values; tensors, and arrays."""
         entries, cells, others = list[Any](), list[Any](), list[Any]()
         for x, value in self._held:
             if type(x.holder) is dict and value is not ABSENT:
