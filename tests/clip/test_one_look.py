@@ -143,6 +143,16 @@ def test_an_example_that_is_spoiled_or_heavy_is_treated_as_by_the_checked_way(
         torch.testing.assert_close(value, apart[0].values[name], rtol=1e-4, atol=1e-5)
 
 
+def test_norms_are_computed_again_where_squares_are_lost():
+    a_BTI, b_BTO = torch.zeros(2, 4, 784), torch.zeros(2, 4, 60)
+    for place, (x, y) in enumerate([(1e-23, 5e17), (1e-8, 1.0), (2.0, 0.0), (0.0, 2.0)]):
+        a_BTI[:, place], b_BTO[:, place] = x, y
+    accumulator = ClippingAccumulator(like={"p": torch.zeros(60, 784)}, clip=RULES["flat"], max_grad_norm=3.0)
+    accumulator.add({"p": Outer(a_BTI, b_BTO)})
+    wanted_B = torch.full((2,), (5e-6 + 1e-8) * (784 * 60) ** 0.5, dtype=torch.float64)
+    torch.testing.assert_close(accumulator.result()[1].raw_norms, wanted_B, rtol=1e-4, atol=0.0)
+
+
 class Reads(TorchDispatchMode):
     """Counts the operations that wait for the device."""
 

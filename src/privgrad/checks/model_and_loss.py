@@ -143,7 +143,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
     try:
         if isinstance(loss_fn, OwnExamples) and loss_fn.state is not None:
             require_no_memory(model, loss_fn, examples)  # first: other passes would fit state for good
-        first = observed(model, tried, few, result=reach, parameters=parameters, noticing=True)
+        own = map_examples(torch.clone, few)  # the loss may write to its examples, which is noticed in this pass
+        first = observed(model, tried, own, result=reach, parameters=parameters, noticing=True)
     except TypeError as error:
         error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
         raise

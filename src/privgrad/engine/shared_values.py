@@ -185,7 +185,7 @@ class FunctionCalls(TorchFunctionMode):
         super().__init__()
         self._shared, self._take, self._record, self._gaps = shared, take, record, gaps
         self.count, self.is_paused = 0, False
-        self._units, self._is_on, self._depth = 0, False, 0
+        self._units, self._depth, self._is_computing = 0, 0, False
 
     @property
     def sees_all(self) -> bool:
@@ -199,17 +199,19 @@ class FunctionCalls(TorchFunctionMode):
 
     def _switch_on(self) -> None:
         """Switch the mode on if functions are expected before the next unit."""
-        if not self._is_on and (self._gaps is None or self._units in self._gaps):
-            if _depth() != self._depth:  # within a mode of the model's own, which must end first
+        # torch takes a mode off the stack while it computes a function, and checkpoints put back the stack they met.
+        if self._is_computing or (self._gaps is not None and self._units not in self._gaps):
+            return
+        depth = _depth()
+        if not any(_C._get_function_stack_at(place) is self for place in range(depth)):
+            if depth != self._depth:  # within a mode of the model's own, which must end first
                 raise FunctionsHiddenError("")
             self.__enter__()
-            self._is_on = True
 
     def suspend(self) -> bool:
         """Let all calls pass until `resume`, for a unit whose parameters the engine handles itself."""
         before, self.is_paused = self.is_paused, True
-        if self._is_on and _C._get_function_stack_at(_depth() - 1) is self:
-            self.end()
+        self.end()
         return before
 
     def resume(self, before: bool) -> None:
@@ -226,17 +228,23 @@ class FunctionCalls(TorchFunctionMode):
             self._switch_on()
 
     def end(self) -> None:
-        """Switch the mode off."""
-        if self._is_on:
-            self._is_on = False
+        """Switch the mode off, unless another one has begun since."""
+        depth = _depth()
+        if depth > 0 and _C._get_function_stack_at(depth - 1) is self:
             self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        before, self._is_computing = self._is_computing, True
+        try:
+            return self._computed(func, types, args, kwargs or {})
+        finally:
+            self._is_computing = before
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.is_paused or (name := name_of(func)) in _METADATA:
             return func(*args, **kwargs)
         if func is Tensor.__iter__:
-            return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
+            return iter(self._computed(torch.unbind, types, args, kwargs))
         self.count += 1
         if func in OF_ALL and args[0] in self._shared:
             raise _of_all(self._shared.unit(args[0]), func)
