@@ -30,12 +30,12 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3341,  # mappings as batches; a step may start again; messages; a thread writes while noise is drawn
         "accounting": 955,  # steps of a number of epochs
         "audit": 853,
-        "checks": 1558,  # constants for random numbers; what one pass leaves to another; one pass for several checks
+        "checks": 1559,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 566,  # calibrate takes epochs and a batch size
         "clip": 1123,  # one look at a chunk, and the checked way
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 690,
-        "engine": 6805,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
+        "engine": 6816,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
         "features": 1779,
         "gradient": 2800,  # `novelty`, `state`, hooks in copies
         "heads": 851,
