@@ -30,9 +30,8 @@ _LOST = 1e-37  # up to it a factor is 0: float32 would round it to a multiple of
 # Entries of a parameter whose gradients are clipped side by side with those of others. Copies leave a CPU's cache, and
 # other devices take four times as many.
 _SMALL = 1 << 10
-_ROUNDING = (
-    1e-6  # of a factor in float32, and of a product in float32. It is charged nowhere: sigma would be 1e-6 smaller
-)
+# Of a factor in float32, and of a product in float32. It is charged nowhere: sigma would be 1e-6 smaller.
+_ROUNDING = 1e-6
 
 Named = Mapping[str, Tensor]  # by parameter name
 _OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone

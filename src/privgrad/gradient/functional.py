@@ -610,12 +610,12 @@ def losses_on_copies(
     `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
     it may run code of the modules, such as hooks, which needs the copies.
     """
-    named = named_parameters(model) if parameters else ()
-    copies = {id(p): cast("Mapping[str, Tensor]", parameters)[name] for name, p in named if name in (parameters or ())}
+    structure, given = Structure(model), parameters or {}
+    copies = {id(p): given[name] for name, p in structure.parameters if name in given}
     places = list[tuple[dict[str, Any], str, Tensor]]()
-    for _, module in named_modules(model):
+    for _, now, _ in structure.attributes:
         for kind in ("_parameters", "_buffers"):
-            owner = vars(module)[kind]
+            owner = now[kind]
             places += [(owner, name, x) for name, x in owner.items() if x is not None]
             for x in owner.values():
                 if x is not None and id(x) not in copies:
@@ -625,7 +625,7 @@ def losses_on_copies(
                     copies[id(x)] = copy.requires_grad_(is_parameter and x.requires_grad)
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
-    with draws, preserved(model), torch.compiler.set_stance("force_eager"), _replaced_in(places, copies):
+    with draws, preserved(structure), torch.compiler.set_stance("force_eager"), _replaced_in(places, copies):
         try:
             return result(require_losses(loss_fn(model, examples), count_examples(examples)))
         except Exception as error:
