@@ -248,9 +248,8 @@ class Capture:
             own = self._shared.copies(x) if x in self._shared else x.expand(self.size, *x.shape)
             is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
             rows = own if is_one else own.flatten(0, 1)
-            with self.functions.paused():
-                found = self._by_rule(unit.path, cast(Rule, unit.rule), unit.module, weights_of(unit), rows)
-                return found.view(self.size, *output.shape)
+            found = self._by_rule(unit.path, cast(Rule, unit.rule), unit.module, weights_of(unit), rows)
+            return found.view(self.size, *output.shape)
 
         self._shared.add(output, unit.path, copies, [x])
         return output
@@ -355,9 +354,8 @@ class Capture:
             x, examples = growing[0]
             if examples.dim == 0:
                 x = require_rows(path, x, examples, self.size)
-                with self.functions.paused():
-                    output = self._by_rule(path, product.rule, product.layer, product.weights, x)
-                    return set_apart(path, output, examples, self.size)
+                output = self._by_rule(path, product.rule, product.layer, product.weights, x)
+                return set_apart(path, output, examples, self.size)
         shared = [x for x in tensors if x in self._shared]
         for parameter in frozenset[int]().union(*map(self._shared.sources, shared)):
             self._functions_of.setdefault(parameter, {})[name_of(func)] = faster(func, args, shared)

@@ -5,8 +5,7 @@ the examples, each example gets its own copy, and the gradients at the copies ar
 depend on example i, the model and public numbers only, and in `for_each` no example's values may reach another example.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -264,15 +263,6 @@ class FunctionCalls(TorchFunctionMode):
             if isinstance(argument, tuple | list) and self._has_shared(argument):
                 return True
         return False
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Let all calls pass, for a unit whose parameters the engine handles itself."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
 
 def _of_all(unit: str, func: Any) -> UnsupportedModuleError:
