@@ -109,7 +109,7 @@ UNFAIR = """## What is unfair
   epsilon holds if one example is replaced by none; privgrad and Opacus add or remove one.
 - **privgrad without features** trains the network of Opacus' example on images, with the batch size and the number of
   steps of a recipe of ours. C and the noise step are those that `pg.suggest` finds on synthetic images.
-- **privgrad stores calibrations of the noise** in a cache, so most of its times do not include one.
+- **privgrad had calibrations of the noise** in a cache then, so most of its times do not include one.
 - **diffprivlib promises more.** Its delta is 0. With the others, any outcome is at most e^epsilon times as likely with
   a person's data as without, plus delta.
 - **DP-EBM and diffprivlib are for tables.** They do not apply to images or texts.

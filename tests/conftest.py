@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting import calibration as calibration_cache
 from privgrad.accounting import composition
 from privgrad.accounting.mechanisms import Mechanism
 from privgrad.clip import clipping
@@ -108,15 +107,6 @@ def by_rdp() -> Iterator[None]:
 def by_rdp_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """account_by_rdp for one test."""
     account_by_rdp(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def without_kept_calibrations(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test takes a noise multiplier that another one has left, or that the user of this machine has."""
-    folder = (
-        tmp_path_factory.getbasetemp() / "noise" / os.environ.get("PYTEST_CURRENT_TEST", "").replace("/", "-")[:100]
-    )
-    monkeypatch.setattr(calibration_cache, "folder", lambda: folder)
 
 
 @pytest.fixture

@@ -199,9 +199,8 @@ class PrivacyPlan:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
             SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
-            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked, now or when the
-            user's cache kept it. `epsilon` and the ledger compute it again, without the cache. With assume_poisson, it
-            is a label, not a guarantee.
+            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked. With
+            assume_poisson, it is a label, not a guarantee.
         """
         function = "for_budget"
         expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)

@@ -1,6 +1,5 @@
 """Golden values, and calibration that errs on the safe side."""
 
-import json
 import math
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 import privgrad as pg
-from privgrad.accounting import calibration as calibration_cache
 from privgrad.accounting import composition
 from privgrad.accounting.accountant import (
     Release,
@@ -116,7 +114,6 @@ def test_the_search_ends_on_the_safe_side(target: float, q: float, steps: int, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "epsilon_of", fast)
-        patch.setattr(calibration_cache, "found", lambda key: None)  # another example's costs, with the same numbers
         sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
         assert (found := cost(q, sigma, steps, 1e-6)) <= target
         assert sigma < 0.1 or found >= 0.998 * target - grid
@@ -139,38 +136,6 @@ def test_releases_that_already_cost_the_target_leave_nothing():
         calibrate_noise_multiplier(
             target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=10, besides=[Release(0.5, 1.0)]
         )
-
-
-def test_a_second_calibration_computes_one_epsilon_and_believes_no_file(monkeypatch: pytest.MonkeyPatch):
-    def sigma(**changed: Any) -> float:
-        numbers: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 7}
-        return calibrate_noise_multiplier(**(numbers | changed))
-
-    first = sigma()
-    (kept,) = calibration_cache.folder().glob("*.json")
-    held = kept.read_text()
-    real, computed = composition.epsilon_of, list[str]()
-    monkeypatch.setattr(composition, "epsilon_of", lambda *inputs: computed.append(inputs[2]) or real(*inputs))
-
-    def evaluations(**changed: Any) -> int:
-        computed.clear()
-        assert sigma(**changed) == first or changed
-        return len(computed)
-
-    assert evaluations() == 1
-    for changed in ({"steps": 8}, {"delta": 1e-6}, {"besides": [Release(9.0, 1.0)]}, {"target_epsilon": 2.5}):
-        assert evaluations(**changed) > 1
-    for damaged in ("", "[]", held[:-5], *(held.replace(str(first), other) for other in ("NaN", "-1.0", "0.9"))):
-        kept.write_text(damaged)
-        assert evaluations() > 1
-        assert evaluations() == 1, "the damaged entry was replaced"
-    calibration_cache.keep(json.loads(held)["key"], first / 4)  # a whole entry that somebody wrote
-    assert evaluations() > 1
-    assert evaluations() == 1
-    monkeypatch.setattr(calibration_cache, "version", lambda _: "another one")
-    assert evaluations() > 1
-    monkeypatch.setattr(calibration_cache, "folder", lambda: kept)  # a file, in which nothing can be kept
-    assert evaluations() > 1
 
 
 def test_steps_for_budget_is_the_largest_that_fits():

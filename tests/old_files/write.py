@@ -656,9 +656,7 @@ def write_bridges(told: dict[str, Any]) -> None:
 
 
 def write_calibration(told: dict[str, Any]) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(HERE / "xdg")
     told["calibrated"] = calibrated()
-    del os.environ["XDG_CACHE_HOME"]
 
 
 def calibrated() -> float:
@@ -672,7 +670,6 @@ def main() -> None:
     for place in (FIXED, *(path for path in HERE.iterdir() if path.is_dir())):
         shutil.rmtree(place, ignore_errors=True)
     FIXED.mkdir()
-    os.environ["XDG_CACHE_HOME"] = str(FIXED / "xdg")
     told: dict[str, Any] = {}
     write_table()
     from conftest import account_by_rdp

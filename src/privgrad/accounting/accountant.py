@@ -4,15 +4,14 @@ Every epsilon is an upper bound for neighboring data sets that differ by adding 
 et al. 2019) or PLD (discretized pessimistically). Nothing here reads data.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Literal, get_args
 
-from privgrad.accounting import calibration as calibration_cache
 from privgrad.accounting.calibration import last_within, noise_within
-from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of, numbers_of
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     expected,
     require_callable,
@@ -107,37 +106,25 @@ def calibrate_noise_multiplier(
         besides: other releases from the same data, which share the target.
     Returns:
         sigma with epsilon(sigma) <= target_epsilon by PLD, for the steps and `besides` together. Epsilon is within 0.1
-        percent of the target, unless sigma is near 0.01, the smallest sigma that is tried. A second call with the same
-        numbers takes sigma from the user's cache, and computes its epsilon once.
+        percent of the target, unless sigma is near 0.01, the smallest sigma that is tried.
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target.
         SamplingError: a release of `besides` is from fixed-size batches.
     Privacy:
-        Always errs on the safe side: the epsilon of the returned sigma was computed in this process. One from the cache
-        that misses the target is not used.
+        Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
     function, others = "calibrate_noise_multiplier", list(besides)
     require_positive(function, "target_epsilon", target_epsilon)
     require_delta(function, delta)
     require_rate(function, sample_rate)
     require_integer(function, "steps", steps, 1)
-    mechanisms = mechanisms_of(function, others)
-    numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
-    plain = json.loads(json.dumps(list(map(numbers_of, mechanisms))))  # lists, as the cache's file has them
-    key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": plain})
     if others and (spent := epsilon(others, delta=delta)) >= target_epsilon:
         condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon)
-
-    def releases_at(noise_multiplier: float) -> list[Release | Selection]:
-        return [Release(noise_multiplier, float(sample_rate), count=steps), *others]
-
-    kept = calibration_cache.found(key)
-    if kept is not None and epsilon(releases_at(kept), delta=delta) <= target_epsilon:
-        return kept
-    found = calibrate(releases_at, target_epsilon=target_epsilon, delta=delta)
-    calibration_cache.keep(key, found)
-    return found
+    own = Release(1.0, float(sample_rate), count=steps)
+    return calibrate(
+        lambda sigma: [replace(own, noise_multiplier=sigma), *others], target_epsilon=target_epsilon, delta=delta
+    )
 
 
 def calibrate(
@@ -145,7 +132,7 @@ def calibrate(
 ) -> float:
     """Find a noise multiplier, close to the smallest one, for any set of releases that depends on it.
 
-    Computes: as calibrate_noise_multiplier, without its cache.
+    Computes: as calibrate_noise_multiplier.
 
     Args:
         releases_at: sigma -> all releases, which cost less for a larger sigma.

@@ -1,22 +1,14 @@
-"""Search for the noise or the number of steps that meets a target, and keep what was found in the user's cache.
+"""Search for the noise or the number of steps that meets a target."""
 
-Each entry's epsilon is computed again before it is used, because anyone may have written the file.
-"""
-
-import hashlib
-import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from privgrad.errors import expected, require_positive
 
 T = TypeVar("T")
-_METHOD = 1  # of calibration; another number lets older entries lie
 _TOLERANCE = 1e-3  # largest relative distance of a calibrated epsilon below its target
 _LARGEST_NOISE_MULTIPLIER = 1e7
 _SMALLEST_NOISE_MULTIPLIER = 1e-2
@@ -25,50 +17,6 @@ _SMALLEST_NOISE_MULTIPLIER = 1e-2
 def cache(name: str) -> Path:
     """Return a folder in the user's cache: ${XDG_CACHE_HOME:-~/.cache}/privgrad/<name>."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privgrad" / name
-
-
-def folder() -> Path:
-    """Return the folder of noise multipliers in the user's cache."""
-    return cache("noise")
-
-
-def key_of(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that a noise multiplier depends on: the numbers, the method and the accountant's version."""
-    return {**numbers, "method": _METHOD, "dp_accounting": version("dp-accounting")}
-
-
-def found(key: Mapping[str, Any]) -> float | None:
-    """Return the noise multiplier that was kept for a key; None if there is none, or if its file is damaged."""
-    try:
-        held: Any = json.loads(_path(key).read_text())
-        sigma = held["noise_multiplier"]
-        is_whole = held["key"] == dict(key) and held["checksum"] == _digest([dict(key), sigma])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return sigma if is_whole and isinstance(sigma, float) and 0 < sigma < math.inf else None
-
-
-def keep(key: Mapping[str, Any], noise_multiplier: float) -> None:
-    """Keep the noise multiplier of a key. A folder that cannot be written to is left alone."""
-    path = _path(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is complete: several processes may calibrate at once.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            held = {"key": dict(key), "noise_multiplier": noise_multiplier}
-            file.write(json.dumps({**held, "checksum": _digest([dict(key), noise_multiplier])}))
-        os.replace(file.name, path)
-    except OSError:
-        return
-
-
-def _path(key: Mapping[str, Any]) -> Path:
-    return folder() / f"{_digest(key)}.json"
-
-
-def _digest(value: object) -> str:
-    """Return a hash of plain data, by which `found` knows a damaged entry."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def noise_within(cost: Callable[[float, str], float], target: float) -> float | None:

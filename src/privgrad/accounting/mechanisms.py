@@ -125,7 +125,7 @@ def mechanisms_of(
 
 
 def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
-    """Return a mechanism as numbers, by which mechanisms are sorted, and calibrations kept."""
+    """Return a mechanism as numbers, by which mechanisms are sorted."""
     if isinstance(mechanism, Selection):
         return tuple(map(numbers_of, mechanism.releases)), mechanism.mean, mechanism.shape, mechanism.count
     truncation = (mechanism.max_batch_size, mechanism.num_examples) if mechanism.scheme == "truncated" else ()
