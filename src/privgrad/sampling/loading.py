@@ -1,18 +1,13 @@
 """Load the examples of a draw: in this process, or in worker processes of torch's DataLoader."""
 
 import math
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
-from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from operator import itemgetter
-from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -339,19 +334,13 @@ class _Reported(Dataset[Batch | _Failure]):
 
 def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
     """Yield the batches that the workers load; raise SamplingError if one cannot. `close()` ends the workers."""
-    others = active_children()
     batches = None
     try:
         batches = iter(loader)
-        with _Watch([child for child in active_children() if child not in others]).installed() as watch:
-            while True:
-                with watch.waiting():
-                    batch = next(batches, None)
-                if isinstance(batch, _Failure):
-                    raise batch.error from RuntimeError(f"in a worker process:\n{batch.where}")
-                if batch is None:
-                    return
-                yield batch
+        for batch in batches:
+            if isinstance(batch, _Failure):
+                raise batch.error from RuntimeError(f"in a worker process:\n{batch.where}")
+            yield batch
     except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
         raise _explained(error) from error.__cause__
     finally:
@@ -369,52 +358,3 @@ def _explained(error: BaseException) -> BaseException:
         return error
     remedy = "take fewer workers or a lower prefetch_factor; with num_workers=0, an error of the data set shows itself"
     return unusable("every worker", "to live until the last batch", got, remedy)
-
-
-@dataclass
-class _Watch:
-    """A wrapper of torch's signal handler for dead workers: it raises only while a batch is awaited.
-
-    torch's own raises at once. In the middle of a private step this would lose a gradient that is charged.
-    """
-
-    workers: list[BaseProcess]
-    died: list[RuntimeError] = field(default_factory=list[RuntimeError])  # what torch's handler raised during a step
-    _awaited: bool = False
-
-    @contextmanager
-    def installed(self) -> "Generator[_Watch]":
-        """Wrap torch's handler until the end of the block. Does nothing outside the main thread."""
-        theirs = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
-        if not callable(theirs) or threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-
-        def ours(number: int, frame: FrameType | None) -> None:
-            try:
-                theirs(number, frame)
-            except RuntimeError as error:
-                is_own = any(f"(pid {worker.pid})" in str(error) for worker in self.workers)
-                if self._awaited or not is_own:
-                    raise
-                self.died.append(error)
-
-        signal.signal(signal.SIGCHLD, ours)
-        try:
-            yield self
-        finally:
-            # A loader that was started later may have wrapped this one; a generator may end in any thread.
-            is_last = signal.getsignal(signal.SIGCHLD) is ours
-            if is_last and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, theirs)
-
-    @contextmanager
-    def waiting(self) -> Generator[None]:
-        """Let the handler raise during the block; raise first what it did not raise before."""
-        self._awaited = True
-        try:
-            if self.died:
-                raise self.died[0]
-            yield
-        finally:
-            self._awaited = False

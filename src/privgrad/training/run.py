@@ -354,19 +354,19 @@ class TrainingRun:
 
 @contextmanager
 def _signals_wait() -> Generator[None]:
-    """Delay SIGINT and SIGTERM to the end of the block; a second signal takes effect at once."""
+    """Delay SIGINT, SIGTERM and SIGCHLD to the end of the block; a second one of the first two takes effect at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     waiting: list[tuple[int, FrameType | None]] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
-        if waiting:
+        if number != signal.SIGCHLD and any(earlier != signal.SIGCHLD for earlier, _ in waiting):
             raise KeyboardInterrupt
         waiting.append((number, frame))
 
-    both = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: handler for number in both if callable(handler := signal.getsignal(number))}
+    delayed = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)  # torch's handler of the last raises if a worker died
+    handlers = {number: handler for number in delayed if callable(handler := signal.getsignal(number))}
     for number in handlers:
         signal.signal(number, wait)
     try:
