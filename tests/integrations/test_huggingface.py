@@ -872,7 +872,10 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
     assert trainer.private_grad.ledger.epsilon(delta=1e-5) == trainer.private_grad.plan.epsilon()
     assert trainer.state.log_history[-1]["epsilon"] == trainer.private_grad.plan.epsilon()
     trainer.save_model()
-    assert "| updates of the model | 4; 8 released gradients were lost in" in (tmp_path / "README.md").read_text()
+    assert (
+        "| released gradients | 12 |\n| planned gradients | 12 |\n| updates | 4 |"
+        in (tmp_path / "README.md").read_text()
+    )
 
 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
@@ -1267,7 +1270,7 @@ def test_a_card_counts_every_private_training_of_the_model(tmp_path: Path):
     card = ModelCard.load(tmp_path / "saved" / "README.md")
     privacy: Any = card.data["privacy"]
     assert (privacy["released_gradients"], privacy["other_trainings"], privacy["other_released_gradients"]) == (3, 1, 4)
-    assert "| other private trainings of the model | 1, with 4 noisy gradients |" in card.text
+    assert "| other trainings | 1 |\n| other released gradients | 4 |" in card.text
     charged = [one for ledger in pg.ledgers_of(trainer.private_grad.model) for one in ledger.charged]
     assert privacy["epsilon"] == epsilon(charged, delta=5e-4)
     assert privacy["epsilon"] > trainer.private_grad.ledger.epsilon(delta=5e-4)
@@ -1315,7 +1318,7 @@ def test_a_card_tells_of_updates_that_an_interruption_lost(tmp_path: Path):
     card = ModelCard.load(tmp_path / "README.md")
     privacy: Any = card.data["privacy"]
     assert (privacy["updates"], privacy["released_gradients"]) == (STEPS - 3, STEPS)
-    assert "| 9; 3 released gradients were lost" in card.text
+    assert "| updates | 9 |" in card.text
 
 
 def test_a_folder_of_this_machine_in_saved_adapters_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

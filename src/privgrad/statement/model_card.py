@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from torch import nn
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.errors import PrivacyError
@@ -47,14 +48,13 @@ def write_privacy(
     content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
     begun = loaded_into(private_grad.model)
     lines = _guarantee(plan, ledgers, said, begun)
-    rows = _rows(plan, ledgers, found, updates) | {"optimizer": rate, "digest of the ledger": f"`{own.head}`"}
+    numbers = _numbers(private_grad.model, plan, ledgers, found, updates)
+    rows = {name.replace("_", " "): _shown(value) for name, value in (numbers | {"optimizer": rate}).items()}
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
     section = "\n".join([_START, "## Privacy", "", *(f"- {line}" for line in lines), "", table, "", _END])
     card = ModelCard(f"{content.rstrip()}\n\n{section}\n")
     card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or []), *_TAGS]))
-    earlier = "; ".join(said_of_loaded(private_grad.model))
-    card.data["privacy"] = _metadata(plan, ledgers, found) | {"updates": updates}
-    card.data["privacy"] |= {"earlier_trainings": earlier} if earlier else {}
+    card.data["privacy"] = numbers
     path.write_text(str(card), encoding="utf-8")
     if said is not None:
         more = (Section("Earlier trainings", tuple(begun)),) if begun else ()
@@ -76,25 +76,31 @@ def _facts_of(plan: PrivacyPlan, ledgers: Sequence[Ledger]) -> Facts | None:
         return None
 
 
-def _metadata(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Facts | None) -> dict[str, Any]:
-    """Return the metadata: epsilon only if it is a guarantee, and the numbers of the plan."""
+def _numbers(
+    model: nn.Module, plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Facts | None, updates: int
+) -> dict[str, Any]:
+    """Return the numbers of the metadata and the table: those of the plan, and epsilon only if it is a guarantee."""
     ledger, *others = ledgers
-    facts: dict[str, Any] = {}
-    if found is not None and found.is_guarantee:
-        facts |= {"epsilon": found.epsilon, "delta": plan.delta}
-    if others:
-        facts |= {"other_trainings": len(others), "other_released_gradients": sum(one.releases for one in others)}
-    return facts | {
+    facts: dict[str, Any] = {
+        "epsilon": found.epsilon if found is not None and found.is_guarantee else None,
+        "delta": plan.delta,
+        "other_trainings": len(others) or None,
+        "other_released_gradients": sum(one.releases for one in others) if others else None,
         "unit": plan.privacy_unit,
         "released_gradients": ledger.releases,
         "planned_gradients": plan.steps,
+        "updates": updates,
         **{name: fact for name, fact in plan.public_facts.items() if name in _OF_PLAN},
         "bands": plan.bands,
         "noise_multiplier": plan.noise_multiplier,
         "max_grad_norm": plan.max_grad_norm,
+        "max_grad_norm_moved_by": ledger.plan_facts.get("adaptive_clip"),
+        "released_with_each_gradient": released_beside(ledger.plan_facts),
+        "earlier_trainings": "; ".join(said_of_loaded(model)) or None,
         "research_seed": plan.seed is not None,
         "ledger_digest": ledger.head,
     }
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], said: Statement | None, begun: Sequence[str]) -> list[str]:
@@ -115,28 +121,6 @@ def _guarantee(plan: PrivacyPlan, ledgers: Sequence[Ledger], said: Statement | N
     return [*lines, "Results on evaluation data in this card have no noise. Epsilon does not cover these data."]
 
 
-def _rows(plan: PrivacyPlan, ledgers: Sequence[Ledger], found: Facts | None, updates: int) -> dict[str, str]:
-    """Return the numbers that the guarantee follows from, by name."""
-    ledger, *others = ledgers
-    one, many = ("person", "people") if plan.privacy_unit == "user" else ("row", "rows")
-    exactness = " or more" if plan.max_batch_size is None else " or one less"
-    turns = f", in {plan.bands} groups that take turns (noise with memory)" if plan.bands > 1 else ""
-    turns += f", at most {plan.max_batch_size:,}" if plan.max_batch_size is not None else ""
-    rule, beside = ledger.plan_facts.get("adaptive_clip"), released_beside(ledger.plan_facts)
-    lost = ledger.releases - updates
-    of_lost = f"; {lost:,} released gradients were lost in an interruption, came later or went unused"
-    of_others = f"{len(others):,}, with {sum(other.releases for other in others):,} noisy gradients"
-    return {
-        **({"epsilon": rounded_up(found.epsilon, 4)} if found is not None and found.is_guarantee else {}),
-        **({} if plan.delta is None else {"delta": rounded_up(plan.delta)}),
-        "unit of protection": f"one {one}",
-        f"{many} in the data": f"{plan.num_examples:,}{exactness}, as declared",
-        "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
-        **({"other private trainings of the model": of_others} if others else {}),
-        "updates of the model": f"{updates:,}" + (of_lost if lost > 0 else ""),
-        "expected batch size": f"{plan.expected_batch_size:,}",
-        "sampling": f"{plan.sampling}, rate {plan.group_rate:.4g}{turns}",
-        "noise multiplier": f"{plan.noise_multiplier:.4g}",
-        "clipping norm": f"{plan.max_grad_norm:.4g}" + (f", moved by {rule}" if rule else ""),
-        **({"released with each gradient": beside} if beside else {}),
-    }
+def _shown(value: object) -> str:
+    """Return a number for the table; a float as an upper bound, as epsilon is."""
+    return rounded_up(value, 4) if isinstance(value, float) else f"{value:,}" if type(value) is int else f"{value}"
