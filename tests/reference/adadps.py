@@ -11,7 +11,7 @@ Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]  # weights, input, label -
 class AdaDPS:
     """Scales A and public momentum M for one weight tensor; `schedule` "step" or "epoch".
 
-    `unit` is "eps", "eps inside" or "noise_eps". The last has `noise`, k times the standard deviation of the noise in
+    `unit` is "eps" or "noise_eps". The latter has `noise`, k times the standard deviation of the noise in
     the mean gradient.
     """
 
@@ -46,9 +46,6 @@ class AdaDPS:
     def contribution(self, w: Tensor, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """One example's, after transforming and clipping."""
         v = torch.as_tensor(self.v)
-        if self.unit == "noise_eps":
-            a = 1 + torch.sqrt(v) / self.noise
-        else:
-            a = torch.sqrt(v + self.eps) if self.unit == "eps inside" else torch.sqrt(v) + self.eps
+        a = 1 + torch.sqrt(v) / self.noise if self.unit == "noise_eps" else torch.sqrt(v) + self.eps
         g = (self.keep * self.gradient(w, x, y) + (1 - self.keep) * self.m) / a
         return g / max(1.0, float(g.norm()) / clip)

@@ -35,15 +35,12 @@ class Moments(Preconditioner):
         keep: float = 1.0,
         eps: float | None,
         noise_eps: float | None,
-        eps_inside: bool,
         schedule: Schedule,
         every: int | None,
     ) -> None:
         name = f"precondition.{'raw_ideal' if gradient is None else 'public'}_{rule}"
         if eps is not None and noise_eps is not None:
             raise expected(name, "eps", "to be absent next to noise_eps", eps)
-        if eps is None and eps_inside:
-            raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside)
         noise_eps = _NOISE_EPS if noise_eps is None else noise_eps
         require_positive(name, "noise_eps", noise_eps)
         if eps is not None:
@@ -60,7 +57,7 @@ class Moments(Preconditioner):
                 raise expected(name, "every", "to be absent with schedule='epoch'", every)
         self.public, self._rule, self._schedule = gradient, rule, schedule
         (self._beta1, self._beta2), self._keep = betas, keep
-        self._eps, self._noise_eps, self._eps_inside = eps, noise_eps, eps_inside
+        self._eps, self._noise_eps = eps, noise_eps
         self._every = 1 if schedule == "epoch" else _EVERY if every is None else every
         self.is_public = gradient is not None
         self.source = gradient.source if gradient else "the private batch: NOT private"
@@ -79,7 +76,7 @@ class Moments(Preconditioner):
             "betas": (self._beta1, self._beta2),
             "keep": self._keep,
             **({"noise_eps": self._noise_eps} if self._eps is None else {"eps": self._eps}),
-            "eps_inside": self._eps_inside,
+            "eps_inside": False,  # once an option, which checkpoints name
             "schedule": self._schedule,
             # Left out for 1, so that checkpoints from before this option can be resumed.
             **({"every": self._every} if self._schedule == "step" and self._every > 1 else {}),
@@ -165,8 +162,6 @@ class Moments(Preconditioner):
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
                 if self._eps is None:  # A = 1 + sqrt(v) / (noise_eps noise_std)
                     torch.sqrt(square, out=part).div_(unit).add_(1)
-                elif self._eps_inside:  # A = sqrt(v + eps)
-                    torch.add(square, self._eps, out=part).sqrt_()
                 else:  # A = sqrt(v) + eps
                     torch.sqrt(square, out=part).add_(self._eps)
                 part.reciprocal_()
@@ -180,7 +175,6 @@ def public_rmsprop(
     alpha: float = 0.9,
     noise_eps: float | None = None,
     eps: float | None = None,
-    eps_inside: bool = False,
     schedule: Schedule = "step",
     every: int | None = None,
 ) -> Preconditioner:
@@ -188,9 +182,8 @@ def public_rmsprop(
 
     Computes, with h the mean gradient on a public batch: v = alpha v + (1 - alpha) h**2, where v is 0 at first and
         is updated before its use; A = 1 + sqrt(v) / (noise_eps noise_std), with the plan's noise_std; each example's
-        g becomes g / A. With eps in place of noise_eps: A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside. With the
-        schedule "epoch", v is replaced at the start of each expected pass over the private data by the mean of h**2
-        over all public batches.
+        g becomes g / A. With eps in place of noise_eps: A = sqrt(v) + eps. With the schedule "epoch", v is replaced at
+        the start of each expected pass over the private data by the mean of h**2 over all public batches.
 
     Args:
         gradient: the gradient on public data, of the model that is trained.
@@ -198,10 +191,8 @@ def public_rmsprop(
         noise_eps: > 0, in standard deviations of the noise; None: 10, unless eps is given. Where sqrt(v) is well below
             noise_eps * noise_std, gradients stay as they are; where it is well above, they are divided by it. So no
             coordinate is enlarged, and C keeps its unit.
-        eps: > 0, in place of noise_eps; in gradient units outside of the root, in squared gradient units inside.
-            Coordinates that the public data do not reach are then divided by eps (1e-5 in the paper), and may take up
-            all of C.
-        eps_inside: whether eps is added inside the root (the authors' code) or outside (the paper).
+        eps: > 0, in place of noise_eps, in gradient units. Coordinates that the public data do not reach are then
+            divided by eps (1e-5 in the paper), and may take up all of C.
         schedule: "step" (the paper) or "epoch" (the authors' code).
         every: with the schedule "step", the number of steps for which scales are kept, >= 1; then v is updated by the
             next public batch. None: 4. The paper has 1, which takes longer.
@@ -213,8 +204,9 @@ def public_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
-    size: dict[str, Any] = {"noise_eps": noise_eps, "eps": eps, "eps_inside": eps_inside}
-    return Moments(gradient, "rmsprop", betas=(0.0, alpha), **size, schedule=schedule, every=every)
+    return Moments(
+        gradient, "rmsprop", betas=(0.0, alpha), noise_eps=noise_eps, eps=eps, schedule=schedule, every=every
+    )
 
 
 def public_adam(
@@ -224,7 +216,6 @@ def public_adam(
     keep: float = 0.9,
     noise_eps: float | None = None,
     eps: float | None = None,
-    eps_inside: bool = False,
     schedule: Schedule = "step",
     every: int | None = None,
 ) -> Preconditioner:
@@ -237,8 +228,9 @@ def public_adam(
     `betas`, the decays (beta1, beta2) of M and of v, each in [0, 1), and `keep`, the share of the private gradient, in
     (0, 1]. `every` holds for M too.
     """
-    size: dict[str, Any] = {"noise_eps": noise_eps, "eps": eps, "eps_inside": eps_inside}
-    return Moments(gradient, "adam", betas=betas, keep=keep, **size, schedule=schedule, every=every)
+    return Moments(
+        gradient, "adam", betas=betas, keep=keep, noise_eps=noise_eps, eps=eps, schedule=schedule, every=every
+    )
 
 
 def public_adagrad(
@@ -246,7 +238,6 @@ def public_adagrad(
     *,
     noise_eps: float | None = None,
     eps: float | None = None,
-    eps_inside: bool = False,
     schedule: Schedule = "step",
     every: int | None = None,
 ) -> Preconditioner:
@@ -255,12 +246,11 @@ def public_adagrad(
     The arguments and the sections Raises, Privacy and Reference are as in `public_rmsprop`. The schedule "epoch" adds
     the mean of h**2 over all public batches once per pass.
     """
-    size: dict[str, Any] = {"noise_eps": noise_eps, "eps": eps, "eps_inside": eps_inside}
-    return Moments(gradient, "adagrad", **size, schedule=schedule, every=every)
+    return Moments(gradient, "adagrad", noise_eps=noise_eps, eps=eps, schedule=schedule, every=every)
 
 
 def raw_ideal_rmsprop(
-    *, alpha: float = 0.9, noise_eps: float | None = None, eps: float | None = None, eps_inside: bool = False
+    *, alpha: float = 0.9, noise_eps: float | None = None, eps: float | None = None
 ) -> Preconditioner:
     """Return a preconditioner with RMSProp's scales from the private batch itself. NOT private, for research only.
 
@@ -272,8 +262,7 @@ def raw_ideal_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
-    size: dict[str, Any] = {"noise_eps": noise_eps, "eps": eps, "eps_inside": eps_inside}
-    return Moments(None, "rmsprop", betas=(0.0, alpha), **size, schedule="step", every=1)
+    return Moments(None, "rmsprop", betas=(0.0, alpha), noise_eps=noise_eps, eps=eps, schedule="step", every=1)
 
 
 def _cloned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
