@@ -102,12 +102,12 @@ def test_the_loader_takes_what_was_saved_and_nothing_else(tmp_path: Path):
     longer, wider = nn.Sequential(*make_model(), nn.Linear(2, 2)), make_model()
     wider[0] = nn.Linear(7, 11)
     for differing, got in (
-        (nn.Linear(5, 3), "no tensor '0.bias'"),
-        (wider, "'0.bias' of shape (11,), where the file has (4,)"),
-        (longer, f"a tensor '{len(make_model())}.weight' that the file lacks"),
+        (nn.Linear(5, 3), 'Unexpected key(s) in state_dict: "0.bias"'),
+        (wider, "copying a param with shape torch.Size([4]) from checkpoint"),
+        (longer, f'Missing key(s) in state_dict: "{len(make_model())}.bias"'),
     ):
         with pytest.raises(
-            pg.PrivacyError, match=f"load: expected model to have the tensors of .*{re.escape(got)}; make"
+            pg.PrivacyError, match=f"load: expected model to have the tensors of .*{re.escape(got)}.*; make"
         ):
             pg.load(differing, tmp_path / "saved")
     with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got FileNotFoundError"):

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -57,16 +56,6 @@ def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
             raise
 
 
-@contextmanager
-def usual_mode(path: Path) -> Generator[None]:
-    """Give the file that the block writes the mode that the umask gives to new files."""
-    path.unlink(missing_ok=True)  # safetensors renames a temporary file, which only its owner may read
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    yield
-    path.chmod(mode)
-
-
 def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None:
     """Write an extractor into a folder: its config, its digest and its constants.
 
@@ -96,8 +85,7 @@ def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None
     place.mkdir(parents=True, exist_ok=True)
     (place / CONFIG).unlink(missing_ok=True)  # written last: without it, the folder holds no extractor
     whole = {name: value.contiguous().clone() for name, value in constants.items()}
-    with usual_mode(place / CONSTANTS):
-        safetensors().save_file(whole, place / CONSTANTS)
+    (place / CONSTANTS).write_bytes(safetensors().save(whole))  # save_file would let only its owner read it
     (place / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

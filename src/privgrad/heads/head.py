@@ -26,7 +26,6 @@ from privgrad.features.saving import (
     require_place,
     safetensors,
     save_extractor,
-    usual_mode,
     written_whole,
 )
 from privgrad.ledger.ledger import Ledger
@@ -297,8 +296,7 @@ class Head(nn.Module):
         with written_whole(place, overwrite=overwrite) as made:
             if self.extractor is not None:
                 save_extractor(self.extractor, made / _EXTRACTOR)
-            with usual_mode(made / _WEIGHTS):
-                safetensors().save_file({"linear.weight": weight}, made / _WEIGHTS)
+            (made / _WEIGHTS).write_bytes(safetensors().save({"linear.weight": weight}))
             if said is not None:
                 (made / _TEXT).write_text(f"{said}\n", encoding="utf-8")
             (made / _FACTS).write_text(json.dumps(facts, indent=1))
