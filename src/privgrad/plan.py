@@ -358,7 +358,7 @@ class PrivacyPlan:
         if left < 1 or left % groups or not math.isclose(left, size * share, rel_tol=1e-9):
             condition = "to be a whole number >= 1" + (f" that group_size = {groups} divides" if groups > 1 else "")
             got = f"{size} * {share:.6g} = {size * share:.6g}"
-            raise expected(function, name, condition, got, _working_factors(self.divisor, share))
+            raise expected(function, name, condition, got)
         require_integer(function, "num_examples", count, 1)
         _require_part(function, name, left, "num_examples", count)
         is_same = factor == 1 and count == self.num_examples
@@ -599,15 +599,6 @@ def _numbers_at(plan: PrivacyPlan, batch_size: int, num_examples: int) -> dict[s
         "target_epsilon": None,
         "simulates": plan,
     }
-
-
-def _working_factors(contributions: int, factor: float) -> str:
-    """Return a remedy with up to four factors 1 / K near `factor` that divide the expected number of contributions."""
-    if contributions == 1:
-        return "plan with a larger expected_batch_size"
-    whole = [k for k in range(2, min(contributions, 4096) + 1) if contributions % k == 0] or [contributions]
-    near = sorted(sorted(whole, key=lambda k: abs(math.log(k * factor)))[:4])
-    return f"give a factor such as {', '.join(f'1/{k}' for k in near)}"
 
 
 def _require_scaled(plan: PrivacyPlan, simulated: object) -> None:

@@ -424,18 +424,6 @@ def test_bad_specs_end_in_one_line_and_train_nothing(here: Here, tmp_path: Path,
     assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
 
 
-@pytest.mark.parametrize(
-    ("typed", "remedy"),
-    [
-        ("report", "; choose one of doctor, calibrate,"),
-        ("reproduc", "; did you mean 'reproduce'? Choose one of doctor,"),
-    ],
-)
-def test_an_unknown_command_is_answered_with_the_valid_ones(here: Here, typed: str, remedy: str):
-    told = " ".join(here(typed, code=2).stderr.replace("│", " ").split())
-    assert f"No such command '{typed}'{remedy}" in told
-
-
 def test_an_unknown_option_before_a_command_is_still_named(here: Here):
     assert "No such option" in here("--report", code=2).stderr
 

@@ -1321,19 +1321,6 @@ def test_a_card_tells_of_updates_that_an_interruption_lost(tmp_path: Path):
     assert "| updates | 9 |" in card.text
 
 
-def test_a_folder_of_this_machine_in_saved_adapters_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    made: Any = bert()
-    made.save_pretrained(tmp_path / "base")
-    load: Any = BertForSequenceClassification.from_pretrained
-    base = load(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
-    trainer = make_trainer(tmp_path / "run", model, texts(), planned={"seed": None, "delta": 1e-3, "steps": 2})
-    trainer.train()
-    trainer.save_model()
-    assert str(tmp_path / "base") in (tmp_path / "run" / "README.md").read_text()  # by PEFT
-    assert f"name a folder of this machine, {tmp_path / 'base'}: replace it" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("planned", "words"),
     [

@@ -14,8 +14,8 @@ from privgrad.accounting import accountant as privacy_filter
 from privgrad.accounting.mechanisms import Release, Split
 from privgrad.ledger import budget as budget_cost
 from privgrad.ledger import budget as budget_file
-from privgrad.ledger import combining as promises
 from privgrad.ledger import file as ledger_file
+from privgrad.statement import facts
 
 
 def cost(planted: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -189,7 +189,7 @@ BUDGET = [
     ),
     Mutant(
         "the epsilon of a chosen training as a guarantee",
-        lambda patch: everywhere(patch, promises.require_no_budget, lambda *_: None),
+        lambda patch: everywhere(patch, facts.require_no_budget, lambda *_: None),
         "test_budget.test_the_ledger_of_a_commitment_states_no_epsilon_of_its_own",
         _FAST,
     ),

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pickle
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -147,23 +146,16 @@ def test_a_plan_scaled_by_one_is_the_plan():
         ({}, True, r"factor to be in \(0, 1\], got True; "),
         ({}, math.nan, r"factor to be in \(0, 1\], got nan; "),
         ({}, "1/16", r"factor to be in \(0, 1\], got '1/16', a str; "),
-        ({}, 1 / 3, r"expected_batch_size \* factor to be a whole number >= 1, got 8 \* 0\.333333 = 2\.66667; give"),
-        ({}, 1 / 16, r"got 8 \* 0\.0625 = 0\.5; give a factor such as 1/2, 1/4, 1/8\."),
-        (
-            {"group_size": 4},
-            1 / 4,
-            r"a whole number >= 1 that group_size = 4 divides, got 8 \* 0\.25 = 2; .* such as 1/2\.",
-        ),
-        ({"group_size": 8}, 1 / 2, r"got 8 \* 0\.5 = 4; plan with a larger expected_batch_size\."),
-        ({"sample_rate": 1.0, "expected_batch_size": 31}, 1 / 2, r"give a factor such as 1/31\."),
+        ({}, 1 / 3, r"expected_batch_size \* factor to be a whole number >= 1, got 8 \* 0\.333333 = 2\.66667\."),
+        ({}, 1 / 16, r"got 8 \* 0\.0625 = 0\.5\."),
+        ({"group_size": 4}, 1 / 4, r"a whole number >= 1 that group_size = 4 divides, got 8 \* 0\.25 = 2\."),
+        ({"group_size": 8}, 1 / 2, r"got 8 \* 0\.5 = 4\."),
     ],
 )
-def test_a_factor_that_does_not_fit_is_answered_with_one_that_does(changed: dict[str, Any], factor: Any, message: str):
+def test_a_factor_that_does_not_fit_is_refused(changed: dict[str, Any], factor: Any, message: str):
     plan = make_plan(**changed)
-    with pytest.raises(pg.PrivacyError, match=rf"PrivacyPlan\.scaled: expected .*{message}") as caught:
+    with pytest.raises(pg.PrivacyError, match=rf"PrivacyPlan\.scaled: expected .*{message}"):
         plan.scaled(factor)
-    for denominator in re.findall(r"1/(\d+)[,.]", str(caught.value)):
-        assert plan.scaled(1 / int(denominator)).simulates is plan
 
 
 def test_a_scaled_plan_is_scaled_and_changed_through_the_plan_that_it_simulates():

@@ -1,6 +1,5 @@
 """Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions."""
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +10,6 @@ from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Release
 from privgrad.errors import expected, require_delta, require_in, require_integer
 
-_DELTAS = tuple(float(delta) for delta in np.geomspace(0.6, 1e-3, 16))  # where the accountant's curve is evaluated
 _NOISES = range(-4, 17)  # k: the grid has the claimed noise times 2**(k / 8)
 
 
@@ -105,9 +103,8 @@ def epsilon_of_gaussian(mu: float, delta: float) -> float:
 def epsilon_of_accountant(false_positive: float, false_negative: float, release: Release, delta: float) -> float:
     """Return a lower bound on epsilon for a composition of Poisson-subsampled Gaussians, from error rates.
 
-    Computes: the smallest sigma of a grid for which the accountant's trade-off curve of `release.count` steps at rate q
-    excludes the two rates; and the accountant's epsilon at that sigma. The curve: for every delta',
-    1 - delta' <= e^epsilon(delta') FPR + FNR, and the same with the two rates exchanged.
+    Computes: the smallest sigma of a grid for which `accounting.attack_success` of `release.count` steps at rate q
+    excludes the two rates; and the accountant's epsilon at that sigma.
 
     Args:
         false_positive: upper bound on the rate, as in `epsilon_of_rates`.
@@ -126,29 +123,14 @@ def epsilon_of_accountant(false_positive: float, false_negative: float, release:
     def noisier(eighths: int) -> Release:
         return replace(release, noise_multiplier=release.noise_multiplier * 2 ** (eighths / 8))
 
+    if false_positive >= 1:
+        return 0.0
     low, high = _NOISES[0] - 1, _NOISES[-1] + 1  # the curve at low allows the rates, at high it excludes them
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _excluded(false_positive, false_negative, noisier(middle)) else (middle, high)
+        most = accounting.attack_success([noisier(middle)], false_positive_rate=false_positive)
+        low, high = (low, middle) if 1 - false_negative > most else (middle, high)
     return 0.0 if high > _NOISES[-1] else accounting.epsilon([noisier(high)], delta=delta)
-
-
-def _excluded(false_positive: float, false_negative: float, release: Release) -> bool:
-    """Return whether the rates violate the curve of `release` at some delta'."""
-
-    @functools.cache
-    def excess(index: int) -> float:
-        epsilon, delta = accounting.epsilon([release], delta=_DELTAS[index]), _DELTAS[index]
-        smaller, larger = sorted((false_positive, false_negative))
-        return 1 - delta - larger - math.exp(min(epsilon, 700.0)) * smaller
-
-    low, high = 0, len(_DELTAS) - 1
-    while high - low > 2:  # the excess is concave in delta', so a ternary search finds its maximum
-        left, right = low + (high - low) // 3, high - (high - low) // 3
-        if max(excess(left), excess(right)) > 0:
-            return True
-        low, high = (left, high) if excess(left) < excess(right) else (low, right)
-    return any(excess(index) > 0 for index in range(low, high + 1))
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:

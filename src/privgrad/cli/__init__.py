@@ -10,19 +10,12 @@ from typer.core import TyperGroup
 
 from privgrad.cli import budget, doctor, privacy, statement
 from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
-from privgrad.errors import PrivacyError, did_you_mean
+from privgrad.errors import PrivacyError
 from privgrad.plugins import from_lab
 
 
 class _Commands(TyperGroup):
-    """The commands. An unknown one is an error that names the valid ones. Ctrl-C ends each of them in one line."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, ...]:
-        names = self.list_commands(ctx)
-        if args[0] not in names and not args[0].startswith("-"):
-            remedy = did_you_mean(args[0], names, f"choose one of {', '.join(names)}")
-            ctx.fail(f"No such command {args[0]!r}; {remedy}.")
-        return super().resolve_command(ctx, args)
+    """The commands. Ctrl-C ends each of them in one line."""
 
     def invoke(self, ctx: Any) -> Any:
         with stoppable():

@@ -58,18 +58,15 @@ class RawMoments:
             variance = raw.released.noise_std_of(name) ** 2
             self.noise_var[name] = beta2 * self.noise_var.get(name, 0.0) + (1 - beta2) * variance
 
-    def table(self, *, corrected: bool = False) -> dict[str, dict[str, float]]:
+    def table(self) -> dict[str, dict[str, float]]:
         """Return five numbers and the mean of v over all coordinates: clean, noisy and debiased.
 
-        Args:
-            corrected: divide by 1 - beta2**t first; the paper's table does not.
         Returns:
             {"raw_clean", "noisy", "debiased"} -> see `five_numbers`. NOT private.
         """
         debiased = {name: v - self.noise_var[name] for name, v in self.exp_avg_sq.items()}
         rows = {"raw_clean": self.raw_exp_avg_sq, "noisy": self.exp_avg_sq, "debiased": debiased}
-        beta2 = self.betas[1] if corrected else 0.0
-        return {name: five_numbers(self._corrected(values, beta2)) for name, values in rows.items()}
+        return {name: five_numbers(self._corrected(values, 0.0)) for name, values in rows.items()}
 
     def updates(self, *, debias_floor: float = DEFAULT_FLOOR, gamma_prime: float | None = None) -> dict[str, Tensor]:
         """Return Adam's step divided by its learning rate, with three denominators: clean, noisy and debiased.

@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
-from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 from transformers.utils.import_utils import is_peft_available
@@ -151,12 +149,6 @@ class PrivateTrainer(Trainer):
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.optimizer)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
-        # By itself, TensorBoard's callback chooses its folder when training begins. An evaluation before that would
-        # make it write all events up to the end of training to `runs/` in the working directory.
-        for callback in cast("list[Any]", self.callback_handler.callbacks):
-            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
-                folder = Path(cast(str, self.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
-                callback.logging_dir = str(folder)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
@@ -312,11 +304,6 @@ class PrivateTrainer(Trainer):
     def _write_privacy(self, folder: str | None) -> None:
         """Add the privacy of the training to the README.md of a folder."""
         step, private_grad = self.private_step, self.private_grad
-        if place := models.local_base_of(step.model):
-            _LOG.warning(
-                f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}"
-                ": replace it by a public name before you publish them"
-            )
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
         made = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
         updates = made if self._updates_of_best is None else self._updates_of_best

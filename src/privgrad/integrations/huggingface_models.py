@@ -1,7 +1,6 @@
 """The parts of a transformers model that PrivateTrainer asks for: losses, new layers and labels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -53,13 +52,6 @@ def pooler_of(model: nn.Module) -> set[str]:
     head = head_of(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in head}
     return trained if all("pooler" in name.split(".") for name in trained) else set()
-
-
-def local_base_of(model: nn.Module) -> str | None:
-    """Return the folder of the base model that the saved adapters of this model name; None if there is no folder."""
-    configs = cast("Mapping[str, Any]", getattr(model, "peft_config", {}))
-    names = (str(config.base_model_name_or_path or "") for config in configs.values())
-    return next((name for name in names if Path(name).is_absolute()), None)
 
 
 # Fault: a bad row stops the training at the step that draws it, after others were paid for.

@@ -1,7 +1,7 @@
 """The facts of a statement: public numbers of ledgers, of a budget, or of the records of a report."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,9 +10,8 @@ from typing import Any
 
 from privgrad.accounting.accountant import attack_success, epsilon
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
-from privgrad.errors import require_delta
+from privgrad.errors import expected, require_delta
 from privgrad.ledger.budget import Budget, Commitment
-from privgrad.ledger.combining import recorded_delta, require_no_budget, require_one_promise
 from privgrad.ledger.ledger import Ledger
 from privgrad.types import COVERED, PRIVATE_MOMENT
 
@@ -114,7 +113,7 @@ def ledger_facts(
     unit = require_one_promise(function, ledgers)
     require_no_budget(function, ledgers)
     if delta is None:
-        delta = recorded_delta(function, ledgers)
+        delta = _recorded_delta(function, ledgers)
     require_delta(function, delta)
     plans = [{**one.plan_facts, "made": one.releases, "participations": one.participations} for one in ledgers]
     charged = [release for ledger in ledgers for release in ledger.charged]
@@ -137,6 +136,42 @@ def ledger_facts(
         plans=plans,
         **doubts(ledgers),
     )
+
+
+def require_no_budget(function: str, ledgers: Iterable[Ledger]) -> None:
+    """Raise PrivacyError if a budget holds the releases of a ledger."""
+    # Tuning may have chosen this training, and the epsilon of a chosen training alone is no guarantee.
+    for ledger in ledgers:
+        if ledger.commitment is not None:
+            got = f"{ledger.path or 'a ledger'}, which is part of {ledger.commitment!r} in the budget {ledger.budget}"
+            remedy = f"run `privgrad statement` on the budget's file, {ledger.budget}: its epsilon covers all parts"
+            raise expected(function, "each ledger", "to be without a budget", got, remedy)
+
+
+def require_one_promise(function: str, ledgers: Sequence[Ledger]) -> str:
+    """Return the privacy unit that all ledgers protect; raise PrivacyError unless there is one, and no shared draw."""
+    facts = [ledger.plan_facts for ledger in ledgers]
+    if not facts or not all(facts):
+        remedy = "give ledger.jsonl of a training that has begun"
+        raise expected(function, "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
+    promises = {f"{fact['neighboring_relation']} {fact.get('privacy_unit', 'example')}" for fact in facts}
+    if len(promises) > 1:
+        got = " and ".join(sorted(promises))
+        raise expected(function, "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately")
+    draws = [ledger.draws for ledger in ledgers]
+    if shared := sum(map(len, draws)) - len(set[str]().union(*draws)):
+        remedy = "draw batches of its own for each training; one draw for two gradients costs more than both"
+        raise expected(function, "ledgers", "to share no draw", f"{shared} draws in two ledgers", remedy)
+    return str(facts[0].get("privacy_unit", "example"))
+
+
+def _recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:
+    """Return the delta that all ledgers record; raise PrivacyError if one records none, or another one."""
+    recorded = {ledger.plan_facts.get("delta") for ledger in ledgers}
+    if len(recorded) == 1 and (only := recorded.pop()) is not None:
+        return float(only)
+    got = ", ".join(sorted(map(str, recorded))) or "no delta"
+    raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
 
 
 def doubts(ledgers: Sequence[Ledger]) -> dict[str, Any]:

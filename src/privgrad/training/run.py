@@ -168,7 +168,6 @@ class FitResult:
             no delta, or batches of fixed size), and the numbers that `evaluate` returned.
         updates: the number of optimizer steps. Below plan.steps if earlier attempts lost steps that stay charged.
         seconds: the training time without evaluation.
-        examples_per_second: computed from the public expected batch size.
         raw_nonfinite_examples: the number of this process' examples whose gradients were not finite, and counted as
             zero. NOT private.
         ledger: the record of all releases.
@@ -179,11 +178,16 @@ class FitResult:
     curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: int = 0
     seconds: float = 0.0
-    examples_per_second: float = math.nan
     raw_nonfinite_examples: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     averaged: nn.Module | None = None
     stopped: bool = False
+
+    @property
+    def examples_per_second(self) -> float:
+        """The speed, computed from the public expected batch size; nan before the first step."""
+        examples = self.updates * self.ledger.plan_facts.get("expected_batch_size", 0)
+        return examples / self.seconds if self.seconds > 0 else math.nan
 
 
 @dataclass
@@ -259,12 +263,6 @@ class TrainingRun:
             result.updates += 1
             result.seconds += time.perf_counter() - began
         result.raw_nonfinite_examples = self.private_grad.raw_nonfinite_examples
-        self._measure_speed()
-
-    def _measure_speed(self) -> None:
-        if self.result.seconds > 0:
-            examples = self.result.updates * self.private_grad.plan.expected_batch_size
-            self.result.examples_per_second = examples / self.result.seconds
 
     @property
     def is_consistent(self) -> bool:  # every released gradient has moved the model; False during an update
@@ -349,7 +347,6 @@ class TrainingRun:
         self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
         self.result.updates = int(state["updates"])
         self.result.seconds = float(state["seconds"])
-        self._measure_speed()
 
 
 @contextmanager
