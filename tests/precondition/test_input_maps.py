@@ -311,7 +311,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wide": ({"wide": -1}, "expected wide to be"),
     "seed": ({"seed": -1}, "expected seed to be"),
     "source": ({"source": ""}, "expected source to be a text"),
-    "forward": ({"forward": 3}, "expected forward to be"),
     "no examples": ({"examples": torch.zeros(0, 5)}, "the number of examples to be an integer >= 1"),
 }
 

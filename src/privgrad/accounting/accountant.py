@@ -14,7 +14,6 @@ from privgrad.accounting.calibration import last_within, noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     expected,
-    require_callable,
     require_choice,
     require_delta,
     require_in,
@@ -150,7 +149,6 @@ def calibrate(
     """
     from privgrad.accounting.composition import epsilon_of
 
-    require_callable("calibrate", "releases_at", releases_at, "give a function sigma -> [Release(sigma, rate, ...)]")
     require_positive("calibrate", "target_epsilon", target_epsilon)
     require_delta("calibrate", delta)
 

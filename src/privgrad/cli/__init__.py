@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import budget, doctor, privacy, statement
+from privgrad.cli import doctor, privacy
 from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
 from privgrad.errors import PrivacyError
 from privgrad.plugins import from_lab
@@ -42,7 +42,7 @@ _PANELS = {
     "After a training": ("epsilon", "statement", "budget", "audit"),
 }
 _commands: dict[str, Any] = {
-    one.__name__: one for one in (doctor.doctor, privacy.calibrate, privacy.epsilon, statement.statement, budget.budget)
+    one.__name__: one for one in (doctor.doctor, privacy.calibrate, privacy.epsilon, privacy.statement, privacy.budget)
 }
 
 

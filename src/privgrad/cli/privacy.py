@@ -1,4 +1,4 @@
-"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
+"""Commands on ledgers, budgets and plans: their cost, what they protect, and the noise for an epsilon."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +9,13 @@ import typer
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
 from privgrad.accounting.calibration import steps_of
-from privgrad.cli.console import AsJson, note, print_answer, print_json, print_table
+from privgrad.cli.console import STDOUT, AsJson, note, print_answer, print_json, print_table
 from privgrad.errors import expected, require_integer, require_rate
-from privgrad.ledger.budget import is_budget
+from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.statement.facts import Facts, ledger_facts
-from privgrad.statement.text import written
+from privgrad.statement.saved import opened, statement_of
+from privgrad.statement.text import About, written
 from privgrad.types import COVERED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
@@ -147,3 +148,69 @@ def calibrate(
 def _epsilons_of(releases: list[Release], delta: float, *, assume_poisson: bool = False) -> dict[str, float]:
     options: dict[str, Any] = {"delta": delta, "assume_poisson": assume_poisson}
     return {f"epsilon_{one}": accounting.epsilon(releases, accountant=one, **options) for one in get_args(Accountant)}
+
+
+def budget(
+    path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")], as_json: AsJson = False
+) -> None:
+    """Show what a data set's budget was spent on, and by whom."""
+    found = Budget(path)
+    rows: list[dict[str, Any]] = [
+        {"name": one.name, "by": one.by, "date": one.date, "releases": one.count}
+        | {"epsilon": accounting.epsilon(one.releases, delta=found.delta)}
+        for one in found.commitments
+    ]
+    answer: dict[str, Any] = {
+        "total_epsilon": found.total_epsilon,
+        "delta": found.delta,
+        "num_examples": found.num_examples,
+        "privacy_unit": found.privacy_unit,
+        "spent": found.spent(),
+        "left_for_one_release": found.left(),
+    }
+    if any(one.is_seeded for one in found.commitments):
+        note("some commitments have a research seed: predictable noise gives no privacy")
+    if as_json:
+        print_json({**answer, "commitments": rows})
+        return
+    total = rounded_up(found.total_epsilon)
+    title = f"Budget: epsilon {total} at delta = {rounded_up(found.delta)}"
+    print_table(rows, title=title, caption="Epsilon is that of each commitment alone." if rows else None)
+    lines = [f"spent: epsilon {rounded_up(answer['spent'], 4)} of {total}"]
+    if len(rows) > 1:
+        lines.append(
+            "Later commitments may depend on results of earlier ones, so all of them are counted by a Renyi filter, "
+            f"which is less tight. Quote epsilon {total}, the budget."
+        )
+    left = answer["left_for_one_release"]
+    more = f"one more Gaussian release of epsilon about {left:.4g}. Epsilons do not simply add up."
+    STDOUT.print("\n".join([*lines, f"left: {more if left else 'nothing'}"]), highlight=False)
+
+
+def statement(
+    ledger: Annotated[
+        list[Path], typer.Argument(help="Ledger files of trainings on the same data set, or the file of its budget.")
+    ],
+    delta: Annotated[float | None, typer.Option(help="Delta, in (0, 1). Default: the one in the ledgers.")] = None,
+    title: Annotated[str, typer.Option(help="Title of the statement.")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model.")] = "",
+    purpose: Annotated[str, typer.Option(help="Purpose of the model.")] = "",
+    data: Annotated[str, typer.Option(help="Name of the data set.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the statement to this HTML file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in sentences what is protected, and what is not.
+
+    The statement is for people who decide about data. Title, model, purpose and data set are printed as declared.
+    """
+    about = About(title, model, purpose, data)
+    found = statement_of("privgrad statement", [opened(path) for path in ledger], delta, about)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(found.to_html(), encoding="utf-8")
+    if as_json:
+        sections = [{"heading": part.heading, "sentences": list(part.sentences)} for part in found.sections]
+        print_json({"head": found.head, "statement": sections, **found.numbers})
+        return
+    # A file gets the lines as they are; a terminal breaks them between words.
+    STDOUT.print(str(found), highlight=False, markup=False, soft_wrap=not STDOUT.is_terminal)

@@ -1,8 +1,8 @@
 """Adam's moments of the released gradient, together with the same moments of the gradient before its noise."""
 
 from collections.abc import Mapping
-from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,8 +117,6 @@ class RawMoments:
 
 def five_numbers(values: Tensor) -> dict[str, float]:
     """Return min, q1, median, q3, max and mean of a tensor."""
-    ordered = values.double().flatten().sort().values
-    places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
-    below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
-    found = cast("list[float]", torch.lerp(below, above, places - places.floor()).tolist())
-    return dict(zip(("min", "q1", "median", "q3", "max"), found, strict=True)) | {"mean": float(ordered.mean())}
+    flat = values.double().flatten().cpu().numpy()
+    found = np.quantile(flat, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
+    return dict(zip(("min", "q1", "median", "q3", "max"), found, strict=True)) | {"mean": float(flat.mean())}

@@ -1,13 +1,13 @@
 """Features of texts: TF-IDF whose vocabulary and frequencies come from public texts, and texts as rows of bytes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_choice, require_integer
+from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import Extractor, Public, Rows, marks_of, public_rows
 from privgrad.features.whitened import unit_rows
 from privgrad.plugins import optional
@@ -26,12 +26,8 @@ def word_sequences(counts: Tensor, n: int, length: int, *, seed: int = 0) -> Pub
     Returns:
         Public rows, int64 (n, length).
     Raises:
-        PrivacyError: a number is out of its range.
-        RuntimeError: a count is negative, or all are 0.
+        RuntimeError: a count is negative, or all are 0; or a number is out of its range.
     """
-    require_integer("word_sequences", "n", n, 1)
-    require_integer("word_sequences", "length", length, 1)
-    require_integer("word_sequences", "seed", seed, 0)
     drawn = torch.multinomial(counts.double(), n * length, True, generator=torch.Generator().manual_seed(seed))
     return Public(drawn.view(n, length), f"{n:,} sequences of words drawn by public frequencies (seed {seed})")
 
@@ -78,7 +74,8 @@ class TfIdf(Extractor):
         analyzer: "word"; "char" counts characters, and "char_wb" counts characters within words.
         sublinear: whether 1 + log(count) replaces the count of a word in a text.
     Raises:
-        PrivacyError: scikit-learn is not installed, the public texts hold no word, or an argument is out of its range.
+        PrivacyError: scikit-learn is not installed.
+        ValueError: (of scikit-learn) the public texts hold no word, or an argument is out of its range.
     Privacy:
         The vocabulary is in the saved extractor and in each prediction. A vocabulary of private texts would publish
         names that occur in a single text. `cache` and `fit_head` find such a vocabulary by hashes of the public texts.
@@ -98,17 +95,10 @@ class TfIdf(Extractor):
         analyzer: Analyzer = "word",
         sublinear: bool = True,
     ) -> None:
-        require_integer("TfIdf", "vocabulary", vocabulary, 1)
-        require_choice("TfIdf", "analyzer", analyzer, get_args(Analyzer))
-        if len(ngrams) != 2 or not 1 <= ngrams[0] <= ngrams[1]:
-            raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams))
         known = public_rows("TfIdf", public, source)
         settings: dict[str, Any] = {"ngrams": list(ngrams), "analyzer": analyzer, "sublinear": sublinear}
         counter = _counter(settings, max_features=vocabulary)
-        try:
-            counts = counter.fit_transform(texts_of(known.rows))
-        except ValueError as error:  # an empty vocabulary
-            raise expected("TfIdf", "the public texts", "to hold words", error) from error
+        counts = counter.fit_transform(texts_of(known.rows))
         documents = torch.from_numpy((counts > 0).sum(0)).flatten()
         idf = ((1 + len(known.rows)) / (1 + documents)).log().float() + 1
         super().__init__(known.source, idf=idf, marks=marks_of(known.rows))

@@ -20,7 +20,7 @@ from privgrad.engine.factored import Factored
 from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.mapped import InputMap
 from privgrad.engine.factors.outer import Outer, RowRanges
-from privgrad.errors import expected, require_callable, require_in, require_integer, require_positive
+from privgrad.errors import expected, require_in, require_integer, require_positive
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import evaluating, trainable
 from privgrad.gradient.transform import Preconditioner, Transform
@@ -198,8 +198,6 @@ def inputs(
     """
     name = "precondition.inputs"
     require_public(name, examples, source)
-    if forward is not None:
-        require_callable(name, "forward", forward, "give (model, examples) -> outputs")
     require_in(name, "power", power, "(0, 1]")
     require_positive(name, "ridge", ridge)
     require_integer(name, "every", every, 1)

@@ -31,6 +31,7 @@ class ClassRates(Dataset[Any]):
         rates: one public number per class, in [0, 1], the largest of them exactly 1.
     Raises:
         SamplingError: a number is out of its range.
+        TypeError: labels are not integers.
     Privacy:
         The guarantee is the plan's, without a change, if the rates are public: known before and without the data.
         Proof: an example of class c is in a batch with probability q r_c, independently of all else. That is the plan's
@@ -60,8 +61,6 @@ class ClassRates(Dataset[Any]):
             got = f"{classes.ndim} dimensions" if classes.ndim != 1 else "a different number of labels"
             remedy = "decide by counts instead: a person with several labels has no class" if classes.ndim > 1 else ""
             raise expected("ClassRates", "labels", "to be one for each example", got, remedy, SamplingError)
-        if classes.dtype.kind not in "iu":
-            raise expected("ClassRates", "labels", "to be integers", classes.dtype, error=SamplingError)
         if count and not (classes.min() >= 0 and classes.max() < len(self.rates)):
             condition = f"to be from 0 to {len(self.rates) - 1}, the places in rates"
             got = f"{classes.min()} to {classes.max()}"

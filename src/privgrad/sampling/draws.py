@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from privgrad.errors import require_callable, require_integer
+from privgrad.errors import require_integer
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
@@ -93,8 +93,6 @@ class BatchSampler(Sampler[Draw]):
         if source.seed is None and start % bands and start < steps:
             # This sampler draws new groups. They may begin only where every person of the old ones had its turn.
             raise unusable("start", f"to be a multiple of {bands} with memory", start, "give start=ledger.next_step")
-        if collate is not None:
-            require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
         with processes.all_succeed():
             _require_samplable(dataset, num_examples, scheme, processes)
         rows = dataset.dataset if isinstance(dataset, ClassRates) else dataset

@@ -2,15 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from privgrad.errors import SUGGESTED, expected
+from privgrad.errors import SUGGESTED, expected, readable
 from privgrad.ledger.ledger import Ledger
 
 NEW_FOLDER = "train in a new folder and add up both epsilons and both deltas"  # a remedy
@@ -43,38 +43,43 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(BytesIO(content), weights_only=True)
 
 
-class OtherRunError(ValueError):
-    """An intact checkpoint that does not meet a condition of this run. The message states the differences."""
-
-    def __init__(self, told: str, condition: str, remedy: str) -> None:
-        super().__init__(told)
-        self.condition, self.remedy = condition, remedy
+def damage_refused(function: str, what: object) -> AbstractContextManager[None]:
+    """Return a context that reads and restores the checkpoint `what`: its exceptions become PrivacyErrors."""
+    remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"
+    return readable(function, f"{what}", "to be a complete checkpoint of this run", remedy)
 
 
 def require_resumable(
-    state: Mapping[str, Any], *, version: int, seed: int | None, settings: Mapping[str, str], ledger: Ledger
+    function: str,
+    what: object,
+    state: Mapping[str, Any],
+    *,
+    version: int,
+    seed: int | None,
+    settings: Mapping[str, str],
+    ledger: Ledger,
 ) -> None:
-    """Raise ValueError, which states the difference, unless the run with these arguments can resume from the state."""
+    """Raise an error, which states the difference, unless the run with these arguments can resume from the state."""
     if state["version"] != version:
         raise ValueError(f"version {state['version']}")
     both = [{"seed": state["seed"], **state["settings"]}, {"seed": seed, **settings}]
     if all(one.get("optimizer lr_is_noise_step") == "True" for one in both):  # the option that the user gave
         both = [{**one, "optimizer noise_step": one.get("optimizer lr"), "optimizer lr": ""} for one in both]
-    require_same(*both)
+    require_same(function, what, *both)
     # Steps of the state that are missing from the ledger would not be counted in epsilon.
     if not ledger.went_through(state["ledger"]):
         steps = f"{state['private_grad']['step']} steps, not those of its ledger of {ledger.releases} releases"
         told = f"{steps}, which is of a different run or has lost lines"
         remedy = "restore the whole ledger; else train on from its weights in a new folder, at the cost of both"
-        raise OtherRunError(told, "to have no step that is not in the ledger", remedy)
+        raise expected(function, f"{what}", "to have no step that is not in the ledger", told, remedy)
 
 
-def require_same(before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Raise OtherRunError, which tells the first differences, unless both have the same names and values."""
+def require_same(function: str, what: object, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise PrivacyError, which tells the first differences, unless both have the same names and values."""
     if changed := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
         told = few([f"{name} {before.get(name)}, now {now.get(name)}" for name in changed])
         remedy = f"resume with the same settings, or {NEW_FOLDER}" + (f"; {SUGGESTED}" if "noise_step" in told else "")
-        raise OtherRunError(f"a checkpoint with {told}", "to be of this run", remedy)
+        raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {told}", remedy)
 
 
 def few(texts: Sequence[str]) -> str:
@@ -97,16 +102,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in cast("list[Any]", value)]
     return type(value).__name__
-
-
-@contextmanager
-def damage_refused(function: str, what: object) -> Generator[None]:
-    """Turn every exception in the block, which reads and restores the checkpoint `what`, into a PrivacyError."""
-    try:
-        yield
-    except OtherRunError as error:
-        raise expected(function, f"{what}", error.condition, error, error.remedy) from error
-    except Exception as error:  # a damaged file can raise almost any exception
-        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"
-        raise expected(function, f"{what}", "to be a complete checkpoint of this run", got, remedy) from error

@@ -7,7 +7,7 @@ keep a reference to the group, and destroy_process_group could not end the group
 import atexit
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import UnsupportedModuleError, expected, readable
 from privgrad.gradient.functional import named_modules
 from privgrad.processes import Processes
 from privgrad.types import NoisyGradient
@@ -194,14 +194,9 @@ def _let_gloo_finish() -> None:
     atexit.register(time.sleep, _LAST_SECONDS)
 
 
-@contextmanager
-def _answered() -> Generator[None]:
-    """Turn a RuntimeError of a collective into a PrivacyError that says how to resume."""
-    try:
-        yield
-    except RuntimeError as error:
-        remedy = "start the run again: it resumes from its checkpoint and ledger"
-        raise expected("Distributed", "every process", "to answer", str(error).partition("\n")[0], remedy) from error
+def _answered() -> AbstractContextManager[None]:
+    remedy = "start the run again: it resumes from its checkpoint and ledger"
+    return readable("Distributed", "every process", "to answer", remedy)
 
 
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:

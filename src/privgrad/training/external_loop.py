@@ -151,8 +151,9 @@ class ExternalLoopStep:
         """Resume from a `state_dict`, and the host's number of updates then; refuse one of another run or ledger."""
         self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
-            require_resumable(state, **self._facts, ledger=self.private_grad.ledger)
-            require_same(dict.fromkeys(state["trained"], "trained"), dict.fromkeys(self._trained, "trained"))
+            own = self._function, "the checkpoint"
+            require_resumable(*own, state, **self._facts, ledger=self.private_grad.ledger)
+            require_same(*own, dict.fromkeys(state["trained"], "trained"), dict.fromkeys(self._trained, "trained"))
             self.private_grad.load_state_dict(state["private_grad"])
         skip_lost_steps(self.private_grad, updates)
 

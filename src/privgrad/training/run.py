@@ -324,16 +324,16 @@ class TrainingRun:
             return None
         with damage_refused("fit", self.checkpoint):
             state = read_checkpoint(self.checkpoint)
-            seed = self.private_grad.plan.seed
-            require_resumable(state, version=_CHECKPOINT_VERSION, seed=seed, settings=self.settings, ledger=ledger)
+            run = {"seed": self.private_grad.plan.seed, "settings": self.settings, "ledger": ledger}
+            require_resumable("fit", self.checkpoint, state, version=_CHECKPOINT_VERSION, **run)
             return state
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Restore the run from the content of a checkpoint; raise OtherRunError if the model has other shapes."""
+        """Restore the run from the content of a checkpoint; raise PrivacyError if the model has other shapes."""
         place = self.processes.shard_like
         own = self.model.state_dict()
         shapes = [{f"shape of {n!r}": tuple(held[n].shape) for n in sorted(held)} for held in (state["model"], own)]
-        require_same(*shapes)
+        require_same("fit", self.checkpoint, *shapes)
         self.model.load_state_dict(place(state["model"], own))
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
