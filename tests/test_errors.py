@@ -25,7 +25,6 @@ from privgrad_lab.calls import SUCH_AS
 from privgrad_lab.load_spec import check_spec, load_spec
 
 HUGE = 10**400  # no float holds it
-UNWRITTEN = 10**5000  # nor does Python write it out
 POSITIVE: Callable[..., None] = partial(errors.require_positive, "f", "x", remedy="give one")
 NONNEGATIVE: Callable[..., None] = partial(errors.require_nonnegative, "f", "x", remedy="give one")
 RATE: Callable[..., None] = partial(errors.require_rate, "f")
@@ -43,7 +42,7 @@ def test_numbers_in_range_pass(good: Any):
 @pytest.mark.parametrize("check", [POSITIVE, NONNEGATIVE, RATE, DELTA, DECAY, DECAYS])
 @pytest.mark.parametrize(
     "bad",
-    [HUGE, -HUGE, UNWRITTEN, Fraction(HUGE), math.inf, math.nan, -1.0, "1", None, 1j, [1.0]],
+    [HUGE, -HUGE, Fraction(HUGE), math.inf, math.nan, -1.0, "1", None, 1j, [1.0]],
     ids=lambda bad: type(bad).__name__,
 )
 def test_whatever_else_is_refused(check: Callable[..., None], bad: Any):
@@ -77,7 +76,7 @@ def test_zero_is_nonnegative_and_not_positive():
 
 
 @pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm", "sample_rate"])
-@pytest.mark.parametrize("number", [HUGE, UNWRITTEN], ids=["huge", "unwritten"])
+@pytest.mark.parametrize("number", [HUGE], ids=["huge"])
 def test_a_plan_refuses_numbers_that_no_float_holds(name: str, number: int):
     with pytest.raises(pg.PrivacyError, match=rf"PrivacyPlan: expected {name} "):
         make_plan(**{name: number})

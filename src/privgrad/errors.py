@@ -7,7 +7,7 @@ condition is left out. See `expected`.
 import difflib
 import math
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -66,7 +66,7 @@ def expected(
             where the condition says it already.
         error: its class.
     """
-    message = f"{function}: expected {name} {condition}, got {_text(got)}{'; ' if remedy else ''}{remedy}"
+    message = f"{function}: expected {name} {condition}, got {got}{'; ' if remedy else ''}{remedy}"
     return error(message if message.endswith("?") else f"{message}.")
 
 
@@ -76,8 +76,8 @@ def described(value: object) -> str:
     The text is cut after 60 characters. None, bools and numbers are returned without their type.
     """
     if value is None or isinstance(value, bool | int | float):
-        return _text(value)
-    text = " ".join(_text(value, repr).split())
+        return f"{value}"
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:60] + '...'}, a {type(value).__name__}"
 
 
@@ -112,14 +112,6 @@ def readable(function: str, name: str, condition: str, remedy: str) -> Generator
     except Exception as error:
         told = f"{error}".splitlines() or ["no message"]
         raise expected(function, name, condition, f"{type(error).__name__}: {told[0]}", remedy) from error
-
-
-def _text(value: object, written: Callable[[object], str] = str) -> str:
-    """Return a value as text; Python refuses to write out an integer of thousands of digits."""
-    try:
-        return written(value)
-    except ValueError:
-        return "a number of more digits than Python writes out"
 
 
 def require_positive(function: str, name: str, value: float, remedy: str = "") -> None:

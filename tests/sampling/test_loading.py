@@ -262,7 +262,7 @@ def test_a_failure_in_a_worker_is_one_clear_error(how: Callable[[], None], messa
         with pytest.raises(pg.SamplingError, match=rf"^plan\.batches: expected {message}.*\.$"):
             list(plan.batches(Failing(how)))
     if how is no_file:
-        assert "in no_file" in str(caught.value.__cause__)  # the worker's traceback
+        assert "in no_file" in caught.value.__notes__[0]  # the worker's traceback
 
 
 def no_rows(items: list[torch.Tensor]) -> torch.Tensor:

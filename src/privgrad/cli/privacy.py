@@ -8,7 +8,7 @@ import typer
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
-from privgrad.accounting.calibration import steps_of
+from privgrad.accounting.calibration import one_of, steps_of
 from privgrad.cli.console import STDOUT, AsJson, note, print_answer, print_json, print_table
 from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import Budget, is_budget
@@ -132,10 +132,7 @@ def calibrate(
     require_rate(function, sample_rate)
     if epochs is not None:
         steps = steps_of(function, steps, epochs, sample_rate)
-    if (steps is None) == (noise_multiplier is None):
-        got = f"--steps {steps} and --noise-multiplier {noise_multiplier}"
-        remedy = "give the one that you know; the command computes the other"
-        raise expected(function, "one of --steps and --noise-multiplier", "to be given", got, remedy)
+    one_of(function, **{"--steps": steps, "--noise-multiplier": noise_multiplier})  # the command computes the other
     budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
     if steps is None:
         steps = accounting.steps_for_budget(**budget, noise_multiplier=cast(float, noise_multiplier))

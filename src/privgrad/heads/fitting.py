@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.accounting.accountant import Release
+from privgrad.accounting.calibration import one_of
 from privgrad.checks.data import warn_of_private_bound
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema
@@ -124,10 +125,7 @@ def fit_head(
     if rows.ndim == 3 and unit != "user":
         remedy = "plan for 'user', or give features of shape (n, width)"
         raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
-    if (extractor is None) == (source is None):
-        got = f"extractor={extractor if extractor is None else type(extractor).__name__} and source={source!r}"
-        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
-        raise expected("fit_head", "exactly one of extractor and source", "to be given", got, remedy)
+    one_of("fit_head", extractor=None if extractor is None else type(extractor).__name__, source=source)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
@@ -180,9 +178,7 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
         condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
         raise expected("fit_head", "features", condition, got)
-    if (num_classes is None) == (bounds is None):
-        got, remedy = f"num_classes={num_classes} and bounds={bounds}", "give classes, or for numbers bounds"
-        raise expected("fit_head", "exactly one of num_classes and bounds", "to be given", got, remedy)
+    one_of("fit_head", num_classes=num_classes, bounds=bounds)
     is_tags = num_classes is not None and rows.ndim == labels.ndim == 2 and (num_classes == 1 or labels.shape[1] != 1)
     shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
     if tuple(labels.shape) != shape:

@@ -273,13 +273,16 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
     """Return the means of h and of h**2 over all public batches."""
     mean: dict[str, Tensor] = {}
     square: dict[str, Tensor] = {}
-    share = 1 / gradient.batches
+    batches = 0
     for grads in gradient.one_pass(time):
+        batches += 1
         for name, grad in grads.items():
             h = at_least_float32(grad)
             for sums in (mean, square):
                 if name not in sums:
                     sums[name] = torch.zeros_like(h)
-            mean[name].add_(h, alpha=share)
-            square[name].addcmul_(h, h, value=share)
+            mean[name].add_(h)
+            square[name].addcmul_(h, h)
+    for total in (*mean.values(), *square.values()):
+        total.div_(batches)
     return mean, square

@@ -80,11 +80,6 @@ class PublicGradient:
         passed, place = divmod(step, self._count // self._batch_size)
         return self._gradient(self._order(passed)[place * self._batch_size :][: self._batch_size], step)
 
-    @property
-    def batches(self) -> int:
-        """The number of batches in `one_pass`."""
-        return -(-self._count // self._batch_size)
-
     def one_pass(self, passed: int) -> Iterator[dict[str, Tensor]]:
         """Yield the mean gradients of all batches of one pass, at the current weights; the last may be smaller."""
         order = self._order(passed)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def default_collated(items: list[Any]) -> Any:
     # default_collate would return one tensor for each place in a list, in place of one row for each example. Only an
     # example as a whole may be a list of numbers, whose places are then as those of a tuple.
     parts = tuple(cast("list[Any]", first)) if isinstance(first, list) else first
-    for name, part in named_leaves("example", parts, _is_list_of_numbers):
+    for name, part in named_leaves("example", parts, lambda x: type(x) is list and all(isinstance(i, Real) for i in x)):
         if part is None or isinstance(part, str | bytes | list):
             remedy = f'turn {name} into a tensor in the data set (by with_format("torch") of datasets), or leave it out'
             raise unusable(name, "to be a tensor or a number", type(cast(object, part)).__name__, remedy)
@@ -88,10 +88,6 @@ def default_collated(items: list[Any]) -> Any:
         got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
         remedy = "turn each example into tensors of one shape in the data set, or give collate="
         raise unusable("dataset", "to hold tensors and numbers", got, remedy) from error
-
-
-def _is_list_of_numbers(part: object) -> bool:
-    return isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part))
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:
@@ -310,26 +306,20 @@ def _keyed(key: bytes) -> Generator[None]:
             torch.default_generator.set_state(before)
 
 
-class _Failure(NamedTuple):
-    """An exception in a worker, as it travels to the main process, with its traceback in the worker."""
-
-    error: PrivacyError
-    where: str
-
-
-class _Reported(Dataset[Batch | _Failure]):
+class _Reported(Dataset[Batch | PrivacyError]):
     """Examples for a worker: an exception is returned, because torch would raise it with a text of its own."""
 
     def __init__(self, examples: Examples) -> None:
         self._examples = examples
 
-    def __getitem__(self, draw: Draw) -> Batch | _Failure:
+    def __getitem__(self, draw: Draw) -> Batch | PrivacyError:
         try:
             return self._examples[draw]
         except Exception as error:
             is_ours = isinstance(error, PrivacyError)
             told = error if is_ours else unusable("each batch", "to be collated", summary(error))
-            return _Failure(told, traceback.format_exc())
+            told.add_note(f"in a worker process:\n{traceback.format_exc()}")  # it would not travel as a cause
+            return told
 
 
 def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
@@ -338,10 +328,10 @@ def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
     try:
         batches = iter(loader)
         for batch in batches:
-            if isinstance(batch, _Failure):
-                raise batch.error from RuntimeError(f"in a worker process:\n{batch.where}")
+            if isinstance(batch, PrivacyError):
+                raise batch
             yield batch
-    except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
+    except RuntimeError as error:  # of torch: exceptions of the data set arrive as PrivacyError
         raise _explained(error) from error.__cause__
     finally:
         # At once: a later garbage collection would take 5 s for each worker. torch has no public function for it.

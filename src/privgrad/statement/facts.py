@@ -113,7 +113,10 @@ def ledger_facts(
     unit = require_one_promise(function, ledgers)
     require_no_budget(function, ledgers)
     if delta is None:
-        delta = _recorded_delta(function, ledgers)
+        recorded = {ledger.plan_facts.get("delta") for ledger in ledgers}
+        if len(recorded) != 1 or (delta := recorded.pop()) is None:
+            got = ", ".join(sorted(map(str, recorded))) or "no delta"
+            raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
     require_delta(function, delta)
     plans = [{**one.plan_facts, "made": one.releases, "participations": one.participations} for one in ledgers]
     charged = [release for ledger in ledgers for release in ledger.charged]
@@ -163,15 +166,6 @@ def require_one_promise(function: str, ledgers: Sequence[Ledger]) -> str:
         remedy = "draw batches of its own for each training; one draw for two gradients costs more than both"
         raise expected(function, "ledgers", "to share no draw", f"{shared} draws in two ledgers", remedy)
     return str(facts[0].get("privacy_unit", "example"))
-
-
-def _recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:
-    """Return the delta that all ledgers record; raise PrivacyError if one records none, or another one."""
-    recorded = {ledger.plan_facts.get("delta") for ledger in ledgers}
-    if len(recorded) == 1 and (only := recorded.pop()) is not None:
-        return float(only)
-    got = ", ".join(sorted(map(str, recorded))) or "no delta"
-    raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
 
 
 def doubts(ledgers: Sequence[Ledger]) -> dict[str, Any]:
