@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting.accountant import Accountant, calibrate, calibrate_noise_multiplier, rounded_up
+from privgrad.accounting.accountant import Accountant, calibrate, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
 from privgrad.accounting.mechanisms import Release, mechanisms_of, most_participations, rate_in_group
 from privgrad.errors import (
@@ -228,14 +228,9 @@ class PrivacyPlan:
 
         def sigma_for(bands: int) -> float:
             """Return sigma for a number of bands: ceil(T / b) draws of each person at the rate b q."""
-            if largest is None:
-                return calibrate_noise_multiplier(
-                    target_epsilon=target_epsilon,
-                    delta=delta,
-                    sample_rate=rate_in_group(sample_rate, bands),
-                    steps=most_participations(steps, bands),
-                )
-            own = Release(0.0, sample_rate, "truncated", steps, largest, num_examples)
+            own = Release(0.0, rate_in_group(sample_rate, bands), count=most_participations(steps, bands))
+            if largest is not None:
+                own = replace(own, scheme="truncated", max_batch_size=largest, num_examples=num_examples)
             return calibrate(
                 lambda sigma: [replace(own, noise_multiplier=sigma)], target_epsilon=target_epsilon, delta=delta
             )
