@@ -19,7 +19,6 @@ from privgrad.accounting.calibration import noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     BudgetExceededError,
-    PrivacyError,
     expected,
     require_choice,
     require_delta,
@@ -36,7 +35,6 @@ from privgrad.types import PrivacyUnit
 _LONGEST_FIRST_LINE = 1 << 16
 _RELEASED = re.compile(r"[a-z ]+ \[(\d+(, \d+)*)?\], bound .+")  # such as "sum [2, 3], bound 1.0"
 _PATIENCE = 30.0  # seconds to wait for another process that commits
-_MUCH_NOISE = 10_000.0  # with it, a release by itself costs almost nothing
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,8 @@ class Budget:
             remedy = "train on public data, or on new data"
             if len(self.commitments) == 1:  # see docs/budget.md
                 remedy += "; next time, leave a tenth of epsilon to a second commitment, or commit both as one"
-            least = self.spent(besides=[Release(_MUCH_NOISE, 1.0)])
-            what = f"a release of noise multiplier {_MUCH_NOISE:,.0f}"
-            raise self._exceeded("Budget.calibrate", what, least, self.spent(), remedy)
+            condition, got = "to leave epsilon for another commitment", f"{rounded_up(self.spent())} that is spent"
+            raise expected("Budget.calibrate", "the budget", condition, got, remedy, BudgetExceededError)
         return found
 
     def left(self, *, sample_rate: float = 1.0, steps: int = 1) -> float:
@@ -337,14 +334,11 @@ class Budget:
             cost = self._cost([*before, wanted])
             if not cost <= self.total_epsilon:
                 remedy = "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) has it"
-                raise self._exceeded("Budget.commit", wanted.name, cost, self._cost(before), remedy)
+                name = f"the epsilon of all commitments with {wanted.name}"
+                condition = f"to be at most {rounded_up(self.total_epsilon)}"
+                got = f"{rounded_up(cost)} ({rounded_up(self._cost(before))} without it)"
+                raise expected("Budget.commit", name, condition, got, remedy, BudgetExceededError)
             _append("Budget.commit", file, state, _line_of(wanted))
-
-    def _exceeded(self, function: str, what: str, cost: float, without: float, remedy: str) -> PrivacyError:
-        name = f"the epsilon of all commitments with {what}"
-        condition = f"to be at most {rounded_up(self.total_epsilon)}"
-        got = f"{rounded_up(cost)} ({rounded_up(without)} without it)"
-        return expected(function, name, condition, got, remedy, BudgetExceededError)
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:
         """Return the noise multiplier of a training that uses all that is left; None if there is none."""
