@@ -174,16 +174,13 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
+    from scipy import optimize
+
     require_delta("epsilon_of_one_run", delta)
     require_in("epsilon_of_one_run", "confidence", confidence, "(0, 1)")
 
-    def unlikely(epsilon: float) -> bool:
-        return one_run_p_value(canaries, guesses, correct, epsilon, delta) < 1 - confidence
+    def excess(epsilon: float) -> float:
+        return one_run_p_value(canaries, guesses, correct, epsilon, delta) - (1 - confidence)
 
-    low, high = 0.0, 40.0
-    if not unlikely(low):
-        return 0.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if unlikely(middle) else (low, middle)
-    return low
+    # The root is rounded down.
+    return 0.0 if excess(0.0) >= 0 else max(0.0, cast(float, optimize.brentq(excess, 0.0, 40.0, xtol=5e-7)) - 5e-7)
