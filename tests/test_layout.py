@@ -29,7 +29,7 @@ ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
         "(root)": 3318,  # mappings as batches; a step may start again; messages; a thread writes while noise is drawn
         "accounting": 888,  # steps of a number of epochs
-        "audit": 835,
+        "audit": 832,
         "checks": 1559,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 537,  # calibrate takes epochs and a batch size
         "clip": 1123,  # one look at a chunk, and the checked way
@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "gradient": 2800,  # `novelty`, `state`, hooks in copies
         "heads": 845,
         "integrations": 1834,  # the task for which a head has no known loss
-        "ledger": 1421,  # a budget reads each line back before it writes it
+        "ledger": 1415,  # a budget reads each line back before it writes it
         "models": 172,
         "noise": 525,  # two normals of a GPU; the charge begins in here
         "optim": 1807,  # checks of decays and shares
@@ -75,7 +75,7 @@ def test_few_lines_refuse():
     """As scripts/refusals.py counts; 7 % is the aim, and 3b053914 had 10.4 %."""
     counts = runpy.run_path(str(ROOT / "scripts/refusals.py"))["counts"]
     pairs = [pair for package in ROOMS for pair in counts(SOURCE / package).values()]
-    assert sum(refused for refused, _ in pairs) <= 0.076 * sum(every for _, every in pairs)
+    assert sum(refused for refused, _ in pairs) <= 0.075 * sum(every for _, every in pairs)
 
 
 def test_few_modules_stand_at_the_root():
