@@ -78,7 +78,7 @@ def default_collated(items: list[Any]) -> Any:
     # default_collate would return one tensor for each place in a list, in place of one row for each example. Only an
     # example as a whole may be a list of numbers, whose places are then as those of a tuple.
     parts = tuple(cast("list[Any]", first)) if isinstance(first, list) else first
-    for name, part in named_leaves("example", parts, lambda x: type(x) is list and all(isinstance(i, Real) for i in x)):
+    for name, part in named_leaves("example", parts, _is_list_of_numbers):
         if part is None or isinstance(part, str | bytes | list):
             remedy = f'turn {name} into a tensor in the data set (by with_format("torch") of datasets), or leave it out'
             raise unusable(name, "to be a tensor or a number", type(cast(object, part)).__name__, remedy)
@@ -88,6 +88,10 @@ def default_collated(items: list[Any]) -> Any:
         got = f"examples of type {type(items[0]).__name__}: {str(error).splitlines()[0].rstrip('.')}"
         remedy = "turn each example into tensors of one shape in the data set, or give collate="
         raise unusable("dataset", "to hold tensors and numbers", got, remedy) from error
+
+
+def _is_list_of_numbers(part: object) -> bool:
+    return isinstance(part, list) and all(isinstance(one, Real) for one in cast("list[object]", part))
 
 
 def require_alike(function: str, items: Iterable[Any], error: type[PrivacyError] = PrivacyError) -> None:

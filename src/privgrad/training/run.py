@@ -324,7 +324,7 @@ class TrainingRun:
             return None
         with damage_refused("fit", self.checkpoint):
             state = read_checkpoint(self.checkpoint)
-            run = {"seed": self.private_grad.plan.seed, "settings": self.settings, "ledger": ledger}
+            run: dict[str, Any] = {"seed": self.private_grad.plan.seed, "settings": self.settings, "ledger": ledger}
             require_resumable("fit", self.checkpoint, state, version=_CHECKPOINT_VERSION, **run)
             return state
 
