@@ -100,6 +100,7 @@ sys.meta_path.append(_Aliases())
 from privgrad import audit, checks, clip, gradient, noise, optim, perturb, precondition
 from privgrad.checks.randomness import require_equal_alone
 from privgrad.engine import explanation
+from privgrad.engine.compiled import Compiled
 from privgrad.engine.explanation import Explanation, explain
 from privgrad.engine.factored import Factored
 from privgrad.engine.factors import mapped
@@ -135,6 +136,7 @@ from privgrad.types import Batch, NoisyGradient
 # PrivateGradient knows no more of what stands below the guarantee than it is handed here.
 Parts.engines |= {"factored": Factored, "vmap": partial(Vmap, check=require_equal_alone)}
 Parts.checks, Parts.input_maps, Parts.explanation = checks, mapped, explanation
+Parts.compiled = Compiled
 
 # A user's own rule is written with these. They belong to the engine, on which `gradient` does not stand.
 for _lent in (Convolution, Outer, Rows, Rule, register_rule):

@@ -53,6 +53,7 @@ class Parts:
     engine: str = "factored"
     microbatch_size: int | None = None
     memory_mb: float | None = None
+    compile: bool = False
     norm_bins: NormBins = None
     adaptive_clip: AdaptiveClip | None = None
     filter: Filter | None = None
@@ -61,6 +62,7 @@ class Parts:
     engines: ClassVar[dict[str, Callable[..., Engine]]] = {"vmap": Vmap}  # "factored" computes the same, faster
     checks: ClassVar[Any]  # the module `privgrad.checks`, whose functions find mistakes and prove nothing
     input_maps: ClassVar[Any]  # `privgrad.engine.factors.mapped`, which applies a transform's input maps
+    compiled: ClassVar[Any]  # `privgrad.engine.compiled.Compiled`
     explanation: ClassVar[Any]  # `privgrad.engine.explanation`
 
     def __post_init__(self) -> None:

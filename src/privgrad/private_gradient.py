@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privgrad.clip.adaptive import AdaptiveClip
-from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, sum_dtype
+from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, is_own_rule, sum_dtype
 from privgrad.clip.groups import group_means, group_of, split_by_group
 from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
-from privgrad.gradient.contribution import Contribution, OwnExamples
+from privgrad.gradient.contribution import Contribution, OwnExamples, SampleGradient
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded, trainable
 from privgrad.gradient.refusals import StepChangedError
@@ -91,6 +92,8 @@ class PrivateGradient:
         microbatch_size: the number of examples to compute at once; None lets the engine choose. Speed and memory only.
         memory_mb: about how many MiB the engine may use for per-example values, in addition to an ordinary step; > 0.
             None lets the engine choose. Speed and memory only.
+        compile: whether to compute batches of one shape by a function that `torch.compile` makes, in a minute or two.
+            For sampling="truncated", or with a `microbatch_size`. It warns where it cannot. Speed only.
         ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
             record. The others take it over, and count in memory.
         norm_bins: the number of bins, 1 to 1024, of a distribution of the clipped gradients' lengths, which each
@@ -133,6 +136,7 @@ class PrivateGradient:
         engine: Literal["factored", "vmap"] = "factored",
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
+        compile: bool = False,  # noqa: A002, torch's name
         ledger: Ledger | str | os.PathLike[str] | None = None,
         norm_bins: NormBins = None,
         adaptive_clip: AdaptiveClip | None = None,
@@ -147,6 +151,7 @@ class PrivateGradient:
             engine=engine,
             microbatch_size=microbatch_size,
             memory_mb=memory_mb,
+            compile=compile,
             norm_bins=norm_bins,
             adaptive_clip=adaptive_clip,
             filter=filter,
@@ -170,6 +175,7 @@ class PrivateGradient:
         self._state = Parts.checks.State(loss_fn)
         self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
         self._engine = Parts.engines[engine](self._structure, self._loss_fn, memory_mb=memory_mb)
+        self._compiled = self._compiling() if compile else None
         self._facts = facts = self._public_facts(side_information)
         self._release = plan.release
         if self._not_private:  # a part that depends on the private batch reveals it, whatever noise is added later
@@ -197,6 +203,22 @@ class PrivateGradient:
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()
+
+    def _compiling(self) -> Any:
+        """Return what computes chunks by compiled functions; None, with a warning, beside parts that have none."""
+        unsupported = {
+            f"engine={self._parts.engine!r}": self._parts.engine != "factored",
+            repr(self._contribution): type(self._contribution) is not SampleGradient,
+            repr(self._clip): not is_own_rule(self._clip),
+            "Poisson batches without a microbatch_size": not self._parts.microbatch_size
+            and self._plan.max_batch_size is None,
+            "adaptive_clip": self._adaptive is not None,  # C is a number in the function
+            "groups of examples": self._plan.group_size > 1,
+            "several processes": self._processes.count > 1,
+        }
+        if found := [part for part, is_unsupported in unsupported.items() if is_unsupported]:
+            return _not_compiled(" and ".join(found))
+        return Parts.compiled(self._engine, self._structure)
 
     def _public_facts(self, side_information: str | None) -> dict[str, Any]:
         """Return what the ledger records of the plan and the parts. It is public, and a resumed run has the same."""
@@ -471,14 +493,16 @@ class PrivateGradient:
                 suppress(StepChangedError),  # all examples again, in one way: see `engine.factored.Fallback`
                 contribution.at(step, parameters, raw_mean),
             ):
-                for rows, chunk in self._chunks(batch, step, scales):
-                    self._require_rows(rows, chunk, parameters)
-                    if transform.input_maps:
-                        chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
-                    chunk = chunk or _without_gradient(rows, parameters)
-                    chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
-                    padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
-                    accumulator.add(chunk, padded)
+                if self._compiled is not None and (transform.input_maps or mixed):
+                    self._compiled = _not_compiled(f"the transform of {self._precondition!r}")
+                for rows, chunk in self._chunks(batch, step, scales, accumulator):
+                    if chunk is not None:  # a compiled function has not added it
+                        self._require_rows(rows, chunk, parameters)
+                        if transform.input_maps:
+                            chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
+                        chunk = chunk or _without_gradient(rows, parameters)
+                        chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+                        accumulator.add(chunk, self._padded(batch, done, rows))
                     if self._shares_draws and (done > 0 or self._processes.count > 1):
                         self._require_own_draws()
                     done += rows
@@ -488,9 +512,9 @@ class PrivateGradient:
                 return accumulator.result()
 
     def _chunks(
-        self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor]
-    ) -> Iterable[tuple[int, Mapping[str, Factor]]]:
-        """Return the contributions of the batch in chunks, each with its number of rows."""
+        self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor], accumulator: ClippingAccumulator
+    ) -> Iterable[tuple[int, Mapping[str, Factor] | None]]:
+        """Return the contributions of the batch in chunks, each with its number of rows; None for one that is added."""
         if batch.size == 0:
             return []
         contribution, engine = self._contribution, self._engine
@@ -498,9 +522,27 @@ class PrivateGradient:
         size = self._parts.microbatch_size or contribution.microbatch_size(engine, batch.examples, usual_size)
         if self._shares_draws and size >= usual_size:
             size = max(size, batch.size)
+        if self._compiled is not None:
+            return self._compiled_chunks(batch, size, accumulator)
         if self._plan.group_size == 1:
             return contribution.chunks(engine, batch.examples, size, step, inverse_scales)
         return self._group_chunks(batch, step, size, inverse_scales)
+
+    def _compiled_chunks(
+        self, batch: Batch, size: int, accumulator: ClippingAccumulator
+    ) -> Iterator[tuple[int, Mapping[str, Factor] | None]]:
+        """Add the chunks that a compiled function computes, and yield None for them; yield the others."""
+        for start in range(0, count_examples(batch.examples), size):
+            part = part_of(batch.examples, slice(start, start + size))
+            rows = count_examples(part)
+            if self._compiled is not None and (rows == size or self._plan.max_batch_size is not None):
+                yield rows, self._compiled(part, accumulator, self._padded(batch, start, rows))
+            else:  # the rest of a Poisson batch, of any size
+                yield rows, self._engine(part)
+
+    def _padded(self, batch: Batch, start: int, rows: int) -> int | None:
+        """Return how many of the rows from `start` are padding; None if the plan has none."""
+        return None if self._plan.max_batch_size is None else rows - max(0, min(batch.size - start, rows))
 
     def _require_own_draws(self) -> None:
         """Raise PrivacyError if examples share random numbers, for a batch in several microbatches or processes."""
@@ -754,6 +796,10 @@ class PrivateGradient:
             raise refusal(f"to be of step {self._step} or later, which noise with memory follows", drawn.step)
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):  # the numbers are private
             raise refusal("to hold one row per example", "a different number of rows")
+
+
+def _not_compiled(part: str) -> None:
+    warnings.warn(f"PrivateGradient computes without a compiled function, which does not take {part}", stacklevel=4)
 
 
 def _names_of(structure: Structure) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import repeat
-from threading import Thread
+from threading import Thread, local
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,13 @@ BLOCK = 1 << 18
 AT_ONCE = 1 << 24  # numbers to compute with at once on other devices than the CPU: more take as long as a part of them
 on_lists: Any = torch  # for its operators on lists of tensors, which the types do not know
 _PROCESSORS = frozenset({"cpu"})  # types of devices; tests take the paths of others by an empty set
+
+
+class _Recorded(local):
+    on = False
+
+
+_recorded = _Recorded()
 
 
 class Processes:
@@ -179,7 +186,22 @@ def one_thread() -> Generator[None]:
 
 def is_on_processor(x: Tensor) -> bool:
     """Return whether a tensor is on the CPU. Elsewhere few large kernels are faster, even if they compute more."""
+    return is_slow(x) and not _recorded.on
+
+
+def is_slow(x: Tensor) -> bool:
+    """Return whether arithmetic takes longer than starting it, where a tensor is: also in a recording on the CPU."""
     return x.device.type in _PROCESSORS
+
+
+@contextmanager
+def recorded() -> Generator[None]:
+    """Let this thread compute as on another device than the CPU: without reads, so that it can be recorded."""
+    _recorded.on = True
+    try:
+        yield
+    finally:
+        _recorded.on = False
 
 
 def blocks(*values: float | Tensor | None, most: int | None = None) -> Iterable[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ Shape suffixes: B examples of the chunk, N parameters, K coordinates of the stat
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -34,7 +34,7 @@ _SMALL = 1 << 10
 _ROUNDING = 1e-6
 
 Named = Mapping[str, Tensor]  # by parameter name
-_OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")  # known to use each example's norms alone
+_OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")
 
 
 class Clipping(Protocol):
@@ -84,6 +84,21 @@ class RawClipping:
     raw_factors: Tensor  # the smallest factor of each example, shape (B,)
     raw_lengths: Tensor  # L2 norm of each clipped gradient, shape (B,), float64
     raw_nonfinite_examples: int  # the number of gradients that were not finite
+
+
+class Tried(NamedTuple):
+    """The clipped sum of a chunk before anything is read from the device: see `ClippingAccumulator.tried`."""
+
+    sums: dict[str, Tensor]  # by parameter name
+    raw_norms: Tensor  # the first three as in RawClipping, of all rows
+    raw_factors: Tensor
+    raw_lengths: Tensor
+    flags: Tensor  # whether an example is spoiled or heavy, shape (B,); if any is, the sums do not count
+
+
+def is_own_rule(clip: Clipping) -> bool:
+    """Return whether a rule is this library's: known to use each example's norms alone, and to read nothing."""
+    return type(clip).__module__ in _OWN_RULES
 
 
 class ClippingAccumulator:
@@ -137,20 +152,64 @@ class ClippingAccumulator:
         """
         if not chunk:
             return
-        rows, counted_B = next(iter(chunk.values())).examples, None
-        if padded:
-            counted_B = torch.arange(rows, device=next(iter(self._like.values())).device) < rows - padded
-        with ExitStack() as stack:
-            for device in filter(torch.is_autocast_enabled, self._devices):
-                # Under an ambient autocast, products in half precision would break the bound by more than rounding.
-                stack.enter_context(torch.autocast(device, enabled=False))
+        rows = next(iter(chunk.values())).examples
+        counted_B = self.counted(rows, padded) if padded else None
+        with self._without_autocast():
             chunk, scales = _side_by_side(chunk, self._clip, self._scales)
             raw = _add_clipped(self._sums, chunk, self._clip, self._bound, scales, tuple(self._like), counted_B)
+        self._see(raw, padded)
+
+    def tried(self, chunk: Factors, counted_B: Tensor, inverse_scales: Named) -> Tried:
+        """Return the clipped sum of a chunk as a function of tensors, which reads nothing and so can be compiled.
+
+        The rule must be this library's own. Examples that are not `counted_B` count for nothing.
+        """
+        with self._without_autocast():
+            chunk, scales = _side_by_side(chunk, self._clip, inverse_scales)
+            sums = _Sums(self._bound, scales, self._expected_size, self._sums.dtype)
+            found = _norms_and_factors(sums, chunk, self._clip, self._bound, scales, tuple(self._like))
+            factors = _masked(found.factors, counted_B)
+            sums.add(chunk, factors, None)
+            flags = torch.stack([*found.spoiled, *found.heavy]).any(0)  # fails if some are of parts of the examples
+        return Tried(sums.values, found.norms.joint_B, _smallest(factors), found.lengths, flags)
+
+    def take(self, tried: Tried, padded: int | None = None, apart: tuple[Tensor, Factors] | None = None) -> None:
+        """Add what `tried` returned without a flag; `apart`: rows that did not count in it, and their gradients."""
+        raw = RawClipping(tried.raw_norms, tried.raw_factors, tried.raw_lengths, 0)
+        if apart is not None:
+            index, chunk = apart
+            beyond = int((index >= len(raw.raw_norms) - (padded or 0)).sum())
+            self.add(chunk, beyond)
+            own, index = self._seen.pop(), index[: len(index) - beyond]
+            raw = replace(raw, raw_nonfinite_examples=own.raw_nonfinite_examples)
+            for name in ("raw_norms", "raw_factors", "raw_lengths"):
+                getattr(raw, name)[index] = getattr(own, name).to(getattr(raw, name).dtype)
+        self._sums.join(tried.sums)
+        self._see(raw, padded)
+
+    @property
+    def inverse_scales(self) -> Named:
+        """1 / A by parameter name."""
+        return self._scales
+
+    def counted(self, rows: int, padded: int | None) -> Tensor:
+        """Return which of the rows count: all but the last `padded`."""
+        return torch.arange(rows, device=next(iter(self._like.values())).device) < rows - (padded or 0)
+
+    def _see(self, raw: RawClipping, padded: int | None) -> None:
+        """Keep what was seen of a chunk, without its padding."""
         if padded:
-            counted = slice(rows - padded)
+            counted = slice(len(raw.raw_norms) - padded)
             kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
             raw = RawClipping(*kept, raw.raw_nonfinite_examples)
         self._seen.append(raw)
+
+    def _without_autocast(self) -> ExitStack:
+        """Return a context in which products in half precision do not break the bound by more than rounding."""
+        stack = ExitStack()
+        for device in filter(torch.is_autocast_enabled, self._devices):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        return stack
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
@@ -195,7 +254,7 @@ class _Sums:
     def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int, dtype: torch.dtype) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
-        self._bound, self._scales, self._dtype = max_grad_norm, inverse_scales, dtype
+        self._bound, self._scales, self.dtype = max_grad_norm, inverse_scales, dtype
         self._expected_size, self._exact = expected_size, expected_size > _TERMS
         # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
         self._most_light = max(1.001, _TERMS / (2 * expected_size))
@@ -229,6 +288,10 @@ class _Sums:
         for name, factor in chunk.items():
             if type(factor) is SideBySide:
                 found |= factor.apart(found.pop(name))
+        self.join(found)
+
+    def join(self, found: dict[str, Tensor]) -> None:
+        """Add the sums of a chunk."""
         for name in self.values.keys() & found.keys():
             found[name] = self.values[name].double().add_(found[name])
         self.values |= found
@@ -251,7 +314,7 @@ class _Sums:
     def _narrowed(self, factors: Named) -> Named:
         """Return the factors in the precision of the products."""
         distinct = _distinct(factors)
-        return _in_place_of(distinct, [factor_B.to(self._dtype) for factor_B in distinct], factors)
+        return _in_place_of(distinct, [factor_B.to(self.dtype) for factor_B in distinct], factors)
 
     def _heavy(self, chunk: Factors, factors: Named, terms: Named) -> dict[str, Tensor]:
         """Return the masks of examples that are not light, by the parameters that have any."""
@@ -279,7 +342,7 @@ def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tupl
 
     All share their factors, which this library's own rules compute from the joint norm of a group of parameters.
     """
-    if type(clip).__module__ not in _OWN_RULES:
+    if not is_own_rule(clip):
         return chunk, inverse_scales
     group_of = getattr(clip, "group_of", None)  # of PerLayer; others have one group
     groups: dict[tuple[object, ...], dict[str, Dense]] = {}
@@ -371,7 +434,7 @@ def _add_clipped(
     it is yes, the chunk takes the checked way, which treats each example as if it were alone.
     """
     known = None
-    if type(clip).__module__ in _OWN_RULES:
+    if is_own_rule(clip):
         found = _norms_and_factors(sums, chunk, clip, max_grad_norm, inverse_scales, names)
         is_spoiled, is_heavy = cast("list[bool]", found.flags().tolist())
         if not is_spoiled and not is_heavy:
@@ -419,7 +482,7 @@ def _add_clipped(
 
 def _factors(clip: Clipping, found: "_Norms", bound: float, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the factors of the norms; refuse a user's rule that gives others for half of the examples alone."""
-    by_name = type(clip).__module__ not in _OWN_RULES or hasattr(clip, "group_of")
+    by_name = not is_own_rule(clip) or hasattr(clip, "group_of")
     norms = found.with_zeros([name for name in names if name not in found]) if by_name else found
     factors = _answer(clip, norms, bound)
 
@@ -427,7 +490,7 @@ def _factors(clip: Clipping, found: "_Norms", bound: float, names: Sequence[str]
         return _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
 
     # Factors that are not finite are refused later, with the bound.
-    if type(clip).__module__ not in _OWN_RULES and not same_for_halves(factors, alone):
+    if not is_own_rule(clip) and not same_for_halves(factors, alone):
         remedy, got = "use no maxima, means or quantiles of the batch", "factors that change with the rest of the batch"
         raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
     return factors if norms is found else {name: factors[name] for name in found}

@@ -147,7 +147,16 @@ class Factored:
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss, a factor for each parameter that it reaches. NOT private."""
+        self.begin(examples)
+        return self.begun(examples, point)
+
+    def begin(self, examples: Any) -> bool:
+        """Begin a call; return whether it is to be checked. `begun` computes it."""
         self._schedule.begin(examples)
+        return self._schedule.is_due
+
+    def begun(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
+        """Return the factors of the call that was begun, which is checked if it is due."""
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
         may_draw = self._randomness.numbers or self._schedule.calls == 1
         self._set_back = streams() if may_draw else lambda: None
@@ -213,6 +222,24 @@ class Factored:
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at theta + share f_i, as factors; `moved` has f_i by name."""
         return self(examples, Point(along=moved, share=share))
+
+    def recordable(self, examples: Any) -> Passes | str:
+        """Return passes for a recording, with the layouts of these examples; or why there can be none."""
+        if self._fallback.reached_loss:
+            return "the whole loss is computed for each example by itself"
+        if self._randomness.numbers:  # a graph repeats what numpy and Python drew
+            return "the forward pass draws random numbers besides dropout"
+        self._layouts.recall(examples)
+        return self._passes.copied()
+
+    def kept_draws(self) -> Callable[[], None]:
+        """Return a function that puts the random streams back, so that a second pass draws what the first one did."""
+        return streams() if self._randomness.draws else lambda: None
+
+    @property
+    def tolerance(self) -> float:
+        """The relative tolerance of a comparison."""
+        return self._passes.tolerance
 
     def inputs(self, examples: Any) -> dict[str, Factor]:
         """Return factors that hold the inputs of each layer, with zeros in place of the gradients of its outputs."""

@@ -169,6 +169,12 @@ class Passes:
         self.losses: Tensor | None = None  # of the last pass; private
         self._used = list[tuple[Tapped, str]]()  # the taps, each with the name of a parameter whose gradient it gives
 
+    def copied(self) -> "Passes":
+        """Return passes with the same layouts, and with what they keep between passes in other places."""
+        copied = Passes(self.structure.follow(), self.loss_fn, self._memory)
+        copied.layouts, copied.closed_forms, copied._sees_all = self.layouts, self.closed_forms, self._sees_all
+        return copied
+
     @property
     def uses(self) -> dict[str, Use]:
         """How the last pass computed the gradient of each parameter."""

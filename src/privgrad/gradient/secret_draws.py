@@ -30,6 +30,11 @@ def secret_draws(key: bytes) -> Generator[None]:
         yield
 
 
+def as_recorded() -> Any:
+    """Return a context, within `secret_draws`, for a graph that was recorded there: it calls the wide draws itself."""
+    return _dispatch._ExcludeDispatchKeyGuard(_dispatch.DispatchKeySet(_KEY))  # torch's compiler does not know the key
+
+
 def _bernoulli(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Write ones with probability p, in steps of 2^-24, and zeros."""
     return x.copy_(_new_bernoulli(x, p, generator=generator))
@@ -66,7 +71,7 @@ def _registered(name: str) -> Callable[..., Tensor]:
     own: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, operation), overload or "default")
 
     def draw(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with _dispatch._ExcludeDispatchKeyGuard(_dispatch.DispatchKeySet(_KEY)):
+        with as_recorded():
             return (_WIDE.get(name, own) if x.is_cpu else own)(x, *args, **kwargs)
 
     return draw

@@ -34,7 +34,7 @@ from privgrad.gradient.factor import (
     sum_of_rows,
     term_bound_of,
 )
-from privgrad.processes import AT_ONCE, blocks, is_on_processor
+from privgrad.processes import AT_ONCE, blocks, is_on_processor, is_slow
 
 _LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
@@ -261,7 +261,7 @@ class Outer(LinearMapFactor):
         # Other devices write a small gradient out in less time than they start further kernels. The number of examples
         # must not decide: the norms of all others would be rounded differently.
         on_processor = is_on_processor(self.b_BTO)
-        if inverse_scales is None and self.has_few_positions and (on_processor or inputs * outputs > _SMALL):
+        if inverse_scales is None and self.has_few_positions and (is_slow(self.b_BTO) or inputs * outputs > _SMALL):
             few = self._per_block(positions**2)
             if few >= self.examples:
                 return self.norms_by_inner_products()

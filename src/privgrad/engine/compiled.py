@@ -1,0 +1,168 @@
+"""Compute chunks of one shape by a compiled function: forward and backward pass, norms, factors, sums and flags.
+
+The function is what `Factored` and clipping compute, recorded once as a graph of torch's operations and compiled by
+`torch.compile`. The graph is kept as long as the structure of the model and the shapes of the examples stay the same.
+
+Privacy:
+    It is recorded from tensors without values, so that no example can end up in the graph. It has no branches: what
+    would read a value cannot be recorded. The graph is compared with the engine when it is new, and wherever the engine
+    checks itself. An example with a flag is computed by the engine; all others are computed as before. Where the engine
+    computes a whole chunk, it rounds differently: docs/rounding.md.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from privgrad.clip.clipping import ClippingAccumulator, Tried
+from privgrad.engine.factored import Factored
+from privgrad.engine.passes import Point
+from privgrad.gradient.factor import Factors
+from privgrad.gradient.functional import Structure
+from privgrad.gradient.refusals import first_line
+from privgrad.gradient.secret_draws import as_recorded
+from privgrad.processes import recorded
+from privgrad.types import leaves_of, map_examples
+
+_BACKEND = "inductor"
+_MOST = 8  # recordings in one training: each takes up to minutes
+
+
+class Function:
+    """A compiled function of the tensors of a chunk, the mask of those that count, and the scales."""
+
+    def __init__(self, run: Callable[..., list[Tensor]], names: Sequence[str]) -> None:
+        self._run, self._names = run, names
+        self.is_compared = False  # with the engine, so that it may be used
+
+    def __call__(self, *inputs: Tensor) -> Tried:
+        with torch.no_grad(), as_recorded():
+            found = self._run(*inputs)
+        if inputs[0].is_cuda:  # the next replay writes to the same memory
+            found = [x.clone() for x in found]
+        return Tried(dict(zip(self._names, found, strict=False)), *found[len(self._names) :])
+
+
+class Compiled:
+    """The chunks of a training, by compiled functions as far as they can be recorded, and by the engine otherwise."""
+
+    def __init__(self, engine: Factored, structure: Structure) -> None:
+        self._engine, self._structure = engine, structure
+        self._recordings = 0
+
+    def __call__(self, examples: Any, accumulator: ClippingAccumulator, padded: int | None = None) -> Factors | None:
+        """Add the clipped gradients of some examples; or return them, as the engine does, for the caller to add.
+
+        The last `padded` rows are padding, as for `ClippingAccumulator.add`.
+        """
+        engine, leaves = self._engine, leaves_of(examples)
+        is_due = engine.begin(examples)
+        if self._recordings > _MOST or not all(type(leaf) is Tensor for leaf in leaves):
+            return engine.begun(examples)
+        inputs = [*leaves, accumulator.counted(len(leaves[0]), padded), *accumulator.inverse_scales.values()]
+        functions, key = self._structure.once(_functions), _key(inputs, accumulator)
+        function = functions.get(key)
+        if function is None and (is_due or key in functions):
+            return engine.begun(examples)
+        set_back = engine.kept_draws()  # all that compute these examples draw the same masks of dropout
+        if function is None:  # the engine has seen such examples, and knows their layouts
+            function = functions[key] = self._recorded(examples, inputs, accumulator)
+            set_back()
+        if function is None:
+            return engine.begun(examples)
+        if is_due or not function.is_compared:
+            chunk = engine.begun(examples)
+            plain = accumulator.tried(chunk, inputs[len(leaves)], accumulator.inverse_scales)
+            set_back()
+            tried = function(*inputs)
+            if not bool((tried.flags | plain.flags).any()):
+                function.is_compared = not _differ(tried, plain, engine.tolerance)
+                if not function.is_compared:
+                    del functions[key]  # what the loss reads may have changed
+            if not function.is_compared:
+                return chunk
+        else:
+            tried = function(*inputs)
+        flagged = tried.flags.nonzero()[:, 0]
+        if len(flagged) == 0:
+            accumulator.take(tried, padded)
+            return None
+        set_back()
+        if len(flagged) == len(tried.flags):
+            return engine.begun(examples)
+        # Others are computed as if these examples were not there: in their places stands one of the others.
+        other = tried.flags.logical_not().nonzero()[0]
+        own = [leaf.index_copy(0, flagged, leaf[other.expand_as(flagged)]) for leaf in leaves]
+        inputs[: len(leaves) + 1] = [*own, inputs[len(leaves)] & ~tried.flags]
+        tried = function(*inputs)
+        apart = engine.begun(map_examples(lambda leaf: leaf[flagged], examples))
+        accumulator.take(tried, padded, (flagged, apart))
+        return None
+
+    def _recorded(self, examples: Any, inputs: Sequence[Tensor], accumulator: ClippingAccumulator) -> Function | None:
+        """Return the compiled function of a chunk; None, with a warning, if there can be none."""
+        self._recordings += 1
+        passes, names = self._engine.recordable(examples), list[str]()
+        if self._recordings > _MOST:
+            passes = "what it computes changes again and again"
+        if isinstance(passes, str):
+            return self._without(passes)
+
+        def region(*inputs: Tensor) -> list[Tensor]:
+            values = iter(inputs)
+            own = map_examples(lambda _: next(values), examples)
+            counted_B, *scales = values
+            chunk, _ = passes.compute(own, Point())
+            tried = accumulator.tried(chunk, counted_B, dict(zip(accumulator.inverse_scales, scales, strict=True)))
+            names[:] = tried.sums
+            return [*tried.sums.values(), *tried[1:]]
+
+        from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
+        from torch.fx.graph import CodeGen
+
+        try:
+            with recorded():
+                graph = make_fx(region, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            graph.graph.set_codegen(CodeGen())  # without trees, which dynamo does not trace
+            graph.recompile()
+            options: Any = {"fallback_random": True, "triton.cudagraphs": inputs[0].is_cuda}
+            options = options if _BACKEND == "inductor" else None
+            run = torch.compile(graph, fullgraph=True, dynamic=False, backend=_BACKEND, options=options)
+            function = Function(cast("Callable[..., list[Tensor]]", run), names)
+            function(*inputs)
+        except Exception as error:
+            cause = getattr(error, "inner_exception", error)  # of torch's compiler
+            return self._without(f"torch could not compile it: {first_line(cause)}")
+        return function
+
+    def _without(self, why: str) -> None:
+        warnings.warn(f"PrivateGradient computes without a compiled function: {why}", stacklevel=4)
+
+
+def _functions(_: Structure) -> dict[Any, Function | None]:
+    return {}
+
+
+def _key(inputs: Sequence[Tensor], accumulator: ClippingAccumulator) -> tuple[object, ...]:
+    """Return what decides the graph besides the structure of the model."""
+    device = inputs[0].device.type
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return *((x.shape, x.dtype, x.device) for x in inputs), *accumulator.inverse_scales, *autocast
+
+
+def _differ(one: Tried, other: Tried, tolerance: float) -> bool:
+    """Return whether the norms of examples or the sums differ by more than the tolerance, relative to their size."""
+    if one.sums.keys() != other.sums.keys():
+        return True
+    length, norm_B = _norm(other.raw_lengths), other.raw_norms
+    gap = math.hypot(*(_norm(x.double() - other.sums[name]) for name, x in one.sums.items()))
+    near_B = (one.raw_norms - norm_B).abs() <= tolerance * norm_B.clamp(min=tolerance * length)
+    return gap > tolerance * length or not bool(near_B.all())
+
+
+def _norm(x: Tensor) -> float:
+    return float(cast(Tensor, torch.linalg.vector_norm(x)))
