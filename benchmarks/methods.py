@@ -123,7 +123,7 @@ def private(
 ) -> Step:
     """privgrad's PrivateGradient and AdamBC, through the public interface."""
     model = setup.model()
-    arguments: dict[str, Any] = {"engine": setup.engine} | variant(model)
+    arguments: dict[str, Any] = {"engine": setup.engine, "microbatch_size": setup.microbatch_size} | variant(model)
     if arguments["engine"] == "vmap":
         setup.require_room(model, setup.microbatch_size)
     plan = pg.PrivacyPlan(
@@ -135,7 +135,7 @@ def private(
         num_examples=setup.batch_size * steps_a_pass,
         **planned,
     )
-    private_grad = pg.PrivateGradient(model, setup.losses, plan, microbatch_size=setup.microbatch_size, **arguments)
+    private_grad = pg.PrivateGradient(model, setup.losses, plan, **arguments)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     batches = _same_batch(plan, setup)
 
@@ -192,10 +192,11 @@ def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
     return {"perturb": getattr(_room("perturb"), name)(**arguments)}
 
 
-def _captured(model: nn.Module) -> dict[str, Any]:
+def captured(setup: Setup) -> Step:
+    """privgrad's step by a compiled function, for chunks of the size of the batch."""
     if "compile" not in inspect.signature(pg.PrivateGradient).parameters:
         raise SkipError("this privgrad has no PrivateGradient(compile=)")
-    return {"compile": True}
+    return private(setup, lambda _: {"compile": True, "microbatch_size": setup.batch_size})
 
 
 def _banded(bands: int) -> Any:
@@ -213,7 +214,7 @@ def _room(name: str) -> Any:
 
 OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
-    "captured": partial(private, variant=_captured),
+    "captured": captured,
     "on-grid": partial(private, variant=lambda model: {}, noise_on_grid=True),
     "preconditioned": partial(private, variant=_preconditioned),
     "inputs": lambda setup: private(setup, _inputs(setup, every=10**6)),  # a step that keeps its matrices
