@@ -8,6 +8,8 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -85,11 +87,12 @@ def private(
         delta=1e-5,
         sampling="truncated",
         max_batch_size=BATCH,
-        seed=1,
     )
     private_grad = pg.PrivateGradient(model, losses, plan, compile=is_compiled)
     optimizer = pg.optim.AdamBC(model.named_parameters(), noise_step=1e-3)
-    batches = iter(plan.batches(examples))
+    drawn = next(plan.batches(examples))
+    whole = replace(drawn, examples=examples.tensors, size=BATCH)  # the same examples each time, as another draw
+    batches = (replace(whole, sampling=replace(whole.sampling, step=step)) for step in count())
     return lambda: optimizer.step(grad=private_grad(next(batches))), lambda: private_grad(next(batches)), private_grad
 
 
@@ -127,13 +130,13 @@ def steps_of(name: str) -> tuple[dict[str, Callable[[], Any]], float]:
     region, chunk = functions[0], [*examples.tensors, torch.ones(BATCH, dtype=torch.bool)]
     values = {key: p.detach().clone() for key, p in model.named_parameters()}
     zeros = {key: torch.zeros_like(p) for key, p in values.items()}
-    count = torch.tensor(10.0)
+    time_step = torch.tensor(10.0)
 
     def loss(values: Named) -> Tensor:
         return losses(lambda x: torch.func.functional_call(model, dict(values), (x,)), examples.tensors).mean()
 
-    def step_of(values: Named, means: Named, squares: Named, count: Tensor) -> list[Named]:
-        return adam(values, torch.func.grad(loss)(values), means, squares, count)
+    def step_of(values: Named, means: Named, squares: Named, time_step: Tensor) -> list[Named]:
+        return adam(values, torch.func.grad(loss)(values), means, squares, time_step)
 
     ordinary, update = torch.compile(step_of, fullgraph=True), torch.compile(adam, fullgraph=True)
     eager = torch.optim.Adam(model.parameters())
@@ -144,10 +147,10 @@ def steps_of(name: str) -> tuple[dict[str, Callable[[], Any]], float]:
         eager.step()
 
     def without_noise() -> None:
-        update(values, region(*chunk).sums, zeros, zeros, count)
+        update(values, region(*chunk).sums, zeros, zeros, time_step)
 
     return {
-        "ordinary, compiled": lambda: ordinary(values, zeros, zeros, count),
+        "ordinary, compiled": lambda: ordinary(values, zeros, zeros, time_step),
         "ordinary": step_eagerly,
         "private, compiled, without noise": without_noise,
         "private, compiled": taken[0][0],
