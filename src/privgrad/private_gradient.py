@@ -205,7 +205,7 @@ class PrivateGradient:
         self._observers = OrderedDict[int, Callable[[RawStep], None]]()
 
     def _compiling(self) -> Any:
-        """Return what computes chunks by compiled functions; None, with a warning, beside parts that have none."""
+        """Return what computes chunks by compiled functions; None, with a warning, if a part has none."""
         unsupported = {
             f"engine={self._parts.engine!r}": self._parts.engine != "factored",
             repr(self._contribution): type(self._contribution) is not SampleGradient,

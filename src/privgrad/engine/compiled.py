@@ -62,20 +62,20 @@ class Compiled:
         engine, leaves = self._engine, leaves_of(examples)
         is_due = engine.begin(examples)
         if self._recordings > _MOST or not all(type(leaf) is Tensor for leaf in leaves):
-            return engine.begun(examples)
+            return engine(examples, has_begun=True)
         inputs = [*leaves, accumulator.counted(len(leaves[0]), padded), *accumulator.inverse_scales.values()]
         functions, key = self._structure.once(_functions), _key(inputs, accumulator)
         function = functions.get(key)
         if function is None and (is_due or key in functions):
-            return engine.begun(examples)
+            return engine(examples, has_begun=True)
         set_back = engine.kept_draws()  # all that compute these examples draw the same masks of dropout
         if function is None:  # the engine has seen such examples, and knows their layouts
             function = functions[key] = self._recorded(examples, inputs, accumulator)
             set_back()
         if function is None:
-            return engine.begun(examples)
+            return engine(examples, has_begun=True)
         if is_due or not function.is_compared:
-            chunk = engine.begun(examples)
+            chunk = engine(examples, has_begun=True)
             plain = accumulator.tried(chunk, inputs[len(leaves)], accumulator.inverse_scales)
             set_back()
             tried = function(*inputs)
@@ -93,13 +93,13 @@ class Compiled:
             return None
         set_back()
         if len(flagged) == len(tried.flags):
-            return engine.begun(examples)
+            return engine(examples, has_begun=True)
         # Others are computed as if these examples were not there: in their places stands one of the others.
         other = tried.flags.logical_not().nonzero()[0]
         own = [leaf.index_copy(0, flagged, leaf[other.expand_as(flagged)]) for leaf in leaves]
         inputs[: len(leaves) + 1] = [*own, inputs[len(leaves)] & ~tried.flags]
         tried = function(*inputs)
-        apart = engine.begun(map_examples(lambda leaf: leaf[flagged], examples))
+        apart = engine(map_examples(lambda leaf: leaf[flagged], examples), has_begun=True)
         accumulator.take(tried, padded, (flagged, apart))
         return None
 

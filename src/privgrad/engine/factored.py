@@ -145,18 +145,15 @@ class Factored:
         self._set_back: Callable[[], None] = lambda: None  # puts the random streams back to the start of a pass
         self._density: float | None = None  # floats of output gradients per value of an example
 
-    def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
-        """Compute the gradient of each example's own loss, a factor for each parameter that it reaches. NOT private."""
-        self.begin(examples)
-        return self.begun(examples, point)
-
     def begin(self, examples: Any) -> bool:
-        """Begin a call; return whether it is to be checked. `begun` computes it."""
+        """Begin a call; return whether it is to be checked."""
         self._schedule.begin(examples)
         return self._schedule.is_due
 
-    def begun(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
-        """Return the factors of the call that was begun, which is checked if it is due."""
+    def __call__(self, examples: Any, point: Point = _WEIGHTS, *, has_begun: bool = False) -> dict[str, Factor]:
+        """Compute the gradient of each example's own loss, a factor for each parameter that it reaches. NOT private."""
+        if not has_begun:
+            self._schedule.begin(examples)
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
         may_draw = self._randomness.numbers or self._schedule.calls == 1
         self._set_back = streams() if may_draw else lambda: None

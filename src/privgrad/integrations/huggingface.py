@@ -80,7 +80,7 @@ class PrivateTrainer(Trainer):
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
             EarlyStopping. Required with EarlyStoppingCallback, load_best_model_at_end and save_strategy="best".
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
-            memory_mb, norm_bins, adaptive_clip and filter.
+            memory_mb, compile, norm_bins, adaptive_clip and filter.
         trainer_options: the Trainer's other arguments.
     Raises:
         PrivacyError: an argument contradicts the plan, would change the private step, or would reveal private

@@ -78,7 +78,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
             privgrad.EarlyStopping. Required with EarlyStopping, and with a ModelCheckpoint that monitors a metric.
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
-            memory_mb, norm_bins, adaptive_clip and filter.
+            memory_mb, compile, norm_bins, adaptive_clip and filter.
     Raises:
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
