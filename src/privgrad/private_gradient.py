@@ -218,7 +218,7 @@ class PrivateGradient:
         }
         if found := [part for part, is_unsupported in unsupported.items() if is_unsupported]:
             return _not_compiled(" and ".join(found))
-        return Parts.compiled(self._engine, self._structure)
+        return Parts.compiled(self._engine, self._structure, self._state)
 
     def _public_facts(self, side_information: str | None) -> dict[str, Any]:
         """Return what the ledger records of the plan and the parts. It is public, and a resumed run has the same."""

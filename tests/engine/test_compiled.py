@@ -229,6 +229,38 @@ def test_a_new_number_in_the_loss_makes_a_new_function() -> None:
     both(loss=loss, each=each)
 
 
+def test_a_number_that_changes_in_each_step_ends_the_recordings() -> None:
+    weight = 1.0
+
+    def loss(model: nn.Module, examples: Any) -> Tensor:
+        return weight * cross_entropy(model, examples)
+
+    def each(step: int, _: nn.Module) -> None:
+        nonlocal weight
+        weight = 1 / (1 + step)
+
+    plain, _ = train(loss=loss, each=each, compile=False, steps=20)
+    with pytest.warns(UserWarning, match="changes again and again"):
+        found, _ = train(loss=loss, each=each, compile=True, steps=20)
+    assert furthest(found, plain) < 1e-6
+
+
+def test_a_loss_that_counts_its_passes_is_not_recorded() -> None:
+    def made() -> Loss:
+        passes = {"count": 0}
+
+        def loss(model: nn.Module, examples: Any) -> Tensor:
+            passes["count"] += 1
+            return min(1.0, passes["count"] / 9) * cross_entropy(model, examples)
+
+        return loss
+
+    plain, _ = train(loss=made(), compile=False)
+    with pytest.warns(UserWarning, match="passes count passes"):
+        found, _ = train(loss=made(), compile=True)
+    assert furthest(found, plain) == 0.0
+
+
 def test_a_frozen_layer_makes_a_new_function() -> None:
     def each(step: int, model: nn.Module) -> None:
         if step == 5:
@@ -289,8 +321,8 @@ def test_a_function_that_differs_from_the_engine_is_dropped(monkeypatch: pytest.
             own._run = lambda *inputs: [x * (1.1 if place < count else 1) for place, x in enumerate(run(*inputs))]
             return own
 
-    plain, _ = train(compile=False)
+    plain, _ = train(compile=False, steps=5)
     monkeypatch.setattr(Parts, "compiled", Wrong)
-    found, private_grad = train(compile=True)
+    found, private_grad = train(compile=True, steps=5)
     assert furthest(found, plain) == 0.0
     assert functions_of(private_grad) == []

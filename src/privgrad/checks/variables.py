@@ -305,6 +305,7 @@ class State:
         self.overwritten = set[str]()  # what each pass sets again, and no pass reads before
         self.undone = set[str]()  # what passes change without an effect on losses; it keeps its values
         self.unknown = set[str]()  # what else passes have changed, since `scope` was found
+        self.changes = 0  # the steps before which the loop has changed something
         self._steps, self._credit, self._warned = 0, float(_CHECKS), set[str]()
         self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
         self._others = list[Variable]()
@@ -361,6 +362,7 @@ class State:
         changed -= self.overwritten | self.counters.keys()
         if not changed:
             return False
+        self.changes += 1
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
         tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
         due = bool(changed - tensors) and self._credit >= 1  # a loop may set a number at every step

@@ -29,7 +29,7 @@ from privgrad.processes import recorded
 from privgrad.types import leaves_of, map_examples
 
 _BACKEND = "inductor"
-_MOST = 8  # recordings in one training: each takes up to minutes
+_MOST = 4  # recordings in one training: each takes up to minutes
 
 
 class Function:
@@ -50,8 +50,11 @@ class Function:
 class Compiled:
     """The chunks of a training, by compiled functions as far as they can be recorded, and by the engine otherwise."""
 
-    def __init__(self, engine: Factored, structure: Structure) -> None:
+    def __init__(self, engine: Factored, structure: Structure, state: Any) -> None:
         self._engine, self._structure = engine, structure
+        self._state = (
+            state  # a `checks.State`: what the loss reads besides the model, which a graph does not read again
+        )
         self._recordings = 0
 
     def __call__(self, examples: Any, accumulator: ClippingAccumulator, padded: int | None = None) -> Factors | None:
@@ -64,7 +67,7 @@ class Compiled:
         if self._recordings > _MOST or not all(type(leaf) is Tensor for leaf in leaves):
             return engine(examples, has_begun=True)
         inputs = [*leaves, accumulator.counted(len(leaves[0]), padded), *accumulator.inverse_scales.values()]
-        functions, key = self._structure.once(_functions), _key(inputs, accumulator)
+        functions, key = self._structure.once(_functions), (self._state.changes, *_key(inputs, accumulator))
         function = functions.get(key)
         if function is None and (is_due or key in functions):
             return engine(examples, has_begun=True)
@@ -107,6 +110,8 @@ class Compiled:
         """Return the compiled function of a chunk; None, with a warning, if there can be none."""
         self._recordings += 1
         passes, names = self._engine.recordable(examples), list[str]()
+        if self._state.counters:
+            passes = f"passes count {', '.join(self._state.counters)}"
         if self._recordings > _MOST:
             passes = "what it computes changes again and again"
         if isinstance(passes, str):
