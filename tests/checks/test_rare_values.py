@@ -122,3 +122,26 @@ def test_the_chosen_rows_are_distinct(most: int, size: int):
         assert leading_of(examples, most)[0].unique().numel() == min(size, most)
         for salt in range(4):
             assert few_of(examples, salt=salt, fill=False)[0].unique().numel() == min(size, 3)
+
+
+class Steps(nn.Module):
+    """As many steps as an example says, and at least one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 3), nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
+        return torch.stack([self.out([self.embed(one[k]) for k in range(int(n))][-1]) for one, n in zip(ids, counts)])
+
+
+def test_a_batch_of_one_example_is_not_compared_with_an_example_of_length_zero():
+    examples = torch.tensor([[1, 2, 3]]), torch.tensor([2]), torch.tensor([1])
+    model = Steps()
+
+    def loss_fn(model: nn.Module, examples: Any) -> Tensor:
+        return F.cross_entropy(model(*examples[:2]), examples[2], reduction="none")
+
+    with pytest.warns(UserWarning, match="for each example by itself"):
+        found = Factored(model, loss_fn)(examples)
+    assert found["embed.weight"].examples == 1

@@ -45,7 +45,13 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True, novel: Sequence[i
         between[:1] = [row for row in novel if row not in (0, last)][:1] or between[:1]
         return rows_of(examples, [0, *(size - 1 if row == last else row for row in between), last])
     missing = PROBED - size if fill else 0
-    return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
+
+    def filled(leaf: Tensor) -> Tensor:
+        # A model may not take 0 as a length, or as a number of nodes.
+        is_count = leaf.dim() == 1 and not leaf.is_floating_point() and size > 0
+        return torch.cat([leaf, leaf[:1].expand(missing) if is_count else leaf.new_zeros(missing, *leaf.shape[1:])])
+
+    return map_examples(filled, examples)
 
 
 def four_of(few: Any) -> Any:
