@@ -132,7 +132,9 @@ class Steps(nn.Module):
         self.embed, self.out = nn.Embedding(9, 3), nn.Linear(3, 2)
 
     def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
-        return torch.stack([self.out([self.embed(one[k]) for k in range(int(n))][-1]) for one, n in zip(ids, counts)])
+        return torch.stack(
+            [self.out([self.embed(one[k]) for k in range(int(n))][-1]) for one, n in zip(ids, counts, strict=True)]
+        )
 
 
 def test_a_batch_of_one_example_is_not_compared_with_an_example_of_length_zero():
