@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.engine.factors.outer import Outer, bounding_product, position_norms, unread_norms
+from privgrad.engine.factors.outer import SMALL, Outer, bounding_product, position_norms, unread_norms
 from privgrad.gradient.factor import (
     TERMS,
     Dense,
@@ -58,6 +58,12 @@ class Geometry:
         return self.groups == 1 and math.prod(positions) <= _FEW
 
     @property
+    def overlap(self) -> int:
+        """The most patches that contain one entry of the input."""
+        sizes = zip(self.kernel, self.stride, self.dilation, strict=True)
+        return math.prod(-(-k * math.gcd(step, apart) // step) for k, step, apart in sizes)
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether every patch is one position of the input, so that patches are a view of the inputs."""
         ones = (1,) * len(self.kernel)
@@ -82,7 +88,8 @@ class Geometry:
 
     def _view(self, x: Tensor) -> Tensor:
         # All patches, shape (rows, *positions, I, *kernel).
-        patches, space = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)]), x.dim() - 2
+        padding, space = [size for size in reversed(self.padding) for _ in range(2)], x.dim() - 2
+        patches = F.pad(x, padding) if any(padding) else x
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return patches.movedim(1, 1 + space)
@@ -111,6 +118,7 @@ class Convolution(LinearMapFactor):
         parts: number of neighboring rows that belong to one example; their gradients add up.
     """
 
+    usual_terms: ClassVar[float] = 8.0  # those of many positions cancel in part
     _terms: ClassVar[int] = 4 * TERMS  # shorter parts would take twice the time
 
     def __init__(self, x: Tensor, b: Tensor, geometry: Geometry, *, parts: int = 1) -> None:
@@ -187,7 +195,7 @@ class Convolution(LinearMapFactor):
             spread = (-1, *[1] * (x.dim() - 2))
             x, b = x * of_inputs.repeat(self.geometry.groups).view(spread), b * of_outputs.view(spread)
         x_BP, b_BP = (norms(z.flatten(1)).view(self.examples, self.parts) for z in (x, b))
-        return x_BP, b_BP * self.shape[2:].numel() ** 0.5
+        return x_BP, b_BP * self.geometry.overlap**0.5
 
     @property
     def positions(self) -> int:
@@ -249,9 +257,10 @@ class Convolution(LinearMapFactor):
 
     @property
     def by_inner_products(self) -> bool:
-        """Whether norms by inner products of patches take fewer operations than the gradients themselves."""
+        """Whether norms by inner products of patches take less time than the gradients themselves."""
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
-        return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
+        fewer = self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
+        return fewer and (outputs * fan_in > SMALL or is_on_processor(self.b))
 
     @property
     def has_fewer_patches(self) -> bool:

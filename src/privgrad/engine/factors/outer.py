@@ -4,6 +4,7 @@ Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
@@ -38,7 +39,7 @@ from privgrad.processes import AT_ONCE, blocks, is_on_processor, is_slow
 
 _LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 _ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
-_SMALL = 1 << 18  # entries of a gradient that a device other than the CPU writes out while it would start few kernels
+SMALL = 1 << 19  # entries of a gradient that a device other than the CPU writes out while it would start few kernels
 
 
 def position_norms(x: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ class Outer(LinearMapFactor):
         # Other devices write a small gradient out in less time than they start further kernels. The number of examples
         # must not decide: the norms of all others would be rounded differently.
         on_processor = is_on_processor(self.b_BTO)
-        if inverse_scales is None and self.has_few_positions and (is_slow(self.b_BTO) or inputs * outputs > _SMALL):
+        if inverse_scales is None and self.has_few_positions and (is_slow(self.b_BTO) or inputs * outputs > SMALL):
             few = self._per_block(positions**2)
             if few >= self.examples:
                 return self.norms_by_inner_products()
@@ -292,26 +293,37 @@ class Outer(LinearMapFactor):
     def norms_by_inner_products(self) -> Tensor:
         """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
         a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
-        a_BT, b_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt(), b_BTT.diagonal(dim1=1, dim2=2).sqrt()
-        bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
+        bound_B, lost_B = self.bound(a_BTT, b_BTT)
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
-        lost_B = square_B <= CANCELED * bound_B.square()
-        lost_B |= self.underflowing(a_BT, b_BT)
+        lost_B |= square_B <= CANCELED * bound_B.square()
         norm_B = square_B.clamp(min=0).sqrt()
         if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
         return norm_B
 
+    def bound(self, a_BTT: Tensor, b_BTT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum over t of |b_t| |a_t|, which is at least |g|, and `underflowing`, from Gram matrices."""
+        if not is_on_processor(a_BTT):
+            a_BT, b_BT = float64_norms(self.a_BTI), float64_norms(self.b_BTO)
+        else:
+            a_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt()
+            b_BT = native_norms(self.b_BTO) if b_BTT is None else b_BTT.diagonal(dim1=1, dim2=2).sqrt()
+        return (a_BT * b_BT).sum(1, dtype=torch.float64), self.underflowing(a_BT, b_BT)
+
     def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
         """Return which examples have a position whose squares underflow on one side and are large on the other."""
+        # Exact zeros, as at padding, hide nothing.
+        if not is_on_processor(self.b_BTO):  # a look at the answer takes longer than the work; float64 shows zeros
+            pairs = (self.a_BTI, a_BT), (self.b_BTO, b_BT)
+            a_BT, b_BT = (float64_norms(x) if n is None or n.dtype != torch.float64 else n for x, n in pairs)
+            least_BT = torch.minimum(a_BT, b_BT)
+            return torch.logical_and(least_BT, least_BT < TINY * torch.maximum(a_BT, b_BT)).any(1)
         a_BT = native_norms(self.a_BTI) if a_BT is None else a_BT
         b_BT = native_norms(self.b_BTO) if b_BT is None else b_BT
         lost_BT = (torch.minimum(a_BT, b_BT) < TINY) & (torch.maximum(a_BT, b_BT) > 1)
-        # On other devices than the CPU, the answer takes longer than the work.
-        if not self.shape.numel() or (is_on_processor(lost_BT) and not lost_BT.any().item()):
+        if not self.shape.numel() or not lost_BT.any().item():
             return lost_BT.any(1)
-        # Exact zeros, as at padding, hide nothing.
         return (lost_BT & (torch.minimum(largest_entries(self.a_BTI), largest_entries(self.b_BTO)) > 0)).any(1)
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
@@ -404,21 +416,28 @@ class Combined(LinearMapFactor):
             return super().norms(inverse_scales)
         square_B = self.square_BO.sum(1, dtype=torch.float64)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = spoiled(canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B) | self._underflowing())
+        again = spoiled(canceled(square_B, self._term_bound) | ~torch.isfinite(square_B) | self._underflowing())
         for index in indices(again):
             norm_B[index] = Factor.norms(self[index : index + 1])[0]
         return norm_B
 
-    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
+    @cached_property
+    def _term_bound(self) -> Tensor:
         along_B = native_norms(self.along_BO * native_norms(self.rows.flatten(1)))
         level_B = native_norms(self.level_BO) * self.rows[0].numel() ** 0.5
-        return largest_scale(inverse_scales) * (self._inner_terms() + along_B.double() + level_B.double())
+        return self._inner_terms() + along_B + level_B
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return largest_scale(inverse_scales) * self._term_bound
 
     def _underflowing(self) -> Tensor:
         lost_B = torch.zeros_like(self.along_BO[:, 0], dtype=torch.bool)
         for part in self.inner.parts if isinstance(self.inner, Sum) else [self.inner]:
             lost_B |= part.underflowing() if isinstance(part, Outer) else False
         return lost_B
+
+    def _per_block(self, floats: int) -> int:
+        return examples_per_block(floats, self.along_BO)
 
     def of_patches(self) -> "Combined":
         return Combined(self.inner, self.rows.flatten(1), self.along_BO, self.level_BO)

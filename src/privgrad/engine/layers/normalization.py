@@ -108,10 +108,9 @@ class _Normalization(Rule):
             return Dense(self.over_positions(layer, at_least_float32(grad)))
         few = examples_per_block(int(x[:1].numel()), x)
         parts: list[Tensor] = []
-        with torch.no_grad():
-            for start in range(0, len(x), few):
-                scaled = self.normalized(layer, at_least_float32(x[start : start + few])) * grad[start : start + few]
-                parts.append(self.over_positions(layer, scaled))
+        for start in range(0, len(x), few):
+            scaled = self.normalized(layer, at_least_float32(x[start : start + few])) * grad[start : start + few]
+            parts.append(self.over_positions(layer, scaled))
         return Dense(in_one(parts))
 
     def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
@@ -168,7 +167,7 @@ class GroupNorm(_Normalization):
     """The rule of nn.GroupNorm, and of calls of F.group_norm."""
 
     def forward(self, layer: Any, parameters: Weights, x: Tensor) -> Tensor:
-        return F.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
+        return torch.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
 
     def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
         return standardized(x.reshape(len(x) * layer.num_groups, -1), layer.eps).view_as(x)
