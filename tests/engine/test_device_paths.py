@@ -17,6 +17,9 @@ import torch.nn.functional as F
 import privgrad as pg
 from conftest import make_model
 from privgrad import processes
+from privgrad.clip.clipping import ClippingAccumulator
+from privgrad.engine import units
+from privgrad.engine.factored import Factored
 from privgrad.engine.factors import conv
 from privgrad.engine.factors.conv import Convolution, Geometry
 from privgrad.engine.factors.embedding import Rows
@@ -69,6 +72,49 @@ def test_norms_are_right_where_squares_are_lost(entries: int, size: float):
     expected_B = torch.linalg.vector_norm(rows_BP.double(), dim=1)
     torch.testing.assert_close(norms_of(rows_BP), expected_B, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(position_norms(rows_BP), expected_B, rtol=1e-3, atol=0.0)  # a bound only
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), [(1, 1), (1e-25, 1e25), (1e20, 1e-22), (0, 1), (1e-30, 1), (1e-18, 1e-18)])
+@pytest.mark.parametrize("places", [1, 3], ids=["one position", "all positions"])
+def test_inner_products_hide_no_position_whose_squares_are_lost(of_a: float, of_b: float, places: int):
+    a, b = (torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size)) for size in (50, 40))
+    a[1, :places] *= of_a
+    b[1, :places] *= of_b
+    wanted = torch.linalg.matrix_norm(b.double().mT @ a.double())
+    torch.testing.assert_close(Outer(a, b).norms_by_inner_products(), wanted, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("name", test_row_map.LAYERS)
+def test_closed_forms_of_large_weights_equal_a_loop_over_single_examples(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "SMALL", 0)
+    test_row_map.test_layers_with_closed_forms_equal_a_loop_over_single_examples(name)
+
+
+class Changing(torch.nn.Linear):
+    """The Jacobian of its weight has a closed form until it is bent."""
+
+    bent = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002, torch's name
+        return F.linear(input, torch.tanh(self.weight) if self.bent else self.weight * 2, self.bias)
+
+
+def test_a_closed_form_that_holds_no_more_is_dropped_before_anything_is_added(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "SMALL", 0)
+    torch.manual_seed(0)
+    layer = Changing(20, 6)
+    model, x = torch.nn.Sequential(layer, torch.nn.Tanh()).double(), torch.randn(5, 3, 20, dtype=torch.float64)
+    engine, like = Factored(model, test_row_map.losses_of), dict(model.named_parameters())
+    for step in range(5):
+        layer.bent = step in (2, 3)
+        engine.begin_step()
+        accumulator = ClippingAccumulator(like=like, clip=pg.clip.Flat(), max_grad_norm=0.5)
+        accumulator.add(engine(x))
+        rows = test_row_map.one_by_one(model, x)
+        norm_B = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()]).norm(dim=0)
+        for name, value in accumulator.result()[0].values.items():
+            wanted = torch.einsum("b,b...->...", (0.5 / norm_B).clamp(max=1), rows[name])
+            torch.testing.assert_close(value, wanted, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(

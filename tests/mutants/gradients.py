@@ -28,7 +28,6 @@ from privgrad.engine.factored import Factored
 from privgrad.engine.factors import embedding as tables
 from privgrad.engine.factors import outer
 from privgrad.engine.factors import parametrized as jacobian
-from privgrad.engine.factors import parametrized as row_map
 from privgrad.engine.factors import weight_standardization as standardization
 from privgrad.engine.factors.embedding import Rows
 from privgrad.engine.factors.outer import Outer
@@ -107,24 +106,24 @@ def multiplied_back(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum,
 
 def projected_twice(patch: Patch) -> None:
     """Norms that are too small: what weight standardization takes from a gradient is taken from its square twice."""
-    real = standardization.Projected.__init__
+    real = jacobian.Projected.__init__
 
-    def wrong(self: Any, grads: Any, rows: Any, scale: Any, numbers: Any, *more: Any) -> None:
-        mean, along, square = numbers
-        taken = (mean.square() + along.square()) * rows[0].numel()
-        real(self, grads, rows, scale, (mean, along, (square - taken).clamp(min=0)), *more)
+    def wrong(self: Any, grads: Any, rows: Any, sums: Any) -> None:
+        fan_in = rows.rows_OF.shape[1]
+        taken = sums.mean.square() * fan_in + sums.along.square() / fan_in
+        real(self, grads, rows, sums._replace(square=(sums.square - taken).clamp(min=0)))
 
-    patch.setattr(standardization.Projected, "__init__", wrong)
+    patch.setattr(jacobian.Projected, "__init__", wrong)
 
 
 def removed_by_the_jacobian_unseen(patch: Patch) -> None:
     """Norms from sums over rows, also where rounding hides what a Jacobian leaves of a gradient."""
-    patch.setattr(row_map, "canceled", lambda square, _: torch.zeros_like(square, dtype=torch.bool))
+    patch.setattr(outer, "canceled", lambda square, _: torch.zeros_like(square, dtype=torch.bool))
 
 
 def any_closed_form(patch: Patch) -> None:
     """Every Jacobian is taken for one with three numbers per row."""
-    patch.setattr(row_map, "_agree", lambda *_: True)
+    patch.setattr(jacobian, "_beyond_rounding", lambda rest, *_: torch.zeros(len(rest), dtype=torch.bool))
 
 
 def one_variance_for_all(patch: Patch) -> None:

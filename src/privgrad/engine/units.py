@@ -23,12 +23,13 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
+from privgrad.engine.factors.outer import SMALL
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
 from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 from privgrad.engine.layers.base import Rule, Weights, add_to, find_forward, find_rule, is_built_in, require_unwritten
 from privgrad.engine.shared_values import Additive, filled
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import is_additive, sources
+from privgrad.gradient.autograd_graph import has_batched_rules, is_additive, sources
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import (
@@ -43,6 +44,7 @@ from privgrad.gradient.functional import (
     weight_hooks,
 )
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, refused
+from privgrad.processes import is_on_processor
 
 
 class Tapped(NamedTuple):
@@ -417,13 +419,16 @@ def _pulled(
     factor: Factor, weight: Tensor, norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None
 ) -> dict[Tensor, Factor]:
     """Return the factors of the parameters from which a weight is computed, given the factor of the weight."""
-    leaves = {id(source): source for source in sources([weight])}.values()
+    leaves = known.trained if known is not None else list({id(leaf): leaf for leaf in sources([weight])}.values())
     # One backward pass for the sum of all examples is right only if it is additive and rounds little.
-    apart = not is_additive(weight) or any(x.itemsize < 4 or x._backward_hooks for x in (weight, *leaves))
+    apart = any(x.itemsize < 4 or x._backward_hooks for x in (weight, *leaves))
+    apart = apart or not (known is not None or is_additive(weight))
+    is_small = weight.numel() <= SMALL and not is_on_processor(weight)
+    is_small = is_small and (known is not None or has_batched_rules(weight))
     sums, found = SharedSums(factor), dict[Tensor, Factor]()
     for leaf in leaves:
         place = (*key, id(leaf))
-        rows = partial(norms.rows, place) if known is None else known.rows_of
+        rows = known.rows_of if known is not None else None if is_small else partial(norms.rows, place)
         jacobian = Jacobian(weight, leaf, partial(norms.of, place), None if apart else rows)
-        found[leaf] = Pulled(factor, jacobian, apart=apart, sums=sums)
+        found[leaf] = Pulled(factor, jacobian, apart=apart or is_small, sums=sums)
     return found

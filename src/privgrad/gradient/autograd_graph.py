@@ -18,6 +18,14 @@ from privgrad.gradient.refusals import refused
 # The class of the nodes of leaves.
 _made: Any = torch.ones((), requires_grad=True).expand(1).grad_fn
 AccumulateGrad: Any = _made.next_functions[0][0].__class__
+# Those that tests compare with single gradients.
+_BATCHED = {"torch::autograd::AccumulateGrad"} | {
+    f"{name}Backward"
+    for name in (
+        *("Add", "Clone", "Div", "Expand", "LinalgVectorNorm", "Mean", "Mul", "NativeLayerNorm", "Norm", "Pow"),
+        *("ReshapeAlias", "Rsqrt", "Sqrt", "Std", "StdMean", "Sub", "Sum", "UnsafeView", "Var", "VarMean", "View"),
+    )
+}
 
 
 @contextmanager
@@ -79,6 +87,11 @@ def is_additive(tensor: Tensor) -> bool:
         or node.name().startswith("ToCopy")  # precisions are converted, as under autocast
         for node in nodes([tensor])
     )
+
+
+def has_batched_rules(tensor: Tensor) -> bool:
+    """Return whether vmap computes the backward pass of every operation behind a tensor for many gradients at once."""
+    return all(node.name().rstrip("01234") in _BATCHED for node in nodes([tensor]))
 
 
 def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> list[Any]:

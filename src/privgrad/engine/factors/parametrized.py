@@ -9,28 +9,31 @@ Shape suffixes: B examples, P a parameter's shape.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from privgrad.engine.factors.conv import Convolution
-from privgrad.engine.factors.outer import Outer, largest_scale
+from privgrad.engine.factors.outer import Combined, Outer, Rows, by_rows, largest_scale
+from privgrad.gradient.autograd_graph import has_batched_rules
 from privgrad.gradient.factor import (
     TINY,
     Dense,
     Examples,
     Factor,
+    LinearMapFactor,
     added_up,
     at_least_float32,
-    canceled,
     examples_per_block,
     flattened,
     float64_norms,
     in_one,
+    masked,
     native_norms,
     norms_of,
     spoiled,
@@ -39,58 +42,119 @@ from privgrad.gradient.factor import (
 from privgrad.processes import is_on_processor
 
 _LEAST = 16  # entries of a row, with fewer of which three numbers per row say too little
+_COPIES = 4  # of gradients in memory while they are multiplied with J^T
 _EXACT = 64  # times the resolution of the weight: how far products may differ from those of the map
 
 
 class RowMap:
     """J^T for a weight w whose row o depends on row o of a parameter alone.
 
-    Computes scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o, with u_o = w_o / |w_o| and <.> the mean over a row;
-    or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13).
+    Computes scale_o h_o + level_o <h_o> + along_o (u_o . h_o) u_o, with rows u_o along w_o, of any length, and <.> the
+    mean over a row; or along_o (u_o . h_o) for a parameter that has one number per row. docs/mathematics.md (3.13) is
+    for u_o of length 1.
     """
 
-    def __init__(self, unit_OF: Tensor, numbers: tuple[Tensor, ...], shape: torch.Size) -> None:
-        self.unit_OF, self.numbers, self.shape = unit_OF, numbers, shape
+    def __init__(self, rows_OF: Tensor, numbers: tuple[Tensor, ...], shape: torch.Size) -> None:
+        self.rows_OF, self.numbers, self.shape = rows_OF, numbers, shape
+        self.doubt_O: Tensor | None = None  # the rows where the map is wrong, as long as nobody has looked
+        self.is_wrong = False
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether the map is known to be wrong; within `unread`, clipping looks: see `spoiled`."""
+        self.is_wrong |= self.doubt_O is not None and spoiled(self.doubt_O) is not None
+        return self.is_wrong
 
     @property
     def is_per_row(self) -> bool:
         return len(self.numbers) == 1
 
     @cached_property
-    def spectral_norm(self) -> float:
+    def square(self) -> Tensor:
+        return self.rows_OF.square().sum(1)
+
+    @cached_property
+    def spectral_norm(self) -> Tensor:
         """The norm of J, from its eigenvalues in the plane of u and the constant row, and outside: (3.15)."""
         if self.is_per_row:
-            return float(self.numbers[0].abs().max())
-        scale_O, level_O, along_O = (numbers.double() for numbers in self.numbers)
-        square_O = (self.unit_OF.double().sum(1).square() / self.unit_OF.shape[1]).clamp(max=1.0)
-        trace_O = 2 * scale_O + level_O + along_O
-        apart_O = (level_O - along_O).square() + 4 * level_O * along_O * square_O
-        return float(torch.maximum(scale_O.abs(), (trace_O.abs() + apart_O.clamp(min=0).sqrt()) / 2).max())
+            return (self.numbers[0].abs() * self.square.sqrt()).max()
+        scale_O, level_O, own_O = self.numbers
+        along_O = own_O * self.square
+        apart_O = (level_O - along_O).square() + 4 / self.rows_OF.shape[1] * level_O * own_O * self.rows_OF.sum(
+            1
+        ).square()
+        in_plane_O = ((2 * scale_O + level_O + along_O).abs() + apart_O.clamp(min=0).sqrt()) / 2
+        return torch.maximum(scale_O.abs(), in_plane_O).max()
 
     def pull(self, grads: Tensor) -> Tensor:
         """Return the products of J^T with rows of gradients, (rows, *weight.shape) -> (rows, *P)."""
         h_BOF = grads.flatten(2)
-        unit_BO = cast(Tensor, torch.linalg.vecdot(h_BOF, self.unit_OF))
+        along_BO = cast(Tensor, torch.linalg.vecdot(h_BOF, self.rows_OF))
         if self.is_per_row:
-            return self.along(unit_BO)
+            return self.along(along_BO)
         scale_O, level_O, along_O = self.numbers
-        level_BO, along_BO = h_BOF.mean(2) * level_O, unit_BO * along_O
-        pulled_BOF = torch.addcmul(level_BO[:, :, None], along_BO[:, :, None], self.unit_OF)
+        level_BO, along_BO = h_BOF.mean(2) * level_O, along_BO * along_O
+        pulled_BOF = torch.addcmul(level_BO[:, :, None], along_BO[:, :, None], self.rows_OF)
         return pulled_BOF.addcmul_(h_BOF, scale_O[:, None]).view(-1, *self.shape)
 
-    def along(self, unit_BO: Tensor) -> Tensor:
+    def along(self, along_BO: Tensor) -> Tensor:
         """Return the products for a parameter with one number per row, shape (B, *P), from u_o . h_o."""
-        return (unit_BO * self.numbers[-1]).view(-1, *self.shape)
+        return (along_BO * self.numbers[-1]).view(-1, *self.shape)
 
-    def norms(self, sums: "RowSums") -> tuple[Tensor, Tensor]:
-        """Return the norms of the products, shape (B,), float64, and which rounding may have spoiled: (3.14)."""
-        (scale_O, level_O, along_O), fan_in = self.numbers, self.unit_OF.shape[1]
-        square_BO = scale_O.square() * sums.square + (along_O + 2 * scale_O) * along_O * sums.along.square()
-        square_BO += (level_O + 2 * scale_O) * level_O * fan_in * sums.mean.square()
-        square_BO += 2 * level_O * along_O * self.unit_OF.sum(1) * sums.mean * sums.along
-        square_B = square_BO.sum(1, dtype=torch.float64)
-        spoiled_B = sums.spoiled | canceled(square_B, self.spectral_norm * sums.bound) | ~torch.isfinite(square_B)
-        return square_B.clamp(min=0).sqrt(), spoiled_B
+
+class Projected(Combined):
+    """Gradients J^T h_i = scale_o h_io + along_io u_o + level_io by a `RowMap`; norms follow from sums over rows."""
+
+    def __init__(self, grads: Factor, row_map: RowMap, sums: "RowSums") -> None:
+        LinearMapFactor.__init__(self, grads.examples, row_map.shape)
+        self.grads, self.row_map, self.sums = grads, row_map, sums
+        (scale_O, level_O, along_O), rows_OF = row_map.numbers, row_map.rows_OF
+        self.level_BO, self.along_BO = level_O * sums.mean, along_O * sums.along
+        self._scale_O, self.rows = scale_O, rows_OF.view(row_map.shape)
+        # (3.14), as level (F level + 2 F scale <h> + 2 along <u> F) + along (|u|^2 along + 2 scale u . h).
+        of_level_BO = torch.addcmul(self.level_BO, scale_O, sums.mean, value=2).mul_(rows_OF.shape[1])
+        of_level_BO = of_level_BO.addcmul_(self.along_BO, rows_OF.sum(1), value=2)
+        of_rows_BO = torch.addcmul(self.along_BO * row_map.square, scale_O, sums.along, value=2)
+        square_BO = scale_O.square() * sums.square
+        self.square_BO = square_BO.addcmul_(self.level_BO, of_level_BO).addcmul_(self.along_BO, of_rows_BO)
+
+    @cached_property
+    def h(self) -> Rows:
+        return rows_of(self.grads)
+
+    @cached_property
+    def inner(self) -> Rows:  # pyright: ignore[reportIncompatibleVariableOverride], computed where it is needed only
+        return by_rows(self.h, self._scale_O.expand_as(self.level_BO))
+
+    def __getitem__(self, examples: Examples) -> "Projected":
+        return Projected(self.grads[examples], self.row_map, RowSums(*(x[examples] for x in self.sums)))
+
+    def mask(self, kept_B: Tensor) -> "Projected":
+        *numbers, spoiled_B = self.sums
+        sums = RowSums._make([*(masked(x, kept_B) for x in numbers), spoiled_B & kept_B])
+        return Projected(self.grads.mask(kept_B), self.row_map, sums)
+
+    def _inner_sum(self, weight_B: Tensor) -> Tensor:
+        return self.grads.sum_in_parts(weight_B).flatten(1) * self._scale_O[:, None]
+
+    def _inner_terms(self) -> Tensor:
+        return self.sums.bound * self._scale_O.abs().max()
+
+    def _underflowing(self) -> Tensor:
+        return self.sums.spoiled
+
+    @property
+    def positions(self) -> int:
+        return self.grads.positions
+
+
+def rows_of(grads: Factor) -> Rows:
+    """Return gradients of a weight as rows, written out unless they are of few positions."""
+    if isinstance(grads, Outer):
+        return grads
+    if isinstance(grads, Convolution) and grads.by_inner_products:
+        return grads.of_patches()
+    return Dense(grads.dense().flatten(2))
 
 
 class RowSums(NamedTuple):
@@ -122,11 +186,9 @@ class RowSums(NamedTuple):
             h = cast(Outer, grads)
             along_BO = ((h.a_BTI @ unit_OF.mT) * h.b_BTO).sum(1)
         a_BTT = h.a_BTI @ h.a_BTI.mT
-        a_BT, b_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt(), native_norms(h.b_BTO)
         square_BO = ((a_BTT @ h.b_BTO) * h.b_BTO).sum(1)
         mean_BO = (h.a_BTI.mean(2)[:, None] @ h.b_BTO)[:, 0]
-        bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)
-        return cls(square_BO, mean_BO, along_BO, bound_B, h.underflowing(a_BT, b_BT))
+        return cls(square_BO, mean_BO, along_BO, *h.bound(a_BTT))
 
     @classmethod
     def _of_dense(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
@@ -150,7 +212,7 @@ class SharedSums:
 
     def of(self, row_map: RowMap) -> RowSums:
         if self._found is None:
-            self._found = RowSums.of(self._grads, row_map.unit_OF)
+            self._found = RowSums.of(self._grads, row_map.rows_OF)
         return self._found
 
 
@@ -168,50 +230,45 @@ def found_map(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor
     if not (like_weight or per_row):
         return None
     w_OF = weight.detach().flatten(1)
-    length_O = native_norms(w_OF)
-    if not bool((length_O > 0).all() & torch.isfinite(length_O).all()):
-        return None
-    unit_OF, root = w_OF / length_O[:, None], w_OF.shape[1] ** 0.5
+    unit_OF, root = w_OF / native_norms(w_OF)[:, None], w_OF.shape[1] ** 0.5
     # Windows of one long row take less time to draw. The seed is fixed.
     row = torch.randn(sum(w_OF.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     random_OF = row.to(w_OF).unfold(0, w_OF.shape[1], 1)[: len(w_OF)]
     probe_OF = torch.add(random_OF, unit_OF, alpha=root).add_(1.0)
     pulled = pull(probe_OF.view_as(weight))
     if like_weight:
-        own = _fit(unit_OF, probe_OF, pulled.flatten(1))
+        numbers, rest_OF = _fit(unit_OF, probe_OF, pulled.flatten(1))
     else:
-        own = (pulled.flatten() / cast(Tensor, torch.linalg.vecdot(probe_OF, unit_OF)),)
-    row_map = RowMap(unit_OF, own, parameter.shape)
-    if like_weight and not _agree(row_map, probe_OF, pulled):
-        return None
+        numbers = (pulled.flatten() / cast(Tensor, torch.linalg.vecdot(probe_OF, unit_OF)),)
+        rest_OF = (numbers[0] - numbers[0])[:, None]  # nan where a row of w is zero or not finite
+    row_map = RowMap(unit_OF, numbers, parameter.shape)
+    doubt_O = _beyond_rounding(rest_OF, row_map, probe_OF)
     if verified:
-        return row_map
+        row_map.doubt_O = doubt_O
+        return None if row_map.is_refuted else row_map
     other_OF = random_OF.flip(1).sub_(unit_OF, alpha=2 * root).add_(3.0)
-    return row_map if _agree(row_map, other_OF, pull(other_OF.view_as(weight))) else None
+    rest_OF = row_map.pull(other_OF[None])[0] - pull(other_OF.view_as(weight))
+    doubt_O |= _beyond_rounding(rest_OF.view(len(w_OF), -1), row_map, other_OF)
+    return None if bool(doubt_O.any()) else row_map
 
 
-def _fit(unit_OF: Tensor, h_OF: Tensor, pulled_OF: Tensor) -> tuple[Tensor, ...]:
-    """Return the numbers whose map comes closest to the product, row by row."""
-
-    def products(a_OF: Tensor, b_OF: Tensor) -> Tensor:
-        return cast(Tensor, torch.linalg.vecdot(a_OF, b_OF)).double()
-
+def _fit(unit_OF: Tensor, h_OF: Tensor, pulled_OF: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the numbers whose map comes closest to the product, row by row, and what it leaves."""
     # The product is a combination of three rows: h, ones and u.
-    h_O, unit_O, pulled_O = (x_OF.sum(1).double() for x_OF in (h_OF, unit_OF, pulled_OF))
-    along_O, one_O = products(unit_OF, h_OF), torch.ones_like(h_O)
-    gram = [[products(h_OF, h_OF), h_O, along_O], [h_O, h_OF.shape[1] * one_O, unit_O], [along_O, unit_O, one_O]]
-    sides = [products(h_OF, pulled_OF), pulled_O, products(unit_OF, pulled_OF)]
-    matrix_O33 = torch.stack([torch.stack(row, 1) for row in gram], 1)
-    solution_O3 = cast(Tensor, torch.linalg.solve_ex(matrix_O33, torch.stack(sides, 1))[0])
-    of_rows = torch.stack([one_O, h_OF.shape[1] / h_O, 1 / along_O])
-    return tuple((solution_O3.mT * of_rows).to(h_OF.dtype).unbind(0))
+    rows_O4F = torch.stack([h_OF, torch.ones_like(h_OF), unit_OF, pulled_OF], 1)
+    gram_O44 = (rows_O4F @ rows_O4F.mT).double()
+    share_O3 = cast(Tensor, torch.linalg.solve_ex(gram_O44[:, :3, :3], gram_O44[:, :3, 3])[0])
+    scale_O, level_O, along_O = share_O3.unbind(1)
+    numbers = scale_O, level_O * h_OF.shape[1] / gram_O44[:, 0, 1], along_O / gram_O44[:, 0, 2]
+    share_O13 = share_O3[:, None].to(h_OF.dtype)
+    rest_O1F = torch.baddbmm(rows_O4F[:, 3:], share_O13, rows_O4F[:, :3], alpha=-1)
+    return tuple(each.to(h_OF.dtype) for each in numbers), rest_O1F[:, 0]
 
 
-def _agree(row_map: RowMap, h_OF: Tensor, pulled: Tensor) -> bool:
-    """Return whether the map gives this product, up to rounding errors of its terms."""
-    error_O = native_norms((row_map.pull(h_OF[None])[0] - pulled).view(len(h_OF), -1))
+def _beyond_rounding(rest_OF: Tensor, row_map: RowMap, h_OF: Tensor) -> Tensor:
+    """Return in which rows a map leaves more of a product than rounding errors of its terms."""
     terms_O = native_norms(h_OF) * torch.stack([numbers.abs() for numbers in row_map.numbers]).sum(0)
-    return bool((error_O <= _EXACT * torch.finfo(h_OF.dtype).eps * terms_O).all())
+    return ~(native_norms(rest_OF) <= _EXACT * torch.finfo(h_OF.dtype).eps * terms_O)
 
 
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
@@ -240,10 +297,12 @@ class Jacobian:
         return self.product(grad, batched=batched)
 
     def product(self, grad: Tensor, *, batched: bool = False) -> Tensor:
+        if batched and has_batched_rules(self.weight):
+            return vmap(self.product)(grad)
         return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
 
     @cached_property
-    def norm(self) -> float:
+    def norm(self) -> float | Tensor:
         if self.rows is not None:
             return self.rows.spectral_norm
         return self._norm(self) if callable(self._norm) else self._norm
@@ -288,6 +347,9 @@ class JacobianNorms:
     def begin_step(self) -> None:
         """Count a step of the training. Without steps, every pass compares |J^T u|."""
         self._step = 0 if self._step is None else self._step + 1
+        for key, (_, found) in self._maps.items():
+            if found is not None and found.is_wrong:
+                self._verified[key] = self._verified[key][0], False
         self._maps.clear()
 
     def of(self, key: object, jacobian: Jacobian) -> float:
@@ -337,7 +399,8 @@ class Pulled(Factor):
     """The gradients of a parameter from which a layer computes its weight: g_i = J^T h_i.
 
     With `apart`, J^T is multiplied with each example's gradient instead of with their sum: for backward passes that are
-    not additive, and for half precision, where all examples would share the rounding errors of a large sum.
+    not additive, for half precision, where all examples would share the rounding errors of a large sum, and for small
+    gradients on other devices than the CPU, where this takes fewer kernels.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
@@ -362,13 +425,16 @@ class Pulled(Factor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms, from sums over rows if J has a closed form, and from written-out gradients otherwise."""
-        rows = self.jacobian.rows
-        if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
-            return super().norms(inverse_scales)
-        norm_B, spoiled_B = rows.norms(self.sums.of(rows))
-        if (again := spoiled(spoiled_B)) is not None:
-            norm_B[again] = Factor.norms(self[again])
-        return norm_B
+        if not self.apart and self.jacobian.rows is not None and self.jacobian.rows.is_refuted:
+            self.jacobian, self._combined = replace(self.jacobian, _rows=None), None
+        combined = self._combined
+        return super().norms(inverse_scales) if combined is None else combined.norms(inverse_scales)
+
+    @cached_property
+    def _combined(self) -> Projected | None:
+        """The gradients in closed form, if J has one and each example's product is not computed by itself."""
+        rows = None if self.apart or self.examples == 0 else self.jacobian.rows
+        return None if rows is None or rows.is_per_row else Projected(self.inner, rows, self.sums.of(rows))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         if self.examples == 0 or not self.apart:
@@ -387,6 +453,8 @@ class Pulled(Factor):
         """Return J^T times the sum, and an estimate of the rounding errors of this product."""
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
+        if self._combined is not None:
+            return self._combined.sum_in_parts(weight_B), 0.0
         summed = self.inner.sum_in_parts(weight_B)
         # The product with the sum times a random number differs by rounding errors. These may be far larger than |J|
         # suggests: J may be a small difference of large terms, as where weight_norm projects most of a gradient away.
@@ -415,6 +483,8 @@ class Pulled(Factor):
         """Return |J| times the bound of h_i, or None if each example's product is computed by itself."""
         if self.apart:
             return None
+        if self._combined is not None:
+            return self._combined.term_bound(inverse_scales)
         return largest_scale(inverse_scales) * self.jacobian.norm * term_bound_of(self.inner, None)
 
     @property
@@ -424,6 +494,10 @@ class Pulled(Factor):
     def _outgrows(self, summed: Tensor, pulled: Tensor) -> Tensor:
         """Return whether J^T times the sum is longer than the norm of J allows: then this norm is out of date."""
         return ~(norms_of(pulled[None]) <= 1.01 * self.jacobian.norm * norms_of(summed[None]))[0]
+
+    def _per_block(self, floats: int) -> int:  # products with J^T hold copies
+        weight = self.jacobian.weight
+        return examples_per_block(floats if is_on_processor(weight) else _COPIES * floats, weight)
 
     def _like(self, inner: Factor) -> "Pulled":
         return Pulled(inner, self.jacobian, apart=self.apart)

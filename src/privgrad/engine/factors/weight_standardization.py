@@ -7,9 +7,9 @@ the docstrings below cite them by number.
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,8 @@ from torch import Tensor, nn
 from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.displacement import Displacement
 from privgrad.engine.factors.outer import Combined, Outer, Rows, by_rows
-from privgrad.engine.factors.parametrized import Jacobian, RowMap, RowSums
-from privgrad.gradient.factor import (
-    Dense,
-    Examples,
-    Factor,
-    LinearMapFactor,
-    Sum,
-    at_least_float32,
-    masked,
-    native_norms,
-)
+from privgrad.engine.factors.parametrized import Jacobian, Projected, RowMap, RowSums, rows_of
+from privgrad.gradient.factor import Dense, Factor, LinearMapFactor, Sum, at_least_float32
 
 
 class WeightStandardization(nn.Module):
@@ -45,70 +36,13 @@ class WeightStandardization(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         # layer_norm is one operator with one derivative: private training may need them for each example.
-        fan_in = weight[0].numel()
-        unit = F.layer_norm(weight.flatten(1), (fan_in,), eps=_added(fan_in))
-        weight = (unit / fan_in**0.5).view_as(weight)
+        row = weight.shape[1:]
+        weight = F.layer_norm(weight, row, eps=_added(row.numel())) / row.numel() ** 0.5
         return weight if self.gain is None else self.gain * weight
 
 
 def _added(fan_in: int) -> float:
     return 1e-4 / fan_in
-
-
-class Projected(Combined):
-    """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
-
-    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o, as in (3.4). The `numbers` are mean, along and
-    |q_io|^2, shape (B, O).
-    """
-
-    def __init__(
-        self, grads: Factor, rows: Tensor, scale_1O: Tensor, numbers: Sequence[Tensor], bound_B: Tensor, lost_B: Tensor
-    ) -> None:
-        LinearMapFactor.__init__(self, grads.examples, rows.shape)
-        self._grads = grads
-        self.rows = rows
-        self._scale_1O = scale_1O
-        self._numbers = numbers
-        self._bound_B = bound_B
-        self._lost_B = lost_B
-        mean_BO, along_BO, square_BO = numbers
-        self.along_BO, self.level_BO = -scale_1O * along_BO, -scale_1O * mean_BO
-        self.square_BO = scale_1O.double().square() * square_BO
-
-    @cached_property
-    def parts(self) -> tuple[Rows, tuple[Tensor, ...]]:
-        """The gradients h as rows; and scale, mean, along and |q|^2."""
-        mean_BO, along_BO, square_BO = self._numbers
-        return _rows_of(self._grads), (self._scale_1O.expand_as(mean_BO), mean_BO, along_BO, square_BO)
-
-    @cached_property
-    def inner(self) -> Rows:  # pyright: ignore[reportIncompatibleVariableOverride], computed where it is needed only
-        h, (scale_BO, *_) = self.parts
-        return by_rows(h, scale_BO)
-
-    def __getitem__(self, examples: Examples) -> "Projected":
-        numbers = tuple(x[examples] for x in self._numbers)
-        bound_B, lost_B = self._bound_B[examples], self._lost_B[examples]
-        return Projected(self._grads[examples], self.rows, self._scale_1O, numbers, bound_B, lost_B)
-
-    def mask(self, kept_B: Tensor) -> "Projected":
-        numbers = tuple(masked(x, kept_B) for x in self._numbers)
-        bound_B, lost_B = masked(self._bound_B, kept_B), self._lost_B & kept_B
-        return Projected(self._grads.mask(kept_B), self.rows, self._scale_1O, numbers, bound_B, lost_B)
-
-    def _inner_sum(self, weight_B: Tensor) -> Tensor:
-        return self._grads.sum_in_parts(weight_B).flatten(1) * self._scale_1O.mT
-
-    def _inner_terms(self) -> Tensor:
-        return self._bound_B * self._scale_1O.abs().max()
-
-    def _underflowing(self) -> Tensor:
-        return self._lost_B
-
-    @property
-    def positions(self) -> int:
-        return self._grads.positions
 
 
 class StandardizedWeight:
@@ -120,37 +54,78 @@ class StandardizedWeight:
     for v_o, and sqrt(F) <y_o h_o> for the gain: (3.1) and (3.4). So g is `Combined` of h, y and ones.
     """
 
-    def __init__(self, parametrization: nn.Module) -> None:
-        self.own = dict(parametrization.named_parameters())
-        v, gain = at_least_float32(self.own["original"].detach()), self.own.get("0.gain")
-        self.fan_in = v[0].numel()
-        rows_OF, _, inverse_O1 = torch.native_layer_norm(v.flatten(1), (self.fan_in,), None, None, _added(self.fan_in))
-        self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
-        k_O = torch.ones_like(inverse_O1) if gain is None else at_least_float32(gain.detach())
-        self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
-        # (3.2): <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
-        self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
+    def __init__(self, own: dict[str, Tensor]) -> None:
+        self.own = own  # parameters by name
+        self._v, self._gain = at_least_float32(self.own["original"].detach()), self.own.get("0.gain")
+        self.fan_in = self._v[0].numel()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [p for p in self.own.values() if p.requires_grad]
+
+    @cached_property
+    def _rows_and_inverse(self) -> tuple[Tensor, Tensor]:
+        rows_OF, _, inverse_O1 = torch.native_layer_norm(
+            self._v.flatten(1), (self.fan_in,), None, None, _added(self.fan_in)
+        )
+        return rows_OF, inverse_O1.mT
+
+    @property
+    def rows(self) -> Tensor:
+        return self._rows_and_inverse[0].view(self._v.shape)
+
+    @property
+    def inverse(self) -> Tensor:
+        return self._rows_and_inverse[1]
+
+    @cached_property
+    def k(self) -> Tensor:
+        gain = torch.ones_like(self.inverse) if self._gain is None else at_least_float32(self._gain.detach())
+        return gain.view(1, -1) / self.fan_in**0.5
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The factor r k of (3.4)."""
+        return self.inverse / self.fan_in**0.5 if self._gain is None else self.inverse * self.k
+
+    # (3.2): <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
+    @cached_property
+    def level(self) -> Tensor:
+        return self._rows_and_inverse[0].mean(1)[None]
+
+    @cached_property
+    def lost(self) -> Tensor:
+        return 1 - self._rows_and_inverse[0].square().mean(1)[None]
 
     @classmethod
     def of(cls, parametrization: nn.Module) -> "StandardizedWeight | None":
         """Return the weight of this parametrization, or None unless it is WeightStandardization alone, unchanged."""
-        steps, own = list(cast(nn.ModuleList, parametrization)), dict(parametrization.named_parameters())
-        if [type(step) for step in steps] != [WeightStandardization] or not own.keys() <= {"original", "0.gain"}:
+        held: dict[str, Any] = vars(parametrization)
+        steps: list[nn.Module] = [*held["_modules"].values()]
+        if [type(step) for step in steps] != [WeightStandardization]:
             return None
-        held = vars(steps[0])
-        changed = "forward" in held or bool(held["_forward_hooks"]) or bool(held["_forward_pre_hooks"])
+        step: dict[str, Any] = vars(steps[0])
+        own: dict[str, Tensor] = held["_parameters"] | {
+            f"0.{name}": p for name, p in step["_parameters"].items() if p is not None
+        }
+        if not own.keys() <= {"original", "0.gain"}:
+            return None
+        changed = "forward" in step or bool(step["_forward_hooks"]) or bool(step["_forward_pre_hooks"])
         fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
-        return cls(parametrization) if fits and not changed else None
+        return cls(own) if fits and not changed else None
+
+    @cached_property
+    def row_map(self) -> RowMap:
+        """The Jacobian with respect to v in closed form."""
+        scale_O = self.scale[0]
+        return RowMap(self._rows_and_inverse[0], (scale_O, -scale_O, scale_O / -self.fan_in), self._v.shape)
 
     def rows_of(self, jacobian: Jacobian) -> RowMap:
         """Return the weight's Jacobian with respect to v or the gain in closed form, for `parametrized.Pulled`."""
-        y_OF, shape = self.rows.flatten(1), jacobian.parameter.shape
-        length_O = native_norms(y_OF)
-        unit_OF = y_OF / length_O.clamp(min=torch.finfo(y_OF.dtype).tiny)[:, None]
-        if jacobian.parameter is not self.own["original"]:
-            return RowMap(unit_OF, (length_O / self.fan_in**0.5,), shape)
-        scale_O = (self.inverse_1O * self.k_1O)[0]
-        return RowMap(unit_OF, (scale_O, -scale_O, -scale_O * length_O.square() / self.fan_in), shape)
+        if jacobian.parameter is self.own["original"]:
+            return self.row_map
+        y_OF = self._rows_and_inverse[0]
+        return RowMap(y_OF, (torch.full_like(y_OF[:, 0], self.fan_in**-0.5),), jacobian.parameter.shape)
 
     def takes(self, grads: Factor) -> bool:
         """Return whether `pull` is cheaper for these gradients than the general way, `parametrized.Pulled`."""
@@ -166,19 +141,15 @@ class StandardizedWeight:
         return "original" in displacements and isinstance(displacements["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        h = grads if self.takes(grads) else _rows_of(grads)
+        h = grads if self.takes(grads) else rows_of(grads)
         sums = RowSums.of(h, self.rows.flatten(1))
-        mean_BO, along_BO = sums.mean, sums.along / self.fan_in
-        square_BO = sums.square - self.fan_in * _taken(mean_BO, along_BO, self.level_1O, self.lost_1O)
-        numbers, scale_1O = (mean_BO, along_BO, square_BO), self.inverse_1O * self.k_1O
-        pulled = Projected(h, self.rows, scale_1O, numbers, sums.bound, sums.spoiled)
-        return self.named(pulled, self.fan_in**0.5 * along_BO)
+        return self.named(Projected(h, self.row_map, sums), sums.along / self.fan_in**0.5)
 
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight to first order, k D u + m y: (3.9). v moves by u, and k by m."""
         # With (3.3), D u = r (u - y <y u>) is the derivative of y along a u whose rows have mean 0.
         g, share_B1, gain_BO = self.along(displacements)
-        scale_BO = share_B1 * self.inverse_1O * self.k_1O
+        scale_BO = share_B1 * self.inverse * self.k
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
         moved = Combined(by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
@@ -193,14 +164,16 @@ class StandardizedWeight:
         `more` is the term that curvature adds to the gradients through the layer's input.
         """
         g, s_B1, m_BO = self.along(moves)
-        h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
-        r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
-        of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
-        of_y_BO = r_1O * self.k_1O * along_BO * slope_BO - (scale_BO.square() * square_BO) / fan_in
-        of_gain_BO = square_BO + fan_in * along_BO.square() * self.lost_1O
+        r_1O, fan_in, slope_BO = self.inverse, self.fan_in, self.slope(g)
+        h, scale_BO = g.h, self.scale.expand_as(slope_BO)
+        mean_BO, along_BO = g.sums.mean, g.sums.along / fan_in
+        square_BO = g.sums.square - fan_in * _taken(mean_BO, along_BO, self.level, self.lost)
+        of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k * along_BO + slope_BO) * scale_BO
+        of_y_BO = r_1O * self.k * along_BO * slope_BO - (scale_BO.square() * square_BO) / fan_in
+        of_gain_BO = square_BO + fan_in * along_BO.square() * self.lost
         of_gain_BO = s_B1 * r_1O * (scale_BO * of_gain_BO - slope_BO * fan_in * along_BO) / fan_in**0.5
 
-        first, rest = _rows_of(total), None if more is None else _rows_of(more)
+        first, rest = rows_of(total), None if more is None else rows_of(more)
         mean_tBO, along_tBO = self._means(first)
         if rest is not None:
             mean_tBO, along_tBO = (x + y for x, y in zip((mean_tBO, along_tBO), self._means(rest), strict=True))
@@ -214,7 +187,7 @@ class StandardizedWeight:
         inner_mean_BO = scale_BO * mean_tBO + of_h_BO * mean_BO
         inner_along_BO = scale_BO * along_tBO + of_h_BO * along_BO
         y_BO = s_B1 * r_1O * of_y_BO - inner_along_BO
-        of_rows_BO = y_BO * (1 - self.lost_1O) - 2 * inner_mean_BO * self.level_1O
+        of_rows_BO = y_BO * (1 - self.lost) - 2 * inner_mean_BO * self.level
         square_BO = y_BO * (2 * inner_along_BO + of_rows_BO) - inner_mean_BO.square()
         square_BO = inner_square_BO + fan_in * square_BO
         found = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
@@ -229,8 +202,7 @@ class StandardizedWeight:
 
     def slope(self, g: Projected) -> Tensor:
         """Return <y g> of (3.8), the mean over each row of y times g, shape (B, O)."""
-        scale_BO, mean_BO, along_BO, _ = g.parts[1]
-        return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
+        return self.scale * (g.sums.along / self.fan_in * self.lost - g.sums.mean * self.level)
 
     def along(self, displacements: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
         """Return (g, s, m): v moves by s_i g_i, and k by m."""
@@ -249,27 +221,27 @@ class MovedStandardizedWeight:
     def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
         self._common = common
         g, s_B1, m_BO = common.along(displacements)
-        r_1O, added = common.inverse_1O, _added(common.fan_in)
+        r_1O, added = common.inverse, _added(common.fan_in)
         variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * g.square_BO / common.fan_in)
         self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
-        self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
+        self._k_BO, share_BO, of_y_BO = common.k + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
         square_BO = g.square_BO.to(m_BO.dtype) / common.fan_in
         along_BO = of_y_BO + share_BO * g.along_BO
-        self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
+        self._level_BO = common.level * along_BO  # <y'>: apart from its part along y, g has mean 0
         of_g_BO = 2 * of_y_BO * common.slope(g) + share_BO * square_BO
-        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * of_g_BO
+        moved_BO = of_y_BO.square() * (1 - common.lost) + share_BO * of_g_BO
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def displacement(self) -> Displacement:
         rows, k_BO = self._rows, self._k_BO
-        along_BO = k_BO * rows.along_BO - self._common.k_1O
+        along_BO = k_BO * rows.along_BO - self._common.k
         moved = Combined(by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         rows, fan_in = self._rows, self._common.fan_in
-        h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
+        h = rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
         mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in
         scale_BO = self._inverse_BO * self._k_BO
         square_BO = _products(h, h) - fan_in * _taken(mean_BO, along_BO, self._level_BO, self._lost_BO)
@@ -284,13 +256,6 @@ class MovedStandardizedWeight:
 def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor) -> Tensor:
     """Return the mean square of h less that of h - <h> - y <y h>, from <h>, <y h>, <y> and 1 - <y y>: (3.5)."""
     return mean_BO.square() + along_BO.square() * (1 + lost_BO) - 2 * mean_BO * along_BO * level_BO
-
-
-def _rows_of(grads: Factor) -> Rows:
-    """Return gradients of a convolution's weight as rows, written out unless they are of few positions."""
-    if isinstance(grads, Convolution) and grads.by_inner_products:
-        return grads.of_patches()
-    return Dense(grads.dense().flatten(2))
 
 
 def _both(one: Rows, other: Rows) -> Factor:
