@@ -44,7 +44,7 @@ SIGNATURES = {
     pg.EarlyStopping: "monitor patience mode data min_delta",
     pg.PrivacyPlan.epsilon: "self delta steps accountant assume_poisson",
     pg.PrivacyPlan.scaled: "self factor num_examples",
-    pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
+    pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb compile ledger "
     "norm_bins adaptive_clip filter processes side_information",
     pg.noise.Banded: "bands coefficients relative_error",
     pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain noise_memory is_filtered side_information",
