@@ -26,6 +26,7 @@ from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
 from privgrad_lab.calls import arguments, bind, call, called, find, imported, make, wrong
 from privgrad_lab.data import LOADERS
+from privgrad_lab.data.findings import problem_of_count
 from privgrad_lab.metrics import losses_for, require_suited
 from privgrad_lab.spec import (
     REGISTRIES,
@@ -277,7 +278,6 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
     optimizer.zero_grad()
 
 
-_FAR = {True: 2, False: 4}  # times num_examples: more persons, or rows, than this waste much of the epsilon
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
 
 
@@ -364,21 +364,9 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
             raise expected("make_data", "privacy.num_examples", condition, num_examples)
         return
     are_persons = loaded.by_person or len(loaded.train.tensors) > 2
-    units, far = "persons" if are_persons else "examples", _FAR[are_persons]
-    told = f"NOT PRIVATE: {loaded.name} has "
-    if num_examples > count:
-        warnings.warn(
-            f"{told}fewer training {units} than num_examples = {num_examples:,}. Epsilon holds, but sample rate, batch "
-            "size and delta follow from num_examples. Lower it to a number that is known without the data, or to a "
-            "count with noise, by release_sum of ones",
-            stacklevel=3,
-        )
-    elif count > far * num_examples:
-        warnings.warn(
-            f"{told}more than {far} times as many training {units} as num_examples = {num_examples:,}, so the model "
-            "gets more noise than it needs. Raise it if a public number allows",
-            stacklevel=3,
-        )
+    if problem := problem_of_count(count, "persons" if are_persons else "examples", num_examples):
+        what, remedy = problem
+        warnings.warn(f"NOT PRIVATE: {loaded.name} has {what}. Epsilon holds; {remedy}", stacklevel=3)
 
 
 def _has_private_sizes(given: DataTable, data: DataSet) -> bool:

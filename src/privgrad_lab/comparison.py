@@ -31,11 +31,11 @@ def report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> 
     # matplotlib is an optional extra and slow to import, so only what draws imports it.
     from privgrad_lab.report.metadata import metadata_of
     from privgrad_lab.report.page import write_report
-    from privgrad_lab.report.texts import verdicts, words
+    from privgrad_lab.report.texts import verdicts
 
     metadata = metadata_of(spec, records, out, command=command)
     index = write_report(records, metadata, out)
-    grids = {name: words(verdict) for name, verdict in verdicts(records).items()}
+    grids = {name: verdict.text for name, verdict in verdicts(records).items()}
     rows = [row | {"grid": grids.get(row["method"])} for row in summarize(records)]
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     total = metadata["total_epsilon"] and metadata["total_epsilon"]["value"]

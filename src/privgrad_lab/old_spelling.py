@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from privgrad.errors import expected
 
@@ -18,17 +18,6 @@ _CALLS = ("perturb", "precondition", "adaptive_clip", "filter")
 _OF_OPTIMIZER = ("lr", "noise_step", "options", "tune")  # keys of a method that are options of its optimizer now
 _WIDTH = ("language-model", "resnet9", "word-lstm")  # their `hidden` is called width
 _ACTIVATED = ("cnn-small", "cnn5", "mlp")  # only these models used `activation`
-
-
-class _Float(float):
-    """A number that remembers how it was written."""
-
-    text: str
-
-    def __new__(cls, text: str) -> Self:
-        made = super().__new__(cls, text)
-        made.text = text
-        return made
 
 
 def refuse(raw: Mapping[str, Any], path: object) -> None:
@@ -152,7 +141,7 @@ def to_toml(value: Any) -> str:
             for key, one in value.items()
         )
         return f"{{ {', '.join(items)} }}" if value else "{}"
-    return value.text if isinstance(value, _Float) else f"{value}"
+    return f"{value}".replace("e-0", "e-")
 
 
 class _Statement(NamedTuple):
@@ -232,7 +221,7 @@ def _group(group: list[_Statement]) -> list[str]:
     """Return the lines of one table in the new spelling."""
     verbatim = [line for statement in group for line in (*statement.before, *statement.lines)]
     text = "\n".join(line for statement in group for line in statement.lines)
-    raw = tomllib.loads(text, parse_float=_Float)
+    raw = tomllib.loads(text)
     path = _header(group[0]) if group and not group[0].key else ()
     if path[:1] == ("data",) and path[1:] in ((), ("elsewhere",)):
         raw = {"data": raw["data"].get("elsewhere", {}) if path[1:] else raw["data"]}

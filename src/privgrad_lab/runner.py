@@ -99,8 +99,8 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         torch.manual_seed(run.seed)
     else:
         torch.seed()  # the first weights of a private run depend on nothing that came before
-    make_plan = spec.tuning_plan if run.phase == "tuning" else spec.plan
-    model, plan = make_model(spec, data), make_plan(run.seed, run.method, run.candidate.max_grad_norm)
+    model = make_model(spec, data)
+    plan = spec.plan(run.seed, run.method, run.candidate.max_grad_norm, tuning=run.phase == "tuning")
     method = run.method.at(run.candidate)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
@@ -418,9 +418,7 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them."""
-    plan = spec.plan(None)  # its refusals and warnings come before the data are loaded
-    if spec.tuning_scale > 1:
-        plan.scaled(1 / spec.tuning_scale)
+    spec.plan(None, tuning=True)  # its refusals and warnings come before the data are loaded
     data = make_data(spec)
     for method in spec.methods:
         require_model(*own(spec, method, data))

@@ -466,31 +466,20 @@ class Spec(Table):
         return not method.has_fixed_rate or len(self.grid(method)) > 1
 
     def plan(
-        self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None
+        self,
+        seed: int | None,
+        method: MethodTable | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        tuning: bool = False,
     ) -> PrivacyPlan:
         """Return the plan of a method; without one, that of [privacy], without group size and bands.
 
-        The epsilon of a `non_private` method and of a simulation is infinite. Without a seed, the noise comes from the
-        operating system's entropy.
+        The epsilon of a `non_private` method and of a simulation is infinite; with `tuning`, the plan may be a
+        simulation. Without a seed, the noise comes from the operating system's entropy.
         """
-        bands = None if method is None or method.non_private else method.bands
-        plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm, bands)
-        if method is not None and method.non_private:
-            no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
-            plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
-        elif method is not None:
-            plan = replace(plan, group_size=method.group_size)
-        return plan.scaled(1 / self.privacy.simulate)
-
-    def tuning_plan(self, seed: int | None, method: MethodTable, max_grad_norm: float) -> PrivacyPlan:
-        """Return the plan of a method's trainings in tuning: that of `plan`, or a simulation of it."""
-        plan = self.plan(seed, method, max_grad_norm)
-        return plan if self.tuning_scale == 1 else plan.scaled(1 / self.tuning_scale)
-
-    def _plan(self, seed: int | None, max_grad_norm: float, bands: int | Literal["auto"] | None) -> PrivacyPlan:
-        """Return the plan of [privacy] with one clipping norm and a number of bands."""
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate", "budget"})
-        numbers["max_grad_norm"] = max_grad_norm
+        numbers |= {"max_grad_norm": max_grad_norm or self.privacy.max_grad_norm, "seed": seed}
         if (total := self.privacy.total_epsilon) is not None:
             remedy = "run `privgrad compare`, which divides it; or give target_epsilon, of one training"
             raise wrong("privacy.total_epsilon", "to be absent", total, remedy)
@@ -498,12 +487,20 @@ class Spec(Table):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
             raise wrong(name, "to be given", got, "or give total_epsilon for a private comparison")
+        bands = None if method is None or method.non_private else method.bands
         correlation = Banded(bands) if isinstance(bands, int) else bands
         if self.privacy.noise_multiplier is None:
             # Reports label the epsilon of batches of fixed size.
-            return PrivacyPlan.for_budget(**numbers, seed=seed, correlation=correlation, assume_poisson=True)
-        if correlation == "auto":
+            plan = PrivacyPlan.for_budget(**numbers, correlation=correlation, assume_poisson=True)
+        elif correlation == "auto":
             got = self.privacy.noise_multiplier
             raise wrong("privacy.noise_multiplier", 'to be absent for bands = "auto"', got, "give target_epsilon")
-        rate = self.privacy.expected_batch_size / self.privacy.num_examples
-        return PrivacyPlan(**numbers, sample_rate=rate, seed=seed, correlation=correlation)
+        else:
+            rate = self.privacy.expected_batch_size / self.privacy.num_examples
+            plan = PrivacyPlan(**numbers, sample_rate=rate, correlation=correlation)
+        if method is not None and method.non_private:
+            no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
+            plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
+        elif method is not None:
+            plan = replace(plan, group_size=method.group_size)
+        return plan.scaled(1 / self.privacy.simulate / (self.tuning_scale if tuning else 1))

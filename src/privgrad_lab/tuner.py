@@ -46,6 +46,8 @@ class Verdict:
         if len(self.rates) < 2:
             return "one value tried"
         ends = f"{self.rates[0]:g} to {self.rates[-1]:g}"
+        if self.leads_at is not None:
+            return f"best at the {'lower' if self.leads_at == 'low' else 'upper'} edge of {ends}"
         place = f"inside {ends}" if self.is_inside else f"not shown to be inside {ends}"
         return place + (f"; plateau {self.low:g} to {self.high:g}" if self.low != self.high else "")
 

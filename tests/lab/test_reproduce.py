@@ -318,7 +318,7 @@ def test_every_item_has_plans(name: str, smoke: bool):
     spec = check_spec(raw, name)
     for method in spec.methods:
         for candidate in spec.grid(method):
-            assert spec.tuning_plan(0, method, candidate.max_grad_norm).expected_batch_size >= 1
+            assert spec.plan(0, method, candidate.max_grad_norm, tuning=True).expected_batch_size >= 1
 
 
 def test_no_two_methods_share_a_folder():

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -22,7 +20,7 @@ from privgrad import audit as auditing
 from privgrad.accounting import accountant as accounting
 from privgrad.audit import Game, directions, one_step
 from privgrad.audit.methods import flat
-from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable, to_json
+from privgrad.cli.console import STDERR, AsJson, command_line, print_json, print_table, stoppable, to_json
 from privgrad.data import DataSet
 from privgrad.errors import expected, require_choice
 from privgrad.plan import PrivacyPlan
@@ -67,10 +65,7 @@ def audit(
     if as_json:
         print_json({"passed": passed, "confidence": confidence, "audits": [one.as_record() for one in done]})
     else:
-        table = Table(*_AUDIT_COLUMNS, title="Lower bounds on epsilon", caption=about)
-        for one in done:
-            table.add_row(*map(Text, _audit_cells(one)))
-        STDOUT.print(table)
+        print_table(list(map(_row, done)), title="Lower bounds on epsilon", caption=about)
     raise typer.Exit(0 if passed else 1)
 
 
@@ -89,22 +84,24 @@ def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, abou
             if out is not None:
                 with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
                     file.write(to_json(one.as_record() | run) + "\n")
-                titles, *rows = (f"| {' | '.join(cells)} |" for cells in (_AUDIT_COLUMNS, *map(_audit_cells, done)))
-                rule = "|---" * len(_AUDIT_COLUMNS) + "|"
+                titles, *rows = (f"| {' | '.join(cells)} |" for cells in (_row(one), *(_row(a).values() for a in done)))
+                rule = "|---" * len(_row(one)) + "|"
                 (out / "audits.md").write_text(head + "\n".join([titles, rule, *rows]) + "\n")
             bar.update(task, advance=1, description=one.name)
     return done
 
 
-_AUDIT_COLUMNS = ("audited", "claim", "bound", "of", "assuming", "any", "trials", "passed")
-
-
-def _audit_cells(one: auditing.Audit) -> list[str]:
-    """Return one audit as text, with one cell for each of `_AUDIT_COLUMNS`."""
-    share = f"{one.bound / one.claim:.0%}" if one.claim else "–"
-    assumed = next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing")
-    numbers = [f"{one.claim:.3f}", f"{one.bound:.2f}", share, assumed, f"{one.bounds.get('any', one.bound):.2f}"]
-    return [one.name, *numbers, f"{one.trials:,}", "yes" if one.passed else "NO"]
+def _row(one: auditing.Audit) -> dict[str, str]:
+    return {
+        "audited": one.name,
+        "claim": f"{one.claim:.3f}",
+        "bound": f"{one.bound:.2f}",
+        "of": f"{one.bound / one.claim:.0%}" if one.claim else "–",
+        "assuming": next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing"),
+        "any": f"{one.bounds.get('any', one.bound):.2f}",
+        "trials": f"{one.trials:,}",
+        "passed": "yes" if one.passed else "NO",
+    }
 
 
 def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:

@@ -6,13 +6,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from privgrad.accounting.calibration import cache
-from privgrad.cli.console import STDOUT, AsJson, print_json
+from privgrad.cli.console import STDERR, STDOUT, AsJson, print_json
 from privgrad.errors import require_choice
 from privgrad_lab.data import LOADERS, fetching
 from privgrad_lab.data.fetching import SOURCES, source_of
@@ -44,7 +43,6 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    """Return the facts of a data set, by name."""
     source, loader = source_of(name), LOADERS[name]
     place = None if source is None else source.found()
     row = {"name": name, "loader": f"{loader.__module__}.{loader.__name__}", "found": str(place or "")}
@@ -72,13 +70,12 @@ def fetch(
             STDOUT.print(f"{source.name}: generated, there is nothing to fetch", highlight=False)
         else:
             columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
-            with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bars:
+            with Progress(*columns, TransferSpeedColumn(), console=STDERR) as bars:
                 place = fetching.fetch(source, report=partial(_show, bars, dict[str, TaskID]()))
             STDOUT.print(f"{source.name}: fetched into {place}", highlight=False, soft_wrap=True)
 
 
 def _show(bars: Progress, tasks: dict[str, TaskID], name: str, done: int, size: int | None) -> None:
-    """Show how much of a file has arrived, in a bar of its own."""
     if name not in tasks:
         tasks[name] = bars.add_task(name, total=size)
     bars.update(tasks[name], completed=done)

@@ -2,17 +2,15 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from privgrad import data as loaders
 from privgrad.accounting.accountant import rounded_up
-from privgrad.cli.console import STDOUT, print_json
+from privgrad.cli.console import STDOUT, print_json, print_table
 from privgrad.errors import expected
 from privgrad_lab import old_spelling
 from privgrad_lab.build import find_loader, make_data
@@ -71,8 +69,18 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
             STDOUT.print(f"{name}, NOT PRIVATE: {sizes[name].text()}.", highlight=False, soft_wrap=True)
             if note := sizes[name].note():
                 STDOUT.print(escape(f"{name}: {note}."), highlight=False, soft_wrap=True)
-        if several:
-            STDOUT.print(_table(f"{name}: NOT PRIVATE" if name in sizes else name, several))
+        rows = [
+            {
+                "column": one.column,
+                "finding": f"error: {one.what}" if one.blocks else one.what,
+                "count": one.count,
+                "first rows": ", ".join(map(str, one.rows)),
+                "remedy": one.remedy,
+            }
+            for one in several
+        ]
+        if rows:
+            print_table(rows, title=f"{name}: NOT PRIVATE" if name in sizes else name)
         else:
             STDOUT.print(f"{name}: {fits}.", highlight=False)
     if isinstance(counted, int):
@@ -95,15 +103,3 @@ def _of_delta(privacy: dict[str, Any]) -> list[RawFinding]:
     what = f"delta = {rounded_up(delta)} is above 1 / num_examples = {1 / count:.3g}"
     remedy = "lower delta far below: such a delta allows a mechanism that publishes one whole record"
     return [RawFinding("", what, 1, (), remedy)] if delta > 1 / count else []
-
-
-def _table(title: str, several: Sequence[RawFinding]) -> Table:
-    """Return the findings of one file or folder as a table."""
-    shown = Table(title=title)
-    for column in ("column", "finding", "count", "first rows", "remedy"):
-        shown.add_column(column, overflow="fold")
-    for one in several:
-        what = f"error: {one.what}" if one.blocks else one.what
-        cells = (one.column, what, f"{one.count:,}", ", ".join(map(str, one.rows)), one.remedy)
-        shown.add_row(*map(escape, cells), style="red" if one.blocks else None)
-    return shown

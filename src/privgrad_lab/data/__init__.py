@@ -45,24 +45,7 @@ __all__ = [
     "tweets",
 ]
 
-LOADERS: dict[str, Callable[..., DataSet]] = {
-    "adult": adult,
-    "barcode": barcode,
-    "brown": brown,
-    "cifar-10": cifar10,
-    "debian-maintainers": debian_maintainers,
-    "debian-sections": debian_sections,
-    "debian-synopses": debian_synopses,
-    "debian-tags": debian_tags,
-    "debian-texts": debian_texts,
-    "digits": digits,
-    "fashion-mnist": fashion_mnist,
-    "heavy-tail": heavy_tail,
-    "imdb": imdb,
-    "mnist": mnist,
-    "ptb": ptb,
-    "sentence-pairs": sentence_pairs,
-    "snli": snli,
-    "stackoverflow": stackoverflow,
-    "tweets": tweets,
+# By their names with hyphens.
+LOADERS: dict[str, Callable[..., DataSet]] = {"cifar-10": cifar10, "digits": digits} | {
+    name.replace("_", "-"): globals()[name] for name in __all__ if name not in ("LOADERS", "cifar10")
 }

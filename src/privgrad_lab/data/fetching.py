@@ -9,7 +9,6 @@ import hashlib
 import http.client
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,14 +17,12 @@ import tomllib
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from importlib import resources
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from privgrad.accounting.calibration import cache
 from privgrad.data.schema import PathLike
@@ -45,7 +42,7 @@ class Way:
     # nothing better is published: it finds a changed file, unless the publisher prepared two. Empty for apt, which
     # verifies signatures itself.
     checksum: str = ""
-    members: tuple[str, ...] = ()  # globs of the files to take out of the archive; empty: the file itself is kept
+    members: Sequence[str] = ()  # globs of the files to take out of the archive; empty: the file itself is kept
 
     def __str__(self) -> str:
         """Return the way in words, for messages."""
@@ -57,11 +54,11 @@ class Source:
     """The source of one or several data sets."""
 
     name: str  # of the folder in the cache, and of `privgrad data fetch`
-    files: tuple[str, ...] = ()  # globs; a folder that holds a match of each holds the data
-    ways: tuple[tuple[Way, ...], ...] = ()  # alternatives, in order; all parts of an alternative are needed
-    sets: tuple[str, ...] = ()  # names of the loaders that read it; empty: the loader of the same name
+    files: Sequence[str] = ()  # globs; a folder that holds a match of each holds the data
+    ways: Sequence[Sequence[Way]] = ()  # alternatives, in order; all parts of an alternative are needed
+    sets: Sequence[str] = ()  # names of the loaders that read it; empty: the loader of the same name
     folder: str = ""  # where a package of the system installs the files
-    package: tuple[str, str] | None = None  # the Python package that holds the files, and the folder within it
+    package: Sequence[str] | None = None  # the Python package that holds the files, and the folder within it
     inner: str = ""  # the folder of the files within that of the cache
     by_hand: str = ""  # how to get the data if there is no way to fetch them
     size: int = 0  # of the download in MB
@@ -95,16 +92,9 @@ class Source:
 
 def _published() -> dict[str, Source]:
     tables = tomllib.loads(resources.files("privgrad_lab.data").joinpath("sources.toml").read_text("utf-8"))
-    made: dict[str, Source] = {}
-    for name, table in tables.items():
-        ways = tuple(tuple(Way(**_fixed(part)) for part in parts) for parts in table.pop("ways", []))
-        made[name] = Source(name, ways=ways, **_fixed(table))
-    return made
-
-
-def _fixed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with tuples in place of lists, as frozen dataclasses hold them."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    for table in tables.values():
+        table["ways"] = [[Way(**part) for part in parts] for parts in table.get("ways", ())]
+    return {name: Source(name, **table) for name, table in tables.items()}
 
 
 SOURCES = _published()
@@ -203,7 +193,10 @@ def _obtain(function: str, way: Way, folder: Path, report: Report) -> None:
         kept.mkdir()
         file = _CLIENTS[way.kind](way, fetched, report)
         _require_checksum(function, way, file)
-        _keep(way, file, kept)
+        if way.members:
+            _take_out(way, file, kept)
+        else:
+            file.replace(kept / file.name)
         folder.mkdir(parents=True, exist_ok=True)
         for one in sorted(kept.iterdir()):
             one.replace(folder / one.name)
@@ -278,34 +271,21 @@ def _require_checksum(function: str, way: Way, file: Path) -> None:
         raise expected(function, name, f"to be {wanted}", found, remedy)
 
 
-def _keep(way: Way, file: Path, kept: Path) -> None:
-    """Move into a folder what a way keeps of a fetched file, archive or folder, without the archive's own folders."""
-    if not way.members:
-        file.replace(kept / file.name)
-        return
-    with _opened(file) as members:
-        for path, opened in members:
-            content = opened() if any(fnmatch(path, member) for member in way.members) else None
-            if content is not None:
-                with content, (kept / PurePosixPath(path).name).open("wb") as target:
-                    shutil.copyfileobj(content, target)
+def _take_out(way: Way, file: Path, kept: Path) -> None:
+    """Move the members that a way keeps of an archive, or of a folder, without their folders."""
 
+    def wanted(name: str) -> bool:
+        return any(fnmatch(name, member) for member in way.members)
 
-@contextmanager
-def _opened(file: Path) -> Generator[Iterator[tuple[str, Callable[[], IO[bytes] | None]]]]:
-    """Open an archive or a folder as pairs: the path of a member, and a function that opens it."""
-    if file.is_dir():
-        yield ((one.name, partial(one.open, "rb")) for one in file.iterdir() if one.is_file())
-    elif file.suffix in (".whl", ".zip"):
+    whole = file if file.is_dir() else file.with_name("whole")
+    if file.suffix in (".whl", ".zip"):
         with zipfile.ZipFile(file) as archive:
-            yield ((name, partial(archive.open, name)) for name in archive.namelist())
+            archive.extractall(whole, filter(wanted, archive.namelist()))
     elif file.suffix == ".deb":
-        plain = file.with_suffix(".tar")
-        with plain.open("wb") as target:
-            command = ["dpkg-deb", "--fsys-tarfile", str(file)]
-            subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, check=True)
-        with _opened(plain) as members:
-            yield members
-    else:  # as a stream: an archive that points back into itself is refused
-        with tarfile.open(file, mode="r|*") as stream:
-            yield ((member.name, partial(stream.extractfile, member)) for member in stream)
+        subprocess.run(["dpkg-deb", "--extract", file, whole], capture_output=True, text=True, check=True)
+    elif file.is_file():  # as a stream, which is read once
+        with tarfile.open(file, "r|*") as archive:
+            archive.extractall(whole, (member for member in archive if wanted(member.name)), filter="data")
+    for path in sorted(whole.rglob("*")):
+        if path.is_file() and wanted(path.relative_to(whole).as_posix()):
+            path.replace(kept / path.name)

@@ -19,7 +19,6 @@ from privgrad.errors import PrivacyError
 
 _SHOWN = 5  # example rows of a finding
 _SHOWN_COLUMNS = 10  # columns that are not used
-_FAR = {True: 2, False: 4}  # times num_examples: more persons, or rows, than this waste much of the epsilon
 _OF_PERSONS = re.compile(
     r"(?:^|[\W_])(?:id|nr|person|patient|user|customer|client|member|subject|student|employee|account|name|email|ssn)s?"
     r"(?:$|[\W_])",
@@ -157,18 +156,22 @@ def of_folder(
 
 def of_count(size: RawSize, num_examples: object) -> list[RawFinding]:
     """Return what is wrong with a public count for a training part. NOT private; no remedy names a private number."""
-    if size.training is None or isinstance(num_examples, bool) or not isinstance(num_examples, int):
+    if size.training is None or not isinstance(num_examples, int):
         return []
-    units, far = size.kind if size.units is None else "persons", _FAR[size.units is not None]
-    if num_examples > size.training:
-        what = f"fewer {units} in the training part than num_examples = {num_examples:,}"
+    problem = problem_of_count(size.training, size.kind if size.units is None else "persons", num_examples)
+    return [] if problem is None else [RawFinding("", problem[0], size.training, (), problem[1])]
+
+
+def problem_of_count(count: int, units: str, num_examples: int) -> tuple[str, str] | None:
+    """Return what is wrong with a public count for a training part of `count` units, and a remedy. NOT private."""
+    far = 2 if units == "persons" else 4  # with more than this times num_examples, much of the epsilon is wasted
+    if num_examples > count:
         remedy = "lower num_examples to a number that is known without the data, or to a count with noise"
-    elif size.training > far * num_examples:
-        what = f"{units} in the training part, more than {far} times num_examples = {num_examples:,}"
+        return f"fewer {units} in the training part than num_examples = {num_examples:,}", remedy
+    if count > far * num_examples:
         remedy = "a larger public number gives a better model at the same epsilon"
-    else:
-        return []
-    return [RawFinding("", what, size.training, (), remedy)]
+        return f"{units} in the training part, more than {far} times num_examples = {num_examples:,}", remedy
+    return None
 
 
 def _finding(column: str, what: str, rows: Sequence[int | str], remedy: str) -> list[RawFinding]:

@@ -51,14 +51,6 @@ def mark(verdict: Verdict) -> str:
     return PLATEAU if verdict.low != verdict.high else ""
 
 
-def words(verdict: Verdict) -> str:
-    """Return a verdict in words, as `Verdict.text`, but with the edge that holds the best rate."""
-    if verdict.leads_at is None:
-        return verdict.text
-    end = {"low": "lower", "high": "upper"}[verdict.leads_at]
-    return f"best at the {end} edge of {verdict.rates[0]:g} to {verdict.rates[-1]:g}"
-
-
 _EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
 _DASH = "–"
 SIMULATED = "∞ (simulates ε): the mean gradients have the noise of a plan of this ε, in smaller batches; NOT private."
@@ -81,7 +73,7 @@ def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
         if verdict is not None:
             others = " and ".join(name for name, key in _EDGES[1:] if row[f"{key}_at_edge"])
             marks = dict.fromkeys(filter(None, (mark(verdict), EDGE if others else "")))
-            text |= {"at_edge": others, "marks": list(marks), "grid": words(verdict)}
+            text |= {"at_edge": others, "marks": list(marks), "grid": verdict.text}
             text["grid_warns"] = mark(verdict) in (EDGE, OPEN)
         texts.append(text)
     return texts
