@@ -328,7 +328,6 @@ def load(given: DataTable, encoder: str | None) -> DataSet:
 
 
 def _own_model(given: ModelTable, data: DataSet) -> nn.Module:
-    """Call the user's function for a model, and check that it returns one whose outputs suit the labels."""
     function = partial(imported("model.use", given.use), data)
     made = call("model", given.use, function, given.options, {"encoder": given.encoder})
     if not isinstance(made, nn.Module):

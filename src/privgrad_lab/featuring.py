@@ -29,7 +29,6 @@ from privgrad_lab.spec import FeaturesTable, MethodTable, Spec
 
 
 def _lower_layers(encoder: str) -> Extractor:
-    """Return the states that the model "pair-classifier" takes in place of token ids."""
     lower = LowerLayers(build.encoder_folder(encoder))
     return features.Frozen(lower, name=f"lower layers of {encoder}", source=f"weights of {encoder}")
 
@@ -107,7 +106,6 @@ def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
 
 
 def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtype) -> DataSet:
-    """Return the data with features in place of all inputs."""
     extractor, folder = _extractor(table, data), None
     if table.folder is not None:
         name = extractor.digest()[:12] + ("" if dtype == torch.float16 else "-float32")
@@ -135,7 +133,6 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtyp
 
 
 def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
-    """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
     made: list[tuple[Extractor, float]] = []
     for given, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
         public: dict[str, Any] = {}
@@ -155,7 +152,6 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
 
 
 def _public(name: str | None, data: DataSet, block: str) -> Public:
-    """Return public rows for a block, with their source."""
     if name is None:
         remedy = 'set it to "silhouettes", "pink-noise" or "data"'
         raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)

@@ -59,7 +59,6 @@ def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
 
 
 def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors on the model's device."""
     device = next(model.parameters()).device
     return tuple(tensor.to(device) for tensor in tensors)
 
@@ -255,7 +254,6 @@ def require_suited(spec: Spec, data: DataSet) -> None:
 
 
 def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -> None:
-    """Raise PrivacyError unless one metric suits a part of the data."""
     kind, labels = _kind(data), part.tensors[1]
     if kind not in _SUITS[family(name)]:
         suited = [other for other, kinds in _SUITS.items() if kind in kinds]
@@ -276,7 +274,6 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
 
 
 def _kind(data: DataSet) -> Kind:
-    """Return the kind of labels that a data set has."""
     labels = data.test.tensors[1]
     if data.score is None:
         return "numbers"
@@ -341,7 +338,6 @@ def _bootstrap(name: str, labels: Tensor, logits: Tensor, data: DataSet) -> list
 
 
 def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Return the labels and the model's outputs of all rows of `examples`, on the CPU."""
     with evaluating(model), torch.no_grad():
         found = [(labels.cpu(), logits.cpu()) for logits, labels in outputs(model, examples, data)]
     labels, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -387,6 +383,5 @@ def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
 
 
 def _sklearn() -> Any:
-    """Return scikit-learn's metrics, of an optional extra."""
     remedy = "pip install 'privgrad[experiments]'"
     return optional("metrics", "scikit-learn", "sklearn.metrics", remedy, purpose=" for auc and f1")

@@ -48,7 +48,6 @@ def canonical(raw: Mapping[str, Any]) -> Raw:
 
 
 def _modern(raw: Mapping[str, Any]) -> Raw:
-    """Return the tables of a file in the new spelling."""
     made = dict(raw) | _parts(raw)
     if isinstance(raw.get("methods"), list):
         made["methods"] = [_method(method) if isinstance(method, dict) else method for method in raw["methods"]]
@@ -56,7 +55,6 @@ def _modern(raw: Mapping[str, Any]) -> Raw:
 
 
 def _parts(raw: Mapping[str, Any]) -> Raw:
-    """Return the tables that a file or a method may have, in the new spelling."""
     made = {"data": _data, "model": _model, "features": _features}
     return {name: new(raw[name]) for name, new in made.items() if isinstance(raw.get(name), dict)}
 
@@ -77,7 +75,6 @@ def _dict(value: Any) -> Raw:
 
 
 def _renamed(old: Raw, key: str = "name") -> Raw:
-    """Return a table with `use` in place of a key."""
     return {("use" if name == key and "use" not in old else name): value for name, value in old.items()}
 
 
@@ -178,7 +175,6 @@ def rewritten(text: str) -> str:
 
 
 def _statements(text: str) -> tuple[list[_Statement], list[str]]:
-    """Return the statements of a file, and the lines after the last one."""
     found: list[_Statement] = []
     before: list[str] = []
     lines: list[str] = []
@@ -218,7 +214,6 @@ def _continues(statement: _Statement, group: list[_Statement]) -> bool:
 
 
 def _group(group: list[_Statement]) -> list[str]:
-    """Return the lines of one table in the new spelling."""
     verbatim = [line for statement in group for line in (*statement.before, *statement.lines)]
     text = "\n".join(line for statement in group for line in statement.lines)
     raw = tomllib.loads(text)

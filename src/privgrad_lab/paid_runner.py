@@ -234,7 +234,6 @@ def largest_total(cost: Price, budget: Budget) -> float:
 
 
 def _noisier(release: Any, factor: float) -> Any:
-    """Return a release, or a tuple of releases, with the noise of each times a factor."""
     if isinstance(release, tuple):
         return tuple(_noisier(one, factor) for one in release)
     if isinstance(release, Release):
@@ -245,7 +244,6 @@ def _noisier(release: Any, factor: float) -> Any:
 
 
 def _too_much(spec: Spec, cost: Price, budget: Budget) -> PrivacyError:
-    """Return the error for a comparison that does not fit into a shared budget."""
     spent, cap = rounded_up(budget.spent(), 4), rounded_up(budget.total_epsilon)
     condition = f"to fit into the budget: epsilon {spent} of {cap} is committed"
     most = largest_total(cost, budget)

@@ -157,7 +157,6 @@ def _select(asked: _Asked) -> Price:
 
 
 def _scores(noise: float | None, count: int) -> tuple[Release, ...]:
-    """Return the releases of paid scores; none if scores are free, without noise."""
     return () if noise is None else (Release(noise, 1.0, count=count),)
 
 

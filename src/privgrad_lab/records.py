@@ -46,9 +46,9 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     """
     require_same(out, description)
     path = out / "spec.json"
-    if look_only and not path.exists():
-        raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
     if look_only:
+        if not path.exists():
+            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
         return
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != description:
@@ -67,7 +67,6 @@ def require_same(out: Path, description: str) -> None:
 
 
 def _held(out: Path, description: str) -> str:
-    """Return what a folder holds apart from runs of a spec of this description."""
     path = out / "spec.json"
     if not path.exists():
         return "runs without their spec.json" if (out / "runs.jsonl").exists() else ""
@@ -145,7 +144,6 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     tried = {key: {run[key] for run in tuning if run.get(key) is not None} for key in TUNED}
     # A rate is at the edge of those that were tried with the same C.
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
-    accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     measured: list[Record] = [run.get("metrics") or {} for run in finals]
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
@@ -161,10 +159,11 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "trainings": _trainings(runs),
         "tuning_trainings": len(tuning),
         "seeds": len(finals),
-        "test_accuracy_mean": mean(accuracy),
-        "test_accuracy_std": std(accuracy),
-        "test_loss_mean": mean(loss),
-        "test_loss_std": std(loss),
+        **{
+            f"{key}_{of.__name__}": of(numbers(finals, key))
+            for key in ("test_accuracy", "test_loss")
+            for of in (mean, std)
+        },
         "metrics": {name: {"mean": mean(values), "std": std(values)} for name, values in metrics.items()},
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
@@ -185,11 +184,11 @@ def without_raw(run: Record) -> Record:
     """Return a record without the keys "raw_...", computed before the noise, if its run is private, without a seed."""
     if run.get("seed") is not None:
         return run
-    return _shown(run) | {"curve": list(map(_shown, run.get("curve") or ()))}
 
+    def shown(values: Record) -> Record:
+        return {key: value for key, value in values.items() if not key.startswith("raw_")}
 
-def _shown(values: Record) -> Record:
-    return {key: value for key, value in values.items() if not key.startswith("raw_")}
+    return shown(run) | {"curve": list(map(shown, run.get("curve") or ()))}
 
 
 def _trainings(runs: Sequence[Record]) -> int:
@@ -223,7 +222,6 @@ def _short(value: Any) -> str:
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """Return the value that all entries share, or None if they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 
@@ -278,30 +276,14 @@ def is_finite(value: float | None) -> bool:
 def tuned_by(records: Sequence[Record]) -> str:
     """Return the key of the measurement that tuning compared."""
     tuning = in_phase(records, "tuning")
-    if recorded := next((run["tuned_by"] for run in tuning if run.get("tuned_by")), None):
-        return recorded
-    # Older records do not hold it: it is the first measurement at which the values of all final runs are the best.
-    known = [key for key in _MEASURED if any(run.get(key) is not None for run in tuning)]
-    chosen_by = (key for key in known if len(known) > 1 and _is_best(records, key))
-    return next(chosen_by, next(iter(known), "validation_accuracy"))
+    told = (run["tuned_by"] for run in tuning if run.get("tuned_by"))
+    known = (key for key in _MEASURED if any(run.get(key) is not None for run in tuning))  # of records without it
+    return next(told, next(known, "validation_accuracy"))
 
 
 def is_cost(key: str) -> bool:
     """Return whether a smaller value of a measurement is better: of a loss or an error."""
     return key.endswith(("loss", "squared_error"))
-
-
-def _is_best(records: Sequence[Record], key: str) -> bool:
-    """Return whether the final runs of every method have the values at which tuning measured the best result."""
-    for runs in by_method(records).values():
-        costs = {
-            candidate: statistics.fmean(measured) if is_cost(key) else -statistics.fmean(measured)
-            for candidate, measured in _finite(results(runs, key)).items()
-        }
-        chosen = {candidate_of(run) for run in in_phase(runs, "final")}
-        if costs and any(costs.get(candidate, math.inf) > min(costs.values()) for candidate in chosen):
-            return False
-    return True
 
 
 def candidate_of(record: Record) -> Candidate:
@@ -320,11 +302,6 @@ def results(runs: Iterable[Record], key: str) -> dict[Candidate, list[float]]:
         value = run.get(key)
         found.setdefault(candidate_of(run), []).append(math.nan if value is None else value)
     return found
-
-
-def _finite(results: Mapping[Candidate, list[float]]) -> dict[Candidate, list[float]]:
-    """Return the results without those of candidates at which a run diverged."""
-    return {candidate: values for candidate, values in results.items() if all(map(math.isfinite, values))}
 
 
 def score_of(records: Iterable[Record]) -> str:
@@ -347,8 +324,8 @@ def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[fl
     best = min if is_cost(key) else max
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
-        for candidate, measured in _finite(results(runs, key)).items():
-            if (value := getattr(candidate, name)) is not None:
+        for candidate, measured in results(runs, key).items():
+            if (value := getattr(candidate, name)) is not None and all(map(math.isfinite, measured)):
                 found[value] = best(found.get(value, measured), measured, key=statistics.fmean)
         result[method] = sorted(found.items())
     return result

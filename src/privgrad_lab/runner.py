@@ -29,18 +29,8 @@ from privgrad.private_gradient import PrivateGradient, RawStep
 from privgrad.progress import bars, note
 from privgrad.training.fitting import fit
 from privgrad.training.run import FitResult
+from privgrad_lab import build
 from privgrad_lab import records as recorded
-from privgrad_lab.build import (
-    make_data,
-    make_model,
-    preconditioner,
-    private_gradient,
-    public_examples,
-    public_gradient,
-    require_model,
-    sizes_text,
-    warm_start,
-)
 from privgrad_lab.featuring import own, save_head
 from privgrad_lab.metrics import constants, interval, measure, metrics_of, outcomes, unit_scores
 from privgrad_lab.records import Record, candidate_of
@@ -99,19 +89,19 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         torch.manual_seed(run.seed)
     else:
         torch.seed()  # the first weights of a private run depend on nothing that came before
-    model = make_model(spec, data)
+    model = build.make_model(spec, data)
     plan = spec.plan(run.seed, run.method, run.candidate.max_grad_norm, tuning=run.phase == "tuning")
     method = run.method.at(run.candidate)
-    public = public_gradient(method, model, data)
+    public = build.public_gradient(method, model, data)
     if method.warm_start is not None:
-        warm_start(method.warm_start, model, public_examples(method, data), data)
+        build.warm_start(method.warm_start, model, build.public_examples(method, data), data)
     optimizer = method.make(model.named_parameters(), public=public, steps=plan.steps)
-    made = preconditioner(method.precondition, public, model, data)
+    made = build.preconditioner(method.precondition, public, model, data)
     # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.
     sources = [public and public.source, data.extractor and declared(data.extractor)]
     others = [source for source in sources if source and source != (made and made.source)]
     parts = method.parts(spec.privacy.privacy_unit) | {"precondition": made}
-    private_grad = private_gradient(spec, model, plan, data, side_information="; ".join(others) or None, **parts)
+    private_grad = build.private_gradient(spec, model, plan, data, side_information="; ".join(others) or None, **parts)
     source = private_grad.ledger.plan_facts["side_information"]
     has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
     released = ReleasedStats(private_grad) if has_distribution else None
@@ -181,7 +171,6 @@ def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool |
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
-    """Do one run with `fit`, in its own folder, and return its record."""
     spec, data = own(spec, run.method, data)
     made = prepare(spec, run, data)
     fitted = partial(
@@ -255,7 +244,7 @@ class Free:
             **({} if clipped.fraction is None else {"raw_clip_fraction": clipped.fraction}),
             # Histograms are kept of the last evaluation only.
             "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
-            "data": sizes_text(spec.data, data, plan),
+            "data": build.sizes_text(spec.data, data, plan),
         }
         if plan.seed is None and data.score is not None and not validated:
             record["test_interval"] = interval(unit_scores(model, data.test, data))
@@ -374,7 +363,6 @@ class _Research:
             yield from self._runs(method, [best], "final")
 
     def _runs(self, method: MethodTable, candidates: Iterable[Candidate], phase: Phase) -> Iterator[Run]:
-        """Yield the runs of each candidate with each seed of a phase."""
         for candidate in candidates:
             self._tried.add((method.name, candidate))
             for seed in self._spec.run.seeds if phase == "final" else self._seeds:
@@ -419,7 +407,7 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them."""
     spec.plan(None, tuning=True)  # its refusals and warnings come before the data are loaded
-    data = make_data(spec)
+    data = build.make_data(spec)
     for method in spec.methods:
-        require_model(*own(spec, method, data))
+        build.require_model(*own(spec, method, data))
     return data

@@ -386,7 +386,6 @@ class MethodTable(Table):
         return optimizer
 
     def _made(self, part: str, **given: Any) -> Any:
-        """Return what the table of a part calls; None without the table."""
         table = getattr(self, part)
         return None if table is None else make(f"methods.{self.name}.{part}", table, REGISTRIES[part], **given)
 

@@ -132,7 +132,6 @@ def _rate(candidate: Candidate) -> float:
 
 
 def _beyond(rates: Sequence[float], side: str) -> float:
-    """Return the rate beyond one edge, at the distance of the two outermost rates."""
     ratios = [high / low for low, high in itertools.pairwise(rates)] or [10**0.5]
     factor = ratios[0 if side == "low" else -1]
     beyond = rates[0] / factor if side == "low" else rates[-1] * factor

@@ -116,7 +116,7 @@ def compared(spec: Spec, data: DataSet, folders: Iterator[Path], published: int)
     """Return the folder of a comparison that publishes so many trainings; those that publish fewer do not count."""
     out = next(folders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "make_data", lambda _: data)
+        patch.setattr(runner.build, "make_data", lambda _: data)
         paid_runner.compare(spec, out, progress=False)
     counts = len(list((out / "runs").iterdir())) >= published
     return out if counts else compared(spec, data, folders, published)

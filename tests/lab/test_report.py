@@ -17,7 +17,7 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad_lab.records import summarize, tuned_by, tuned_names, tuned_seeds
+from privgrad_lab.records import summarize, tuned_names, tuned_seeds
 from privgrad_lab.report import figures
 from privgrad_lab.report.page import write_report
 from privgrad_lab.report.paid import result_text
@@ -701,14 +701,6 @@ def test_each_value_shows_its_best_own_values_and_all_seeds_of_them() -> None:
     assert tuned([*records, lost], "noise_step")["A"] == [(0.01, pytest.approx(0.71)), (0.02, pytest.approx(0.51))]
     # A noise step that was measured with a learning rate was not tuned.
     assert tuned([tuning("B", 0.1, noise_step=0.3)], "noise_step") == {"B": []}
-
-
-def test_the_measurement_that_tuning_compared_is_the_one_that_explains_the_choice() -> None:
-    runs = [of_noise("A", u, a, validation_loss=loss) for u, a, loss in ((0.1, 0.9, 0.5), (0.2, 0.8, 0.4))]
-    assert tuned_by(runs) == "validation_accuracy"
-    assert tuned_by([*runs, of_noise("A", 0.1, phase="final")]) == "validation_accuracy"
-    assert tuned_by([*runs, of_noise("A", 0.2, phase="final")]) == "validation_loss"
-    assert tuned_by([*runs, of_noise("A", 0.3, phase="final")]) == "validation_accuracy"
 
 
 @pytest.mark.parametrize(

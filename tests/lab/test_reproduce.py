@@ -84,7 +84,7 @@ def test_every_item_runs_small(
     except pg.PrivacyError as absent:
         pytest.skip(str(absent))
     loaded: dict[str, DataSet] = {}
-    monkeypatch.setattr(runner, "make_data", lambda spec: once(loaded, spec))
+    monkeypatch.setattr(runner.build, "make_data", lambda spec: once(loaded, spec))
     answer = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--json", "--out", str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout.splitlines()[-1])
@@ -247,7 +247,7 @@ def test_a_folder_of_another_item_is_left_alone(name: str, tmp_path: Path):
 @pytest.mark.usefixtures("without_rendering")
 def test_some_methods_of_an_item_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded: dict[str, DataSet] = {}
-    monkeypatch.setattr(runner, "make_data", lambda spec: once(loaded, spec))
+    monkeypatch.setattr(runner.build, "make_data", lambda spec: once(loaded, spec))
     command = ["reproduce", "heavy-tail/fig2", "--smoke", "--json", "--out", str(tmp_path / "some")]
     some = [*command, "--method", "DP-GDM", "--method", "DP-AdamBC"]
     answer = RUNNER.invoke(app, some)

@@ -263,7 +263,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     account_by_rdp(monkeypatch)
     data = make_data(check_spec(tables(), "test"))
-    monkeypatch.setattr(runner, "make_data", lambda spec: data)
+    monkeypatch.setattr(runner.build, "make_data", lambda spec: data)
 
 
 def test_the_candidates_of_a_spec_survive_json():

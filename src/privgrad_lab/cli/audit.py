@@ -70,7 +70,6 @@ def audit(
 
 
 def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
-    """Return all audits; write each to disk as soon as it is done."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     run = {"command": command_line(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}

@@ -176,7 +176,6 @@ def _check(spec: Spec, *, as_json: bool) -> int:
 
 
 def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool) -> None:
-    """Check the data, show the price of each way to spend the total, run the chosen one, and print the result."""
     from privgrad_lab.report.paid import price_table, result_text
 
     def announce() -> None:

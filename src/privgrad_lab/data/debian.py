@@ -394,7 +394,6 @@ def _bags(packages: Sequence[Package], ids: Mapping[str, int], length: int) -> T
 def _tagged(
     packages: Sequence[Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return words and tags of the packages with at least one of these tags, in their order."""
     # By the order, `debian_maintainers` knows which rows are of one person.
     packages = [package for package in packages if package.tags & tags.keys()]
     return _bags(packages, ids, length), tag_labels(packages, tags)
@@ -454,7 +453,6 @@ def tag_labels(packages: Sequence[Package], tags: Mapping[str, int]) -> Tensor:
 
 @lru_cache(maxsize=1)  # a process may load several data sets from the same lists
 def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
-    """Read the lists of a folder as `read_index` returns them."""
     descriptions: dict[str, tuple[str, str]] = {}
     for file, *_ in translations:
         for md5, synopsis, description in _DESCRIPTION.findall(_read_list(file)):

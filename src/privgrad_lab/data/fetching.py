@@ -184,7 +184,6 @@ _FAILURES = (
 
 
 def _obtain(function: str, way: Way, folder: Path, report: Report) -> None:
-    """Fetch one file or archive in a temporary folder, check it, and move what is kept into the folder."""
     root = cache("")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as scratch:
@@ -203,7 +202,6 @@ def _obtain(function: str, way: Way, folder: Path, report: Report) -> None:
 
 
 def _from_url(way: Way, folder: Path, report: Report) -> Path:
-    """Download a file; raise OSError if the connection ends early."""
     target = folder / way.name.rpartition("/")[2]
     with urllib.request.urlopen(way.name, timeout=_SECONDS) as answer, target.open("wb") as file:
         size, done = int(answer.headers["Content-Length"] or 0) or None, 0
@@ -253,7 +251,6 @@ _CLIENTS: dict[str, Callable[[Way, Path, Report], Path]] = {
 
 
 def _require_checksum(function: str, way: Way, file: Path) -> None:
-    """Raise PrivacyError unless a fetched file has the checksum of its way."""
     kind, _, wanted = way.checksum.partition(":")
     if not kind:
         return

@@ -181,7 +181,6 @@ def _finding(column: str, what: str, rows: Sequence[int | str], remedy: str) -> 
 
 
 def _of_faults(column: str, faults: Sequence[Fault], shown: Sequence[str]) -> list[RawFinding]:
-    """Return the findings of faults, with their most frequent values."""
     found: list[RawFinding] = []
     for fault in faults:
         most = Counter(shown[row][:40] for row in fault.rows).most_common(_SHOWN)
@@ -192,7 +191,6 @@ def _of_faults(column: str, faults: Sequence[Fault], shown: Sequence[str]) -> li
 
 
 def _of_persons(name: str, rows_of: Sequence[Sequence[int]], most: int) -> list[RawFinding]:
-    """Return the persons with several rows, and those with more rows than are kept."""
     several, beyond = ([rows[0] for rows in rows_of if len(rows) > least] for least in (1, most))
     what = f"persons with several rows, of {len(rows_of)} persons; the most is {max(map(len, rows_of), default=0)}"
     found = _finding(name, what, several, "unit protects them together; num_examples counts persons")

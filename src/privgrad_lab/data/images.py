@@ -166,7 +166,6 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path) -> Tensor:
-    """Return the tensor in a gzipped idx file of unsigned bytes (the MNIST format)."""
     with readable("data", f"{path}", "to be a gzipped idx file of bytes", "fetch it again"), gzip.open(path) as file:
         head = file.read(4)
         if head[:3] != b"\x00\x00\x08":
@@ -183,7 +182,6 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
-    """Return the folder of Fashion-MNIST's files, and its origin for the name of the data."""
     folder = located("fashion_mnist", path, "fashion-mnist")
     if path is not None:
         return folder, str(path)

@@ -89,7 +89,6 @@ def imdb(
 
 
 def _imdb_parts(archive: Path) -> dict[str, list[tuple[str, int]]]:
-    """Return the reviews of an archive with their labels, by part: train, test and unsup."""
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
     # As a stream: an archive that points back into itself is refused.
     with (

@@ -83,7 +83,6 @@ def heavy_tail(*, groups: Positive = 8, log_size: Natural = 10, seed: int = 0, v
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of all rows of the file, as `adult` describes them."""
     codes = {name: {value: index for index, value in enumerate(line.split())} for name, line in _CATEGORIES.items()}
     rows: list[list[float]] = []
     labels: list[int] = []

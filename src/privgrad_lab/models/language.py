@@ -168,7 +168,6 @@ class PairClassifier(nn.Module):
 
 
 def _encoder(where: str, path: str) -> Any:
-    """Return the frozen BERT-like encoder of a folder; raise PrivacyError if there is none."""
     try:
         encoder = _library("transformers").AutoModel.from_pretrained(path, local_files_only=True)
         _ = encoder.encoder.layer[-1], encoder.pooler  # others have no such parts

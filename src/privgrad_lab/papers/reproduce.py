@@ -172,7 +172,6 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
-    """Run or resume the comparison and return its records; with so_far, return only those that exist."""
     if not so_far:
         return compare(spec, out, progress=progress)
     recorded.claim(out, recorded.describe(spec), look_only=True)
@@ -189,8 +188,6 @@ class _Row(spec_tables.Table):
 
 
 class _TableItem(spec_tables.Table):
-    """An item of kind "table": methods of other items, side by side."""
-
     kind: str
     title: str
     columns: list[str]
@@ -307,7 +304,6 @@ def _comparison_table(
 def _numbers(
     runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float], stands_in_for: str | None
 ) -> dict[str, Any]:
-    """Return mean and standard deviation of loss and accuracy, and the difference from the paper on equal data."""
     found: dict[str, Any] = {"paper": dict(paper)}
     for number in ("loss", "accuracy"):
         values = [run[number] for run in runs if run[number] is not None]

@@ -43,7 +43,6 @@ _STYLE: dict[Any, Any] = {
 
 
 def _looks(names: Iterable[str], before: str = "") -> dict[str, dict[str, Any]]:
-    """Return color, marker and label of every method or layer; those of a method are the same in all plots."""
     styles = zip(cycle(COLORS), cycle(_MARKERS), names, strict=False)
     return {
         name: {"color": color, "marker": marker, "label": method_label(before + name)} for color, marker, name in styles
@@ -120,7 +119,6 @@ def _draw_curve(
     *,
     along: str = "epsilon",
 ) -> None:
-    """Draw the mean over seeds as a line, and one standard deviation as a band."""
     points = recorded.curve(runs, measured, along=along)
     if points:
         places, means, low, high = zip(*points, strict=True)
@@ -242,7 +240,6 @@ def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, M
 
 
 def _mark_tried(ax: Axes, values: Sequence[float]) -> None:
-    """Scale the axis of a tuned quantity for its tried values, and label it."""
     if values[0] > 0:
         ax.set_xscale("log")
     if len(values) <= 7:

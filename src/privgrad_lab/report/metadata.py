@@ -65,7 +65,6 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
 
 
 def _model(spec: Spec, record: Record, out: Path) -> str:
-    """Return where the model of a single training is, and how to load it."""
     if record.get("head") is not None:
         return f'load it by privgrad.Head.load("{record["head"]}")'
     (method,) = (method for method in spec.methods if method.name == record["method"])
@@ -75,7 +74,6 @@ def _model(spec: Spec, record: Record, out: Path) -> str:
 
 
 def _described(part: str, record: Record) -> str:
-    """Return what a record says of a method's filter or rule for C, as text."""
     if not (table := record.get(part)):
         return "none"
     kind = DiSK if table["rule"] == "DiSK" else REGISTRIES[part][table["rule"]]
@@ -83,7 +81,6 @@ def _described(part: str, record: Record) -> str:
 
 
 def _place(method: MethodTable) -> str:
-    """Describe the point at which a method evaluates gradients, or the contribution of a user."""
     if method.local is not None:
         local = method.local.options
         epochs = "an epoch" if local.get("epochs", 1) == 1 else f"{local['epochs']} epochs"
@@ -115,7 +112,6 @@ def _turns(spec: Spec, plan: PrivacyPlan) -> dict[str, str | float]:
 
 
 def _by_method(values: Mapping[str, str]) -> str:
-    """Return the value that all methods share, or a list of each method's own value."""
     if len(set(values.values())) > 1:
         return ", ".join(f"{value} ({method})" for method, value in values.items())
     return next(iter(values.values()), "")

@@ -82,7 +82,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
 
 
 def _few_clipped(records: Sequence[Record]) -> dict[str, str]:
-    """Return, by method that clipped too few gradients, the number of such final trainings as text."""
     found: dict[str, str] = {}
     for method, runs in recorded.by_method(recorded.in_phase(records, "final")).items():
         shares = [run["raw_clip_fraction"] for run in runs if run.get("raw_clip_fraction") is not None]
@@ -118,7 +117,6 @@ def _verdicts(records: Sequence[Record]) -> dict[str, dict[str, str]]:
 
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
-    """Return the kind of second moment that an optimizer divides by; records give the optimizer's name."""
     kind = optim.OPTIMIZERS.get(optimizer or "", optim.PrivateOptimizer)
     if issubclass(kind, Debiased):
         return "debiased"
@@ -209,7 +207,6 @@ def _short(value: Any) -> str:
 
 
 def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the facts on privacy that depend on the records."""
     epsilon = recorded.summary_row("all", records)["epsilon"]
     fixed = [row["method"] for row in rows if row["sampling"] == "fixed"]
     budgets = {row["epsilon"] for row in rows if row["seeds"]}

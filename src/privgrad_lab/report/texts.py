@@ -281,7 +281,6 @@ def _widths(columns: Mapping[str, Sequence[str]]) -> tuple[list[int], int]:
 
 
 def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the lines below the table: the measurement, the marks that occur, and the number of trainings."""
     counts = {row["seeds"] for row in rows}
     one = "One seed." if any(record.get("seed") is not None for record in records) else "One training."
     spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
