@@ -39,15 +39,6 @@ from privgrad_lab.spec import (
     WarmStartTable,
 )
 
-
-def _head(*, in_features: int, num_classes: int, input_dims: int) -> nn.Module:
-    return models.UnitLinear(in_features, num_classes, input_dims=input_dims)
-
-
-def _sparse_linear(*, vocabulary: int, num_classes: int) -> nn.Module:
-    return models.SparseLinear(vocabulary, num_classes)
-
-
 # The models that a spec can name. They get the arguments of `_fact` from the data, and the other ones from the table.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "autoencoder": models.autoencoder,
@@ -55,14 +46,16 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn-small": models.cnn_small,
     "cnn2": models.cnn2,
     "cnn5": models.cnn5,
-    "head": _head,
+    "head": lambda *, in_features, num_classes, input_dims: models.UnitLinear(
+        in_features, num_classes, input_dims=input_dims
+    ),
     "language-model": models.LanguageModel,
     "linear": models.linear,
     "lora-language-model": models.LoraLanguageModel,
     "mlp": models.mlp,
     "pair-classifier": models.PairClassifier,
     "resnet9": models.resnet9,
-    "sparse-linear": _sparse_linear,
+    "sparse-linear": lambda *, vocabulary, num_classes: models.SparseLinear(vocabulary, num_classes),
     "wide-resnet": models.wide_resnet,
     "word-lstm": models.WordLSTM,
 }
@@ -393,11 +386,13 @@ SYNTHETIC_IMAGES: dict[str, Callable[..., features.Public]] = {
 }
 
 
-def synthetic_images(kind: str, data: DataSet) -> features.Public | None:
-    """Return synthetic images of the data's size and channels, in [0, 1]; None unless it holds square images."""
-    if not _are_square_images(data):
-        return None
-    return SYNTHETIC_IMAGES[kind](_COUNT, data.input_shape[1], channels=data.input_shape[0])
+def synthetic_images(kind: str, data: DataSet) -> features.Public:
+    """Return synthetic images of the size and channels of the data's square images, in [0, 1]."""
+    shape = data.input_shape
+    if not _are_square_images(shape):
+        condition = "to be square images with 1 or 3 channels"
+        raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {shape}")
+    return SYNTHETIC_IMAGES[kind](_COUNT, shape[1], channels=shape[0])
 
 
 def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
@@ -408,7 +403,6 @@ def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
         words = features.word_sequences(data.public_counts, _COUNT, data.input_shape[0])
         return cast(Tensor, words.rows), words.source
     made = synthetic_images(kind, data)
-    assert made is not None
     assert data.pixel_range is not None
     black, white = data.pixel_range
     return cast(Tensor, made.rows) * (white - black) + black, made.source
@@ -420,12 +414,11 @@ def require_synthetic(kind: Synthetic, data: DataSet) -> None:
         is_public = data.public_counts is not None and data.counts_provenance not in (None, "private-derived")
         suits, condition = is_public and len(data.input_shape) == 1, "to be texts with public word counts"
     else:
-        suits = data.pixel_range is not None and _are_square_images(data)
+        suits = data.pixel_range is not None and _are_square_images(data.input_shape)
         condition = "to be square images with 1 or 3 channels and a known range"
     if not suits:
         raise wrong("precondition.public", condition, f"{data.name} with inputs of shape {data.input_shape}")
 
 
-def _are_square_images(data: DataSet) -> bool:
-    shape = data.input_shape
+def _are_square_images(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] in (1, 3) and shape[1] == shape[2]

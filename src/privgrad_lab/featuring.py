@@ -156,10 +156,7 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
         remedy = 'set it to "silhouettes", "pink-noise" or "data"'
         raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)
     if name in build.SYNTHETIC_IMAGES:
-        if (images := build.synthetic_images(name, data)) is None:
-            condition, got = "to be square images with 1 or 3 channels", f"shape {data.input_shape}"
-            raise expected("make_data", f"the inputs of {data.name}", condition, got)
-        return images
+        return build.synthetic_images(name, data)
     if data.public_inputs is not None:
         return Public(data.public_inputs, f"{len(data.public_inputs):,} public inputs of {data.name}")
     for part, origin in ((data.public, "taken out of the training set"), (data.other_public, "from elsewhere")):

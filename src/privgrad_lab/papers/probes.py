@@ -27,31 +27,22 @@ from privgrad.data import DataSet
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_clipping_bias, raw_pairwise_cosines
 from privgrad.errors import expected
 from privgrad.gradient.contribution import Contribution
-from privgrad.optim import AdamBC, PrivateOptimizer
+from privgrad.optim import AdamBC
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import one_thread
 from privgrad.types import NoisyGradient
-from privgrad_lab.build import make_model, private_gradient
 from privgrad_lab.metrics import losses_for
 from privgrad_lab.records import Record, append, claim, mean, read_records, std
-from privgrad_lab.runner import open_folder
+from privgrad_lab.runner import Prepared, Run, open_folder, prepare
 from privgrad_lab.spec import MethodTable, Spec, Table
 
 
-def begin(
-    spec: Spec, method: MethodTable, seed: int, data: DataSet
-) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
-    """Return model, PrivateGradient and optimizer of a training before its first step, without side information."""
+def begin(spec: Spec, method: MethodTable, seed: int, data: DataSet) -> Prepared:
+    """Return the parts of a training of a method with one candidate, before its first step."""
     if spec.is_tuned(method):
         got = f"{len(spec.grid(method))} candidates"
         raise expected("reproduce", method.name, "to have one lr, one max_grad_norm and one radius", got)
-    candidate = spec.grid(method)[0]
-    method = method.at(candidate)
-    torch.manual_seed(seed)
-    model = make_model(spec, data)
-    plan = spec.plan(seed, method, candidate.max_grad_norm)
-    private_grad = private_gradient(spec, model, plan, data, perturb=method.perturbation())
-    return model, private_grad, method.make(model.named_parameters())
+    return prepare(spec, Run(method, spec.grid(method)[0], seed, "final"), data)
 
 
 class Stop(NamedTuple):
@@ -69,15 +60,15 @@ def stops(
     """Train one method, call `tick` after each step, and yield a Stop at each number of steps in `at`, maybe 0."""
     if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
         raise expected("reproduce", "probe.at", f"to be within the {spec.privacy.steps} steps", list(at))
-    model, private_grad, optimizer = begin(spec, method, seed, data)
+    made = begin(spec, method, seed, data)
     if 0 in at:
-        yield Stop(0, model, private_grad, None)
-    for step, batch in enumerate(private_grad.plan.batches(data.train), start=1):
-        released = private_grad(batch)
-        optimizer.step(grad=released)
+        yield Stop(0, made.model, made.private_grad, None)
+    for step, batch in enumerate(made.plan.batches(data.train), start=1):
+        released = made.private_grad(batch)
+        made.optimizer.step(grad=released)
         tick()
         if step in at:
-            yield Stop(step, model, private_grad, released)
+            yield Stop(step, made.model, made.private_grad, released)
 
 
 def describe_probe(spec: Spec, probe: Mapping[str, Any]) -> str:
@@ -222,10 +213,10 @@ def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Call
 
 
 def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
-    _, private_grad, optimizer = begin(spec, method, spec.run.seeds[0], data)
-    for batch in private_grad.plan.batches(data.train):
+    made = begin(spec, method, spec.run.seeds[0], data)
+    for batch in made.plan.batches(data.train):
         start = perf_counter()
-        optimizer.step(grad=private_grad(batch))
+        made.optimizer.step(grad=made.private_grad(batch))
         elapsed = perf_counter() - start
         tick()
         yield elapsed

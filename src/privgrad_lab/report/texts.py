@@ -243,33 +243,18 @@ def summary_table(records: Iterable[Record]) -> Table:
 
 
 def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]:
-    """Return the columns, with numbers on more lines as long as there is too little room for the names of methods."""
-    longest = max((len(name) for name in columns["method"]), default=0)
+    """Return the columns, with numbers on more lines where there is too little room for the names of methods."""
 
     def fits() -> bool:
-        return _widths(columns)[1] >= min(longest, _LEAST_ROOM)
+        return _widths(columns)[1] >= min(max(map(len, columns["method"]), default=0), _LEAST_ROOM)
 
     if not fits() and {"clipped", "floored"} <= columns.keys():  # one below the other
         both = zip(columns.pop("clipped"), columns.pop("floored"), strict=True)
-        columns["clipped\nfloored"] = [
-            re.sub(r"\n(⚠) low", r" \1", clipped) + f"\n{floored}" for clipped, floored in both
-        ]
-    if not fits():
-        for name in list(columns)[1:]:
-            if name not in (title, "metrics"):
-                columns[name] = [
-                    re.sub(r" (?=±|\()|(?<=not|ver) |(?<=simulates) ", "\n", cell) for cell in columns[name]
-                ]
-    for name in filter(columns.__contains__, ("metrics", title)):
-        while not fits():  # a metric or a tuned value below its name, the longest first
-            lines = [line for cell in columns[name] for line in cell.split("\n") if re.match(r"[\w@]+ ", line)]
-            if not lines:
-                break
-            widest = max(lines, key=len)
-            columns[name] = [
-                "\n".join(line.replace(" ", "\n", 1) if line == widest else line for line in cell.split("\n"))
-                for cell in columns[name]
-            ]
+        columns["clipped\nfloored"] = ["\n".join((one.replace("\n⚠ low", " ⚠"), other)) for one, other in both]
+    for name in [*(name for name in columns if name not in ("method", "metrics", title)), "metrics", title]:
+        if not fits() and name in columns:  # a spread, a metric or a tuned value has a line of its own
+            breaks = r"^([\w@]+) " if name in ("metrics", title) else r"() (?=±|\()|(?<=not|ver) |(?<=simulates) "
+            columns[name] = [re.sub(breaks, r"\1\n", cell, flags=re.MULTILINE) for cell in columns[name]]
     return columns
 
 
