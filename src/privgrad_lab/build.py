@@ -121,7 +121,8 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape)
     if have_most_rows_in_common(data.train.tensors[0], other.train.tensors[0]):
         condition = "to share at most half of its inputs with the training examples"
-        raise expected("data", "elsewhere", condition, f"copies in {other.name}")  # their number is private
+        remedy = "use data.public to count some of the training examples as public"
+        raise expected("data", "elsewhere", condition, f"copies in {other.name}", remedy)  # their number is private
     return replace(data, other_public=other.train)
 
 

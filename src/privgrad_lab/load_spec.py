@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from privgrad.clip.norm_statistics import require_bins
-from privgrad.data.schema import ROW
 from privgrad.errors import PrivacyError, expected, file_problem, readable
 from privgrad.parts import Parts
 from privgrad.precondition.public_gradient import PublicGradient
@@ -243,26 +242,6 @@ def _seeds_differ(spec: Spec) -> None:
             raise wrong(f"{place}.seeds", "to differ", table.seeds)
 
 
-def _the_unit_is_that_of_the_rows(spec: Spec) -> None:
-    unit, given = spec.data.options.get("unit"), spec.privacy.privacy_unit
-    needed = "example" if unit == ROW else "user"
-    if not spec.data.use and unit is not None and given != needed:
-        raise wrong("privacy.privacy_unit", f"to be {needed!r} for data.unit = {unit!r}", repr(given))
-
-
-def _a_batch_is_of_the_data(spec: Spec) -> None:
-    size, count = spec.privacy.expected_batch_size, spec.privacy.num_examples
-    if size > count:
-        raise wrong("privacy.expected_batch_size", f"to be at most num_examples = {count}", size)
-
-
-def _public_examples_are_other_ones(spec: Spec) -> None:
-    own, other = spec.data, spec.data.elsewhere
-    if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
-        remedy = "use data.public to count some of these examples as public"
-        raise wrong("data.elsewhere", "to differ from data.use", repr(other.source), remedy)
-
-
 def _methods_follow_their_rules(spec: Spec) -> None:
     for method, rule in itertools.product(spec.methods, _RULES_OF_METHODS):
         rule(method, spec)
@@ -290,9 +269,6 @@ def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
 _RULES: tuple[Callable[[Spec], None], ...] = (
     _names_differ,
     _seeds_differ,
-    _the_unit_is_that_of_the_rows,
-    _a_batch_is_of_the_data,
-    _public_examples_are_other_ones,
     require_total,
     _methods_follow_their_rules,
     require_names,

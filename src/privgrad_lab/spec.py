@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from privgrad import clip, perturb, precondition
 from privgrad.gradient.contribution import Contribution, SampleGradient
@@ -56,10 +56,8 @@ REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
 }
 
 
-class DataTable(Table):
+class DataTable(Call):
     """The table [data]: the data set by exactly one of use, file and folder, and the arguments of its loader."""
-
-    model_config = ConfigDict(extra="allow")
 
     use: str = ""  # of LOADERS in privgrad_lab.data, or "package.module:function"
     file: str | None = None  # a table
@@ -70,11 +68,6 @@ class DataTable(Table):
     elsewhere: "DataTable | None" = None  # a second data set, whose training part is public too
     reconstruct: bool = False  # the label of an input is the input itself
     _home: Path = PrivateAttr(default=Path())
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the loader."""
-        return dict(self.model_extra or {})
 
     @property
     def given(self) -> dict[str, Any]:

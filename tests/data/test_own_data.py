@@ -538,8 +538,11 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
     (spec({}), 'load_spec: expected data.use to be given, got None; .* file = "people.csv"'),
     (spec({**TABLE, "use": "digits"}), "load_spec: expected data to have exactly one of use, file and folder, got"),
     (spec({**TABLE, "folder": "xrays"}), "exactly one of use, file and folder, got file, folder"),
-    (spec({**TABLE, "unit": "patient", "max_rows": 2}), "privacy.privacy_unit to be 'user' for data.unit = 'patient'"),
-    (spec(TABLE, privacy=USERS), "privacy.privacy_unit to be 'example' for data.unit = 'row', got 'user'"),
+    (
+        spec({**TABLE, "unit": "patient", "max_rows": 2}),
+        "data 'visits.csv' to be by example, got data by user; count persons",
+    ),
+    (spec(TABLE, privacy=USERS), "data 'visits.csv' to be by user, got data by example; count examples"),
     (spec({k: v for k, v in TABLE.items() if k != "label"}), "data.label to be given, got None; add it"),
     (spec({k: v for k, v in TABLE.items() if k != "classes"}), "data: table: expected classes to be given, got None"),
     (spec({k: v for k, v in TABLE.items() if k != "test_share"}), "test part of visits.csv to hold at least 1 example"),

@@ -114,7 +114,6 @@ WRONG = {
     "its type": ("examples = 40", "examples = 4.5", "data.examples to be valid .*integer.*, got 4.5"),
     "its range": ("examples = 40", "examples = 0", "data.examples to be valid .*greater than or equal to 1.*, got 0"),
     "its choices": ('"sorted"', '"sort"', "data.order to be one of sorted, random, got 'sort'; did you mean 'sorted'"),
-    "batch above the data": ("size = 18", "size = 37", "privacy.expected_batch_size to be at most num_examples = 36"),
     "option of the optimizer": ("scale = 2.0", "scael = 2.0", "optimizer.scael'; did you mean 'scale'"),
     "public data": ('use = "Signs"', 'use = "WithPublic"', "optimizer.scale'; choose one of lr"),
     "elsewhere": ("[model]", 'elsewhere = { use = "digits", sise = 28 }\n[model]', "data.elsewhere.sise'.*'size'"),

@@ -34,6 +34,7 @@ __all__ = [
     "debian_synopses",
     "debian_tags",
     "debian_texts",
+    "digits",
     "fashion_mnist",
     "heavy_tail",
     "imdb",
@@ -46,6 +47,6 @@ __all__ = [
 ]
 
 # By their names with hyphens.
-LOADERS: dict[str, Callable[..., DataSet]] = {"cifar-10": cifar10, "digits": digits} | {
-    name.replace("_", "-"): globals()[name] for name in __all__ if name not in ("LOADERS", "cifar10")
+LOADERS: dict[str, Callable[..., DataSet]] = {
+    name.replace("_", "-").replace("cifar1", "cifar-1"): globals()[name] for name in __all__ if name != "LOADERS"
 }

@@ -70,12 +70,9 @@ def debian_texts(
     Labels and parts are those of debian_sections or debian_tags. `public_inputs` holds the texts of other packages: for
     tags, those without a tag; for sections, the packages of the training part beyond `limit`, if there is one.
 
-    Args:
-        path: as in debian_sections, like limit and validation.
-        task: "sections" has one of 58 classes per package, "tags" has several of about 550 tags per package.
-        length: bytes kept of a text, >= 1; 2,048 cut one text in 300.
-        limit: as in debian_sections.
-        validation: as in debian_sections.
+    `path`, `limit` and `validation` are those of debian_sections. The `task` "sections" has one of 58 classes per
+    package, "tags" has several of about 550 tags. `length` bytes are kept of a text; 2,048 cut one text in 300.
+
     Raises:
         PrivacyError: as in debian_sections.
     Privacy:
