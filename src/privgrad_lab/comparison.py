@@ -3,20 +3,19 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from privgrad.data import DataSet
 from privgrad.errors import described, expected
 from privgrad.statement.text import budget_statement
 from privgrad_lab import paid_runner, runner
+from privgrad_lab.load_spec import check_spec, read_tables
 from privgrad_lab.paid_runner import PaidFolder
 from privgrad_lab.prices import price
 from privgrad_lab.records import Record, summarize
 from privgrad_lab.spec import Spec
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from privgrad.data import DataSet
 
 
 def compare_and_report(spec: Spec, out: Path, *, progress: bool) -> dict[str, Any]:
@@ -60,8 +59,8 @@ def compare(
     spec: str | Path | Mapping[str, Any],
     *,
     out: str | Path,
-    data: "Callable[..., DataSet] | None" = None,
-    model: "Callable[..., nn.Module] | None" = None,
+    data: Callable[..., DataSet] | None = None,
+    model: Callable[..., nn.Module] | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Compare methods as `privgrad compare` does, and write the same folder. A second call resumes it.
@@ -84,9 +83,6 @@ def compare(
         With privacy.total_epsilon everything is paid for before the first training. Without it, seeds are public, and
         nothing is private.
     """
-    # The experiments import pydantic, and reports matplotlib: `import privgrad` does not wait for them.
-    from privgrad_lab.load_spec import check_spec, read_tables
-
     is_path = isinstance(spec, str | Path)
     tables, path = (read_tables(spec), Path(spec)) if is_path else (dict(spec), Path("spec.toml"))
     for name, function in (("data", data), ("model", model)):

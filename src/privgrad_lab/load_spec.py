@@ -147,50 +147,33 @@ def _every_part_can_be_made(method: MethodTable, spec: Spec) -> None:
         require_bins("load_spec", f"methods.{method.name}.norm_bins", method.norm_bins)
 
 
-def _bands_need_poisson_sampling(method: MethodTable, spec: Spec) -> None:
+def _parts_do_not_exclude_each_other(method: MethodTable, spec: Spec) -> None:
+    unit, table = spec.privacy.privacy_unit, method.precondition
     if method.bands is not None and spec.privacy.sampling != "poisson":
         raise _wrong(method, "bands", "to be absent for this sampling", spec.privacy.sampling)
-
-
-def _only_inputs_take_synthetic_examples(method: MethodTable, spec: Spec) -> None:
-    table = method.precondition
     if table is not None and table.public is not None and table.use != "inputs":
         raise _wrong(method, "precondition.public", 'to be for "inputs" only', table.use)
-
-
-def _a_method_without_privacy_does_not_clip(method: MethodTable, spec: Spec) -> None:
+    if "public" in method.model_fields_set and not method.needs_public:
+        got = method.public.model_dump(exclude_defaults=True)
+        raise _wrong(method, "public", "to be absent for a method that uses no public examples", got)
+    # A method without privacy does not clip.
     defaults = {"clip": None, "adaptive_clip": None, "norm_bins": None, "bands": None, "group_size": 1}
     for part, default in defaults.items():
         if method.non_private and (value := getattr(method, part)) != default:
             raise _wrong(method, part, "to be absent for non_private", getattr(value, "use", value))
-
-
-def _gradients_have_one_point(method: MethodTable, spec: Spec) -> None:
+    # Gradients have one point, and a unit has one contribution.
     is_filtered = method.filter is not None and method.filter.use == "DiSK"
     points = {"perturb": method.perturb, "local": method.local, 'filter = "DiSK"': is_filtered or None}
     if len(given := [name for name, point in points.items() if point is not None]) > 1:
         raise _wrong(method, given[0], "to have the only point of the gradients", " and ".join(given))
-
-
-def _one_unit_has_one_contribution(method: MethodTable, spec: Spec) -> None:
-    unit = spec.privacy.privacy_unit
     part = "local" if unit == "example" else "perturb"
-    if (table := getattr(method, part)) is not None:
-        raise _wrong(method, part, f'to be absent for privacy_unit = "{unit}"', table.options)
-
-
-def _users_are_tuned_on_other_users(method: MethodTable, spec: Spec) -> None:
-    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
-        raise wrong("tuning.by", "to be measured on held-out users", "'train_loss'")
-
-
-def _public_examples_are_used(method: MethodTable, spec: Spec) -> None:
-    if "public" in method.model_fields_set and not method.needs_public:
-        got = method.public.model_dump(exclude_defaults=True)
-        raise _wrong(method, "public", "to be absent for a method that uses no public examples", got)
+    if (given_part := getattr(method, part)) is not None:
+        raise _wrong(method, part, f'to be absent for privacy_unit = "{unit}"', given_part.options)
 
 
 def _tuning_has_values(method: MethodTable, spec: Spec) -> None:
+    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
+        raise wrong("tuning.by", "to be measured on held-out users", "'train_loss'")
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
@@ -214,13 +197,7 @@ _RULES_OF_METHODS: tuple[Callable[[MethodTable, Spec], None], ...] = (
     _tables_name_functions_and_arguments,
     _a_noise_step_needs_the_true_noise,
     _every_part_can_be_made,
-    _bands_need_poisson_sampling,
-    _only_inputs_take_synthetic_examples,
-    _a_method_without_privacy_does_not_clip,
-    _gradients_have_one_point,
-    _one_unit_has_one_contribution,
-    _users_are_tuned_on_other_users,
-    _public_examples_are_used,
+    _parts_do_not_exclude_each_other,
     _tuning_has_values,
     _scales_without_noise_need_eps,
 )
@@ -229,14 +206,11 @@ _RULES_OF_METHODS: tuple[Callable[[MethodTable, Spec], None], ...] = (
 # Rules for the whole spec.
 
 
-def _names_differ(spec: Spec) -> None:
+def _names_and_seeds_differ(spec: Spec) -> None:
+    """Two equal runs would count as two in the spread over seeds."""
     names = [method.name for method in spec.methods]
     if len(set(names)) < len(names):
         raise wrong("methods", "to have different names", names)
-
-
-def _seeds_differ(spec: Spec) -> None:
-    """Two equal runs would count as two in the spread over seeds."""
     for place, table in {"run": spec.run, "tuning": spec.tuning}.items():
         if table is not None and len(set(table.seeds)) < len(table.seeds):
             raise wrong(f"{place}.seeds", "to differ", table.seeds)
@@ -267,8 +241,7 @@ def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (
-    _names_differ,
-    _seeds_differ,
+    _names_and_seeds_differ,
     require_total,
     _methods_follow_their_rules,
     require_names,
