@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticCustomError
 
-from privgrad import data, models
+from privgrad import data
 from privgrad.errors import PrivacyError, did_you_mean, expected
 
 # Values that a required key may have, for errors.
@@ -213,21 +213,13 @@ def imported(place: str, name: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything
-        if (moved := _moved(module_name, attribute)) is not None:
-            return moved
         missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
         condition = f"to name a module in {here} or an installed one" if missing else "to name a module that imports"
         raise wrong(place, condition, f"{type(error).__name__}: {error}") from error
-    function = getattr(found, attribute, None) or _moved(module_name, attribute)
+    function = getattr(found, attribute, None)
+    if function is None and module_name.startswith("privgrad."):  # a loader that another module of ours has now
+        function = getattr(data, attribute, None)
     if not callable(function):
         own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
         raise wrong(place, f"to name a function of {module_name}", repr(attribute), did_you_mean(attribute, own))
     return function
-
-
-def _moved(module_name: str, attribute: str) -> Callable[..., Any] | None:
-    """Return a loader or model of privgrad that was in another module in earlier versions; None if there is none."""
-    if module_name.partition(".")[0] != "privgrad":
-        return None
-    found = (getattr(place, attribute, None) for place in (data, models))
-    return next((function for function in found if callable(function)), None)

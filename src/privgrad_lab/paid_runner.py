@@ -191,9 +191,8 @@ class PaidFolder:
         # selection. The day of the commitment is in the budget.
         day = next(one.date for one in self.budget.commitments if one.name == self.name)
         then = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
-        for folder, folders, files in os.walk(self.out, topdown=True):
-            folders[:] = [name for name in folders if Path(folder, name) != self.out / "raw"]
-            for place in (folder, *(os.path.join(folder, name) for name in files)):
+        for place in (self.out, *self.out.rglob("*")):
+            if not place.is_relative_to(self.out / "raw"):
                 os.utime(place, (then, then))
 
     def _marks(self, path: Path) -> tuple[Path, list[str]]:

@@ -2,7 +2,8 @@
 
 Each item is a function of a spec, the item's table [probe], the output folder, and whether to show a progress bar. It
 writes the records and a plot to the folder, and returns its numbers and the same as a table. A second call resumes. A
-folder with another spec is refused. The numbers are NOT private.
+folder with another spec is refused. The numbers are NOT private. In [probe], `at` are the steps to measure after, from
+1 on; moments and cosines may be measured at 0 too.
 """
 
 import json
@@ -14,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Annotated, Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from rich import table as rich
 from rich.progress import Progress, track
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from privgrad.types import NoisyGradient
 from privgrad_lab.metrics import losses_for
 from privgrad_lab.records import Record, append, claim, mean, read_records, std
 from privgrad_lab.runner import Prepared, Run, open_folder, prepare
-from privgrad_lab.spec import MethodTable, Spec, Table
+from privgrad_lab.spec import MethodTable, Spec
 
 
 def begin(spec: Spec, method: MethodTable, seed: int, data: DataSet) -> Prepared:
@@ -58,8 +59,6 @@ def stops(
     spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
 ) -> Iterator[Stop]:
     """Train one method, call `tick` after each step, and yield a Stop at each number of steps in `at`, maybe 0."""
-    if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
-        raise expected("reproduce", "probe.at", f"to be within the {spec.privacy.steps} steps", list(at))
     made = begin(spec, method, seed, data)
     if 0 in at:
         yield Stop(0, made.model, made.private_grad, None)
@@ -86,42 +85,21 @@ _LABELS = {
 }
 # By (method, number), then by seed or trial: the values at each x; their mean is shown.
 _Curves = dict[tuple[str, str], dict[int, dict[int, list[float]]]]
-_Count = Annotated[int, Field(ge=1)]
-
-
-class BiasProbe(Table):
-    """The table [probe] of kind "bias": `raw_clipping_bias` of random training examples, at the weights."""
-
-    at: list[_Count] = Field(min_length=1)  # the steps to measure after
-    batch_sizes: list[_Count] = Field(min_length=1)  # numbers of examples
-    own: bool = False  # measure at the point that the method uses, too
-    shows: list[Literal["raw_bias", "raw_cosine", "raw_ascent", "raw_released"]] = Field(min_length=1)
-    against: Literal["step", "batch_size"]  # what the plot has along x; it averages over the other one
-
-
-class RuntimeProbe(Table):
-    """The table [probe] of kind "runtime". The last steps of the plan are timed, and all earlier ones warm up."""
-
-    depths: list[_Count] = Field(min_length=1)  # numbers of hidden layers
-    trials: _Count
-    repetitions: _Count  # steps of a trial
 
 
 def clipping_bias(
     spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool
 ) -> tuple[dict[str, Any], rich.Table]:
-    """Measure the bias of clipping along a training of each method and seed; `probe` is a BiasProbe.
+    """Measure the bias of clipping along a training of each method and seed, as the mean of random training examples.
 
-    The measurements do not change the training. Every method is measured on the same examples.
+    The measurements do not change the training. Every method is measured on the same examples, `batch_sizes` of them,
+    at the weights and, with `own`, at the point that it uses. `shows` are the numbers of the plot. It has "step" or
+    "batch_size" along x, as `against` says, and averages over the other one.
 
     Reference:
         The paper on BAM, figures 2, 4, 5 and 6. Deviation: the plots against batch size change the number of measured
         examples, along the same trainings.
     """
-    item = BiasProbe.model_validate(probe)
-    if max(item.batch_sizes) > spec.privacy.num_examples:
-        most = spec.privacy.num_examples
-        raise expected("reproduce", "probe.batch_sizes", f"to be at most {most}", item.batch_sizes)
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
@@ -130,34 +108,35 @@ def clipping_bias(
         for index, (method, seed) in enumerate(planned):
             bar.update(task, description=f"{method.name}, seed {seed}", completed=index * spec.privacy.steps)
             if (method.name, seed) not in done:
-                along = stops(spec, method, seed, item.at, data, partial(bar.advance, task))
-                append(out, [record for stop in along for record in _measured(stop, spec, method, seed, data, item)])
-    other, over = ("batch size", item.batch_sizes) if item.against == "step" else ("steps", item.at)
+                along = stops(spec, method, seed, probe["at"], data, partial(bar.advance, task))
+                append(out, [record for stop in along for record in _measured(stop, spec, method, seed, data, probe)])
+    against, own = probe["against"], probe.get("own", False)
+    other, over = ("batch size", probe["batch_sizes"]) if against == "step" else ("steps", probe["at"])
     caption = (
         f"NOT PRIVATE. {data.name}. g: mean of the gradients g_i of random training examples, at the weights"
-        f"{'; own: at the point that the method uses' if item.own else ''}. Mean ± standard deviation over seeds, at "
+        f"{'; own: at the point that the method uses' if own else ''}. Mean ± standard deviation over seeds, at "
         f"{other} {', '.join(map(str, over))}."
     )
     curves: _Curves = {}
     for record in read_records(out):
         name = record["method"] if record["gradients"] == "plain" else f"{record['method']}, own"
-        for number in item.shows:
+        for number in probe["shows"]:
             points = curves.setdefault((name, number), {}).setdefault(record["seed"], {})
-            points.setdefault(record[item.against], []).append(record[number])
-    return _shown(curves, item.against, spec.title, caption, out)
+            points.setdefault(record[against], []).append(record[number])
+    return _shown(curves, against, spec.title, caption, out)
 
 
 def _measured(
-    stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, item: BiasProbe
+    stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, probe: Mapping[str, Any]
 ) -> Iterator[Record]:
     """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
     candidate, losses = spec.grid(method)[0], losses_for(data)
     places: dict[str, Contribution | None] = {"plain": None}
     own = method.at(candidate).perturbation()
-    if item.own and own is not None and stop.released is not None:
+    if probe.get("own") and own is not None and stop.released is not None:
         places["own"] = own
     order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))
-    for size in item.batch_sizes:
+    for size in probe["batch_sizes"]:
         for gradients, perturb in places.items():
             found = raw_clipping_bias(
                 stop.model,
@@ -172,25 +151,26 @@ def _measured(
 
 
 def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
-    """Measure the seconds of one step of each method, gradient and update together; `probe` is a RuntimeProbe.
+    """Measure the seconds of one step of each method, gradient and update together, by the number of hidden layers.
+
+    The last steps of the plan are timed, `repetitions` in each of `trials`, and all earlier ones warm up.
 
     Reference:
         The paper on BAM, figure 3. Deviation: not compiled.
     """
-    item = RuntimeProbe.model_validate(probe)
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {record["depth"] for record in read_records(out)}
     # The bar is refreshed between steps only: a refresh thread would add to the measured time.
     with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("", total=len(item.depths) * len(spec.methods) * spec.privacy.steps)
-        for index, depth in enumerate(item.depths):
+        task = bar.add_task("", total=len(probe["depths"]) * len(spec.methods) * spec.privacy.steps)
+        for index, depth in enumerate(probe["depths"]):
             completed = index * len(spec.methods) * spec.privacy.steps
             bar.update(task, description=f"depth {depth}", completed=completed, refresh=True)
             if depth not in done:
-                append(out, _timed(spec, depth, data, item, partial(bar.update, task, advance=1, refresh=True)))
+                append(out, _timed(spec, depth, data, probe, partial(bar.update, task, advance=1, refresh=True)))
     caption = (
         f"Seconds per step on one thread, batches of {spec.privacy.expected_batch_size}: mean ± standard deviation "
-        f"over {item.trials} trials of {item.repetitions} steps."
+        f"over {probe['trials']} trials of {probe['repetitions']} steps."
     )
     curves: _Curves = {}
     for record in read_records(out):
@@ -199,15 +179,15 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     return _shown(curves, "depth", spec.title, caption, out)
 
 
-def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Callable[[], object]) -> list[Record]:
+def _timed(spec: Spec, depth: int, data: DataSet, probe: Mapping[str, Any], tick: Callable[[], object]) -> list[Record]:
     """Time the methods' trials in turn, so that other load of the machine affects all methods equally."""
     deep = spec.model_copy(update={"model": spec.model.model_copy(update={"depth": depth})})
     clocks = {method.name: _seconds(deep, method, data, tick) for method in spec.methods}
     for clock in clocks.values():
-        deque(islice(clock, spec.privacy.steps - item.trials * item.repetitions), maxlen=0)
+        deque(islice(clock, spec.privacy.steps - probe["trials"] * probe["repetitions"]), maxlen=0)
     return [
-        {"method": name, "depth": depth, "trial": trial, "seconds": list(islice(clock, item.repetitions))}
-        for trial in range(item.trials)
+        {"method": name, "depth": depth, "trial": trial, "seconds": list(islice(clock, probe["repetitions"]))}
+        for trial in range(probe["trials"])
         for name, clock in clocks.items()
     ]
 
@@ -274,24 +254,9 @@ _FLOOR = 0.041  # in variances of the noise: the gamma' that the paper tuned, on
 _PAIRED = 520  # number of examples, as in the paper's figure
 
 
-class NoiseMoments(Table):
-    """The file of an item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
-
-    kind: Literal["noise-moments"]
-    title: str
-    noise_multiplier: float = Field(gt=0)
-    max_grad_norm: float = Field(gt=0)
-    divisors: list[int]
-    beta2: float = Field(ge=0, lt=1)
-    steps: list[int]
-    coordinates: int = Field(ge=1)
-    seed: int
-    paper: dict[str, dict[str, float]]
-
-
 def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
     """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's."""
-    item = NoiseMoments.model_validate(raw)
+    item = SimpleNamespace(**raw)
     claim(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
     table = rich.Table("", "divisor", *NUMBERS, title=item.title)
@@ -334,12 +299,6 @@ def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple
     return found, table
 
 
-class _Along(Table):
-    """The table [probe] of kinds "moments" and "cosines": the steps to measure after; 0 is before the first."""
-
-    at: list[int] = Field(min_length=1)
-
-
 def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
     """Measure the moments of the gradient with and without noise along one training of the only method."""
     from privgrad_lab.report.figures import histograms_figure, png
@@ -351,8 +310,7 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
             found = {"raw_moments": moments.table(), "raw_watch": stats.summary()}
             yield {"t": stop.step, **found, "raw_histograms": _histograms(moments)}
 
-    at = [0, *_Along.model_validate(probe).at]
-    records = _once_along(spec, probe, out, at, measured, progress=progress)
+    records = _once_along(spec, probe, out, [0, *probe["at"]], measured, progress=progress)
     (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
     table = rich.Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
     for record in records:
@@ -376,7 +334,7 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
             matrices[stop.step] = found["cosines"]
             yield {"t": stop.step, "raw_within": found["within"], "raw_across": found["across"]}
 
-    records = _once_along(spec, probe, out, _Along.model_validate(probe).at, measured, progress=progress)
+    records = _once_along(spec, probe, out, probe["at"], measured, progress=progress)
     if matrices:  # the records of a finished item hold no matrix
         (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
     caption = "Mean cosines. NOT PRIVATE"

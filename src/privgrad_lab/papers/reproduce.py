@@ -13,7 +13,6 @@ from rich.table import Table
 
 from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
-from privgrad_lab import spec as spec_tables
 from privgrad_lab.data import LOADERS
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers import probes
@@ -178,49 +177,36 @@ def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Rec
     return recorded.read_records(out)
 
 
-class _Row(spec_tables.Table):
-    """One row of a table item: an item on one data set, and the method for each column."""
-
-    title: str
-    item: str
-    methods: list[str]  # "" leaves a column empty
-    paper: list[float | str]  # a string if the paper has no number
-
-
-class _TableItem(spec_tables.Table):
-    kind: str
-    title: str
-    columns: list[str]
-    rows: list[_Row]
-
-
 def _table(
     raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool
 ) -> tuple[dict[str, Any], Table]:
     """Run a table item: for each row, the score (or loss) of its methods; each row has its own folder."""
-    item = _TableItem.model_validate(raw)
+    # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
     recorded.claim(out, json.dumps(raw, indent=1), look_only=so_far)
     found: dict[str, Any] = {}
     table = Table(
-        "", *item.columns, title=item.title, caption="Mean ± standard deviation over seeds; below, the paper."
+        "", *raw["columns"], title=raw["title"], caption="Mean ± standard deviation over seeds; below, the paper."
     )
-    for row in item.rows:
-        base = prepared(row.item, smoke=smoke, methods=row.methods)
+    for row in raw["rows"]:
+        item, title = row["item"], row["title"]
+        base = prepared(item, smoke=smoke, methods=row["methods"])
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
-        spec = check_spec(base, row.item)
-        records = _records(spec, out / row.item.replace("/", "-"), so_far=so_far, progress=progress)
+        spec = check_spec(base, item)
+        records = _records(spec, out / item.replace("/", "-"), so_far=so_far, progress=progress)
         numbers, _ = _beside_paper(spec, records, None)
         cells: list[str] = []
-        found[row.title] = {"stands_in_for": stands_in_for}
-        for column, name, theirs in zip(item.columns, row.methods, row.paper, strict=True):
+        found[title] = {"stands_in_for": stands_in_for}
+        for column, name, theirs in zip(raw["columns"], row["methods"], row["paper"], strict=True):
             everything = numbers[name]["groups"].get("all") if name else None
             number = "loss" if everything is None or everything["accuracy"]["mean"] is None else "accuracy"
             ours = None if everything is None else everything[number]
-            found[row.title][column] = {"method": name, number: ours, "paper": theirs}
+            found[title][column] = {"method": name, number: ours, "paper": theirs}
             cells.append(_cells(everything | {"paper": {}}, number)[0] if everything else "–")
-        table.add_row(row.title, *cells)
-        table.add_row(f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row.paper), style="dim")
+        table.add_row(title, *cells)
+        table.add_row(
+            f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row["paper"]), style="dim"
+        )
     return found, table
 
 
