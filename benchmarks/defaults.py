@@ -81,7 +81,7 @@ def of_tables(tables: dict[str, Any], **privacy: Any) -> Task:
 
 
 def of_toy() -> Task:
-    item = Toy.model_validate({k: v for k, v in prepared("adadps/toy").items() if k != "smoke"})
+    item = Toy(**prepared("adadps/toy"))
     x, y, _ = problem(item)
     # Features that are drawn anew are public: the frequencies are common knowledge. C needs the targets, too.
     other, targets, _ = problem(item, seed=1)

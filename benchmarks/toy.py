@@ -59,7 +59,7 @@ def main(file: Annotated[Path, typer.Argument(help="comparison whose [data] and 
     """Tune each method, and train its best candidate with the seeds of [run]."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "a fixed seed makes the noise predictable")
-    item = Toy.model_validate({key: value for key, value in prepared("adadps/toy").items() if key != "smoke"})
+    item = Toy(**prepared("adadps/toy"))
     x, y, _ = problem(item)
     spec, folder, table = load_spec(file), file.parent, dict[str, dict[str, float]]()
     assert spec.tuning is not None

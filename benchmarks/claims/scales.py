@@ -22,8 +22,7 @@ USERS, COHORT, ROUNDS, EXAMPLES = 1000, 100, 100, 10
 
 @cache
 def toy_of(examples: int) -> Toy:
-    item = Toy.model_validate({key: value for key, value in prepared("adadps/toy").items() if key != "smoke"})
-    return item.model_copy(update={"examples": examples})
+    return Toy(**(prepared("adadps/toy") | {"examples": examples}))
 
 
 @cache

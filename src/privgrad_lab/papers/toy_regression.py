@@ -9,10 +9,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from pydantic import Field
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import one_thread
-from privgrad_lab import spec
 from privgrad_lab.records import Record, append, claim, read_records
 from privgrad_lab.tuner import judge
 
@@ -34,37 +33,8 @@ _PRIVATE = ("DP-SGD", "AdaDPS")
 Curve = list[tuple[int, float]]
 
 
-class Private(spec.Table):
-    """The settings of the private methods."""
-
-    noise_multiplier: float
-    max_grad_norm: float
-    steps: int
-    delta: float
-    noise_steps: list[float] = Field(min_length=1)
-    tuning_seeds: list[int] = Field(min_length=2)
-
-
-class NonPrivate(spec.Table):
-    """The settings of the methods without privacy."""
-
-    steps: int
-    lr: dict[Literal["SGD", "AdaS"], float]
-
-
-class Toy(spec.Table):
-    """The file of an item of kind "toy"."""
-
-    kind: Literal["toy"]
-    title: str
-    examples: int
-    features: int
-    frequent: int
-    trials: int = Field(ge=2)
-    batch_size: int
-    private: Private
-    nonprivate: NonPrivate
-    expected: dict[str, dict[str, float]]
+class Toy(SimpleNamespace):
+    """The file of an item of kind "toy": its keys; `private` and `nonprivate` are settings of methods."""
 
 
 def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
@@ -72,7 +42,7 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
     A second call resumes after the last finished training. The losses are NOT private.
     """
-    item = Toy.model_validate(raw)
+    item = Toy(**raw)
     claim(out, json.dumps(raw, indent=1))
     with one_thread():
         return _run(item, out, progress=progress)
@@ -87,25 +57,25 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
         bar.update(task, description=f"{method}, noise step {step:g}", refresh=True)
         if not any(key.items() <= record.items() for record in read_records(out)):
             curve = _private(item, method, step, trial, x, y, scales)
-            rest = {"max_grad_norm": item.private.max_grad_norm, "lr": None}
+            rest = {"max_grad_norm": item.private["max_grad_norm"], "lr": None}
             append(out, [{**key, **rest, "raw_train_loss": curve[-1][1], "curve": curve}])
         bar.advance(task)
 
-    tuning = len(item.private.noise_steps) * len(item.private.tuning_seeds)
+    tuning = len(item.private["noise_steps"]) * len(item.private["tuning_seeds"])
     with Progress(disable=not progress, transient=True) as bar:
-        task = bar.add_task("", total=len(_PRIVATE) * (tuning + item.trials) + len(item.nonprivate.lr))
+        task = bar.add_task("", total=len(_PRIVATE) * (tuning + item.trials) + len(item.nonprivate["lr"]))
         for method in _PRIVATE:
-            for step, seed in product(item.private.noise_steps, item.private.tuning_seeds):
+            for step, seed in product(item.private["noise_steps"], item.private["tuning_seeds"]):
                 train(method, "tuning", step, seed)
             chosen = judge(read_records(out), method, "train_loss").best.noise_step
             assert chosen is not None
             for trial in range(item.trials):
                 train(method, "final", chosen, trial)
-        for method in item.nonprivate.lr:
+        for method in item.nonprivate["lr"]:
             bar.update(task, description=method, refresh=True)
             if not any(record["method"] == method for record in read_records(out)):
                 curves = _nonprivate(item, method, x, y, scales)
-                rest = {"method": method, "phase": "final", "lr": item.nonprivate.lr[method]}
+                rest = {"method": method, "phase": "final", "lr": item.nonprivate["lr"][method]}
                 append(out, [rest | {"seed": t, "raw_train_loss": c[-1][1], "curve": c} for t, c in enumerate(curves)])
             bar.advance(task)
     return _result(item, out, read_records(out))
@@ -114,10 +84,10 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
 def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any], Table]:
     from privgrad_lab.report.figures import curves_figure, png
 
-    methods = [*_PRIVATE, *item.nonprivate.lr]
+    methods = [*_PRIVATE, *item.nonprivate["lr"]]
     final = {m: [r for r in records if r["method"] == m and r["phase"] == "final"] for m in methods}
     curves = {m: [r["curve"] for r in runs] for m, runs in final.items()}
-    for name, shown in (("private", _PRIVATE), ("nonprivate", item.nonprivate.lr)):
+    for name, shown in (("private", _PRIVATE), ("nonprivate", item.nonprivate["lr"])):
         (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown}, yscale="log")))
     table = Table("method", "final loss", "expected", "noise step", "grid", title=item.title)
     table.caption = (
@@ -150,16 +120,10 @@ def problem(item: Toy, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def plan_of(item: Toy, trial: int) -> PrivacyPlan:
     """Return the plan of one private trial; the trial's number is its research seed."""
-    return PrivacyPlan(
-        noise_multiplier=item.private.noise_multiplier,
-        max_grad_norm=item.private.max_grad_norm,
-        sample_rate=item.batch_size / item.examples,
-        expected_batch_size=item.batch_size,
-        num_examples=item.examples,
-        steps=item.private.steps,
-        delta=item.private.delta,
-        seed=trial,
-    )
+    settings = {name: value for name, value in item.private.items() if name not in ("noise_steps", "tuning_seeds")}
+    rate = item.batch_size / item.examples
+    counts = {"expected_batch_size": item.batch_size, "num_examples": item.examples}
+    return PrivacyPlan(**settings, **counts, sample_rate=rate, seed=trial)
 
 
 def start(item: Toy, trial: int) -> nn.Linear:
@@ -191,8 +155,8 @@ def _private(item: Toy, method: str, step: float, trial: int, x: Tensor, y: Tens
 def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
     """Train without privacy on mini-batches of fixed size, all trials at once."""
     weights = torch.cat([start(item, trial).weight.detach() for trial in range(item.trials)])
-    lr = item.nonprivate.lr[method] / (scales if method == "AdaS" else torch.ones_like(scales))
-    generator, steps = torch.Generator().manual_seed(0), item.nonprivate.steps
+    lr = item.nonprivate["lr"][method] / (scales if method == "AdaS" else torch.ones_like(scales))
+    generator, steps = torch.Generator().manual_seed(0), item.nonprivate["steps"]
     curves: list[Curve] = [[(0, loss)] for loss in _loss(weights, x, y)]
     for step in range(1, steps + 1):
         chosen = torch.randint(0, item.examples, (item.trials, item.batch_size), generator=generator)
