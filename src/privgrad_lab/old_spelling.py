@@ -8,8 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from privgrad.errors import expected
 
@@ -141,112 +140,32 @@ def to_toml(value: Any) -> str:
     return f"{value}".replace("e-0", "e-")
 
 
-class _Statement(NamedTuple):
-    """A key with its value, or the header of a table, with the lines of comment and space before it."""
-
-    before: list[str]
-    lines: list[str]
-    key: str  # "" for a header
-
-    @property
-    def comments(self) -> list[str]:
-        """The comments at the ends of the lines."""
-        found: list[str] = []
-        whole = tomllib.loads("\n".join(self.lines))
-        for index, line in enumerate(self.lines):
-            for place in (match.start() for match in re.finditer("#", line)):
-                without = [*self.lines[:index], line[:place], *self.lines[index + 1 :]]
-                with suppress(tomllib.TOMLDecodeError):
-                    if tomllib.loads("\n".join(without)) == whole:
-                        found.append(line[place:])
-                        break
-        return found
+# The path of a header of a table; and a comment, after strings.
+_HEADER = re.compile(r"\s*\[{1,2}([\w.\"' -]+)\]{1,2}\s*(#.*)?")
+_COMMENT = re.compile(r"""^(?:[^"'#\n]|"(?:\\.|[^"\\\n])*"|'[^'\n]*')*(#.*)$""", re.MULTILINE)
 
 
 def rewritten(text: str) -> str:
-    """Return the text of a TOML file in the new spelling, with its comments; tables in the new spelling stay."""
-    statements, rest = _statements(text)
-    groups: list[list[_Statement]] = [[]]  # what comes before the first header, then one for each table
-    for statement in statements:
-        if not statement.key and not _continues(statement, groups[-1]):
-            groups.append([])
-        groups[-1].append(statement)
-    return "\n".join([line for group in groups for line in _group(group)] + rest).rstrip("\n") + "\n"
-
-
-def _statements(text: str) -> tuple[list[_Statement], list[str]]:
-    found: list[_Statement] = []
-    before: list[str] = []
-    lines: list[str] = []
+    """Return the text of a TOML file in the new spelling. Tables in it stay; other ones begin with their comments."""
+    groups: list[list[str]] = [[]]  # what comes before the first header, then the lines of each table
     for line in text.splitlines():
-        if not lines and (not line.strip() or line.lstrip().startswith("#")):
-            before.append(line)
-            continue
-        lines.append(line)
-        try:
-            parsed = tomllib.loads("\n".join(lines))
-        except tomllib.TOMLDecodeError:  # the next line belongs to the value too
-            continue
-        is_header = line.lstrip().startswith("[") and len(lines) == 1
-        found.append(_Statement(before, lines, "" if is_header else next(iter(parsed))))
-        before, lines = [], []
-    return found, before + lines
+        header = _HEADER.fullmatch(line)
+        if header and not header[1].startswith(("methods.", "features.")):  # they belong to the table above
+            groups.append([])
+            while groups[-2] and re.fullmatch(r"\s*(#.*)?", groups[-2][-1]):
+                groups[-1].insert(0, groups[-2].pop())
+        groups[-1].append(line)
+    return "\n".join(line for group in groups for line in _group(group)).rstrip("\n") + "\n"
 
 
-def _header(statement: _Statement) -> tuple[str, ...]:
-    """Return the path of the table that a header opens; an array of tables ends in "[]"."""
-    path, table = list[str](), tomllib.loads("\n".join(statement.lines))
-    while table:
-        key = next(iter(table))
-        path.append(key)
-        table = table[key]
-        if isinstance(table, list):
-            path.append("[]")
-            break
-    return tuple(path)
-
-
-def _continues(statement: _Statement, group: list[_Statement]) -> bool:
-    """Return whether a header is of a table inside the method, or the features, of the group."""
-    opened = _header(group[0]) if group and not group[0].key else ()
-    path = _header(statement)
-    return opened[:1] in (("methods",), ("features",)) and path[:1] == opened[:1] and path != ("methods", "[]")
-
-
-def _group(group: list[_Statement]) -> list[str]:
-    verbatim = [line for statement in group for line in (*statement.before, *statement.lines)]
-    text = "\n".join(line for statement in group for line in statement.lines)
-    raw = tomllib.loads(text)
-    path = _header(group[0]) if group and not group[0].key else ()
-    if path[:1] == ("data",) and path[1:] in ((), ("elsewhere",)):
-        raw = {"data": raw["data"].get("elsewhere", {}) if path[1:] else raw["data"]}
-    old = next(((table, new) for _, table, new in _tables(raw) if table != new), None)
-    if old is None:
-        return verbatim
-    if not path:  # tables in one line at the top of the file
-        return _lines(group, raw, _modern(raw))
-    return [*group[0].before, *group[0].lines, *_lines(group[1:], *old)]
-
-
-def _lines(statements: list[_Statement], old: Raw, new: Raw) -> list[str]:
-    """Return the lines of a table: keys with the same value as they were, the other ones together, a line each."""
-    changed = [key for key, value in new.items() if key not in old or old[key] != value]
-    kept: list[str] = []
-    inner: list[str] = []  # tables with a header of their own come last
-    above: list[str] = []
-    at_end: list[str] = []
-    place, table = None, ""
-    for statement in statements:
-        if not statement.key:
-            table = next(name for name in _header(statement)[1:] if name != "[]")
-        if (table or statement.key) in new.keys() - set(changed):
-            (inner if table else kept).extend((*statement.before, *statement.lines))
-        else:
-            place = len(kept) if place is None else place
-            above += [line for line in statement.before if line.strip()]
-            at_end += statement.comments
-    made = [f"{key} = {to_toml(new[key])}" for key in changed]
-    if len(made) == len(at_end) == 1:
-        made[0] += f" {at_end.pop()}"
-    kept[place:place] = above + at_end + made
-    return kept + inner
+def _group(lines: list[str]) -> list[str]:
+    raw = tomllib.loads("\n".join(lines))
+    if all(table == new for _, table, new in _tables(raw)):
+        return lines
+    first = next((index for index, line in enumerate(lines, start=1) if _HEADER.fullmatch(line)), 0)
+    new: Any = _modern(raw)
+    if first and (header := _HEADER.fullmatch(lines[first - 1])):
+        for part in header[1].split("."):
+            new = new[part.strip(" \"'")]
+    keys = [f"{key} = {to_toml(value)}" for key, value in (new[0] if isinstance(new, list) else new).items()]
+    return [*lines[:first], *_COMMENT.findall("\n".join(lines[first:])), *keys]

@@ -6,6 +6,7 @@ import statistics
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import cycle, pairwise
 from operator import methodcaller
 from typing import Any
@@ -22,6 +23,9 @@ from privgrad_lab import records as recorded
 from privgrad_lab.records import Record
 from privgrad_lab.report.texts import TUNED_TITLES, group_title, judged
 from privgrad_lab.tuner import Verdict
+
+Look = Mapping[str, Any]  # color, marker and label
+Measured = Callable[[Record], float | None]  # a number of a point of a curve
 
 # Okabe-Ito without its yellow, which is too pale on white. Seven colors and eight markers give 56 distinct pairs.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -83,7 +87,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
     for (number, name), during, after in zip(shown.items(), axes, axes[len(shown) :], strict=False):
         label = f"{on} {name}" + (" (NOT PRIVATE)" if on == "training" else "")
         for row, (method, runs) in enumerate(finals.items()):
-            _draw_curve(during, row, runs, looks[method], methodcaller("get", number), along=_along(records))
+            _draw_curve(during, row, runs, looks[method], methodcaller("get", number), _along(records))
             _draw_seeds(after, row, runs, looks[method], f"test_{number}")
         if not during.lines:
             during.text(0.5, 0.5, "no curve was recorded", ha="center", transform=during.transAxes)
@@ -110,15 +114,7 @@ def _along(records: Sequence[Record]) -> str:
     return "epsilon" if recorded.simulated_epsilon(records) is None else "step"
 
 
-def _draw_curve(
-    ax: Axes,
-    row: int,
-    runs: Sequence[Record],
-    look: Mapping[str, Any],
-    measured: Callable[[Record], float | None],
-    *,
-    along: str = "epsilon",
-) -> None:
+def _draw_curve(ax: Axes, row: int, runs: Sequence[Record], look: Look, measured: Measured, along: str) -> None:
     points = recorded.curve(runs, measured, along=along)
     if points:
         places, means, low, high = zip(*points, strict=True)
@@ -139,12 +135,9 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     axes = figure.subplots(len(columns), 2) if narrow else figure.subplots(2, len(columns)).T
     for (title, index), pair in zip(columns, axes, strict=True):
         for ax, number in zip(pair, ("loss", "accuracy"), strict=True):
-
-            def measured(point: Record, number: str = number, index: int | None = index) -> float | None:
-                return point.get(number) if index is None else point["raw_groups"][index][number]
-
+            measured = partial(_of_group, number, index)
             for row, (method, runs) in enumerate(finals.items()):
-                _draw_curve(ax, row, runs, looks[method], measured, along=_along(records))
+                _draw_curve(ax, row, runs, looks[method], measured, _along(records))
             ax.set_title(title, fontsize=9)
             ax.set(ylabel=number, xlabel={"epsilon": "ε", "step": "step"}[_along(records)])
             if number == "accuracy":
@@ -155,7 +148,11 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     return figure
 
 
-def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, Any], key: str) -> None:
+def _of_group(number: str, index: int | None, point: Record) -> float | None:
+    return point.get(number) if index is None else point["raw_groups"][index][number]
+
+
+def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Look, key: str) -> None:
     """Draw each seed as a point, spread over the height of the method's row, and a bar at the mean."""
     values = [run[key] for run in runs if recorded.is_finite(run.get(key))]
     heights = [row + 0.4 * (i + 0.5) / len(values) - 0.2 for i in range(len(values))]
@@ -168,7 +165,6 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
     looks, names = _looks(recorded.by_method(records)), recorded.tuned_names(records)
-    chosen = {row["method"]: row for row in recorded.summarize(records)}
     columns = 1 if narrow or len(names) == 1 else 2
     rows = [names[start : start + columns] for start in range(0, len(names), columns)]
     found = {name: judged(records, name) for name in names}
@@ -181,7 +177,7 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     for row in rows:
         axes, strips = next(grid), next(grid) if any(found[name] for name in row) else []
         for ax, name in zip(axes, row, strict=False):
-            _draw_tuned(ax, name, records, looks, chosen)
+            _draw_tuned(ax, name, records, looks)
             drawn.append(ax)
         for strip, ax, name in zip(strips, axes, row, strict=False):
             if found[name]:
@@ -193,14 +189,8 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     return figure
 
 
-def _draw_tuned(
-    ax: Axes,
-    name: str,
-    records: Sequence[Record],
-    looks: Mapping[str, Mapping[str, Any]],
-    chosen: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Draw the measurement of tuning against one tuned quantity; `chosen` are rows of `summarize` by method."""
+def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[str, Look]) -> None:
+    chosen = {row["method"]: row[name] for row in recorded.summarize(records)}
     by, title, drawn = recorded.tuned_by(records), TUNED_TITLES[name], recorded.tuned_seeds(records, name)
     label = by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("accuracy", recorded.score_of(records))
     ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=label.replace("_", " "))
@@ -214,14 +204,14 @@ def _draw_tuned(
         seeds = [(x * math.exp(aside) if is_log else x + aside, y) for x, ys in points for y in ys if len(ys) > 1]
         look = {"color": looks[method]["color"], "marker": looks[method]["marker"]}
         ax.scatter([x for x, _ in seeds], [y for _, y in seeds], **look, s=16, alpha=0.6, linewidth=0)
-        ring = {x: statistics.fmean(ys) for x, ys in points if x == chosen[method][name]}
+        ring = {x: statistics.fmean(ys) for x, ys in points if x == chosen[method]}
         ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
     _mark_tried(ax, values)
     if by == "validation_accuracy":
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
-def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Mapping[str, Any]], above: Axes) -> None:
+def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Look], above: Axes) -> None:
     """Draw by method the rates that are level with the best one, and an arrow at each end that may be as good."""
     for row, (method, verdict) in enumerate(found.items()):
         color, best = looks[method]["color"], verdict.best.noise_step or verdict.best.lr or math.nan
@@ -291,17 +281,17 @@ _DIAGNOSED = {
 }
 
 
-def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, dict[str, Any]]) -> None:
+def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, Look]) -> None:
     ax.set_xlabel("round" if recorded.trains_locally(runs[0]) else "step")
     if number == "raw_clip_fraction":
         whole = {"color": "#555555", "marker": "o", "label": "all layers"}
-        _draw_curve(ax, 0, runs, whole, methodcaller("get", number), along="step")
+        _draw_curve(ax, 0, runs, whole, methodcaller("get", number), "step")
+
+    def of_layer(name: str, point: Record) -> float | None:
+        return point.get("raw_layers", {}).get(name, {}).get(number)
+
     for index, (name, look) in enumerate(looks.items() if number != "raw_clip_fraction" else ()):
-
-        def measured(point: Record, name: str = name) -> float | None:
-            return point.get("raw_layers", {}).get(name, {}).get(number)
-
-        _draw_curve(ax, index, runs, look, measured, along="step")
+        _draw_curve(ax, index, runs, look, partial(of_layer, name), "step")
     if number == "raw_signal_to_noise":
         if ax.lines:
             ax.set_yscale("log")
