@@ -28,16 +28,7 @@ from privgrad_lab.calls import arguments, bind, call, called, find, imported, ma
 from privgrad_lab.data import LOADERS
 from privgrad_lab.data.findings import problem_of_count
 from privgrad_lab.metrics import losses_for, require_suited
-from privgrad_lab.spec import (
-    REGISTRIES,
-    DataTable,
-    MethodTable,
-    ModelTable,
-    PreconditionTable,
-    Spec,
-    Synthetic,
-    WarmStartTable,
-)
+from privgrad_lab.spec import REGISTRIES, DataTable, MethodTable, ModelTable, PreconditionTable, Spec, Synthetic
 
 # The models that a spec can name. They get the arguments of `_fact` from the data, and the other ones from the table.
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -260,8 +251,11 @@ def precondition_of(place: str, table: PreconditionTable, facts: Mapping[str, An
     return made if isinstance(made, Preconditioner) else precondition.fixed(made)
 
 
-def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset, data: DataSet) -> None:
+def warm_start(method: MethodTable, model: nn.Module, data: DataSet) -> None:
     """Train on public examples with ordinary SGD. They get no privacy, and private examples are not used."""
+    if (table := method.warm_start) is None:
+        return
+    examples = public_examples(method, data)
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=table.lr), losses_for(data)
     for _ in range(table.epochs):
         order = torch.randperm(len(examples))

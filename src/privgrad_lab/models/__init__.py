@@ -1,24 +1,13 @@
 """The architectures of the papers and of the experiments. No model here mixes examples."""
 
-from privgrad_lab.models.convolutional import (
-    GlobalAverage,
-    Residual,
-    autoencoder,
-    cnn2,
-    cnn5,
-    cnn_small,
-    resnet9,
-    wide_resnet,
-)
+from privgrad_lab.models.convolutional import autoencoder, cnn2, cnn5, cnn_small, resnet9, wide_resnet
 from privgrad_lab.models.language import LanguageModel, LoraLanguageModel, LowerLayers, PairClassifier, WordLSTM
 
 __all__ = [
-    "GlobalAverage",
     "LanguageModel",
     "LoraLanguageModel",
     "LowerLayers",
     "PairClassifier",
-    "Residual",
     "WordLSTM",
     "autoencoder",
     "cnn2",
