@@ -240,7 +240,7 @@ def test_a_file_that_a_training_refuses_is_refused(tmp_path: Path):
         raise CliRunner().invoke(app, ["doctor", written(tmp_path, lines)]).exception or AssertionError
     path = tmp_path / "data.toml"
     path.write_text('title = "People"\n' + path.read_text().replace("[model]", "test_share = 0.25\n[model]"))
-    with pytest.raises(pg.PrivacyError, match=r"privacy_unit to be 'user' for data\.unit = 'person', got 'example'"):
+    with pytest.raises(pg.PrivacyError, match=r"'people.csv' to be by example, got data by user"):
         raise CliRunner().invoke(app, ["doctor", f"{path}"]).exception or AssertionError
     path.write_text(f'{path.read_text()}privacy_unit = "user"\n')
     assert CliRunner().invoke(app, ["doctor", f"{path}"]).exit_code == 0

@@ -634,7 +634,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("table", "count"), [(TABLE, 90), (CLINIC, 31)])
 def test_a_count_above_the_training_part_warns_and_tells_no_number_of_the_data(table: dict[str, Any], count: int):
     raw = spec(table, privacy=PRIVACY | {"num_examples": count})
-    told = rf"fewer training examples than num_examples = {count}\. .* Lower it to a number that is known [^0-9]+$"
+    told = rf"fewer examples in .* than num_examples = {count}\. .* lower it to a number that is known [^0-9]+$"
     with pytest.warns(UserWarning, match=told):
         make_data(check_spec(raw, "own.toml"))
 

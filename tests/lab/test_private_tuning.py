@@ -477,7 +477,9 @@ def test_a_number_of_people_that_is_far_too_small_is_noticed(tmp_path: Path):
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
     text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
     (tmp_path / "visits.toml").write_text(text)
-    told = r"visits.csv has more than 2 times as many training persons as num_examples = 90, .* Raise it if a public"
+    told = (
+        r"visits.csv has persons in the training part, more than 2 times num_examples = 90. .* a larger public number"
+    )
     with pytest.warns(UserWarning, match=told):
         run = CliRunner().invoke(app, ["compare", str(tmp_path / "visits.toml"), "--dry-run"])
     assert run.exit_code == 0

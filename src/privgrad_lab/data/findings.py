@@ -166,7 +166,7 @@ def problem_of_count(count: int, units: str, num_examples: int) -> tuple[str, st
     """Return what is wrong with a public count for a training part of `count` units, and a remedy. NOT private."""
     far = 2 if units == "persons" else 4  # with more than this times num_examples, much of the epsilon is wasted
     if num_examples > count:
-        remedy = "lower num_examples to a number that is known without the data, or to a count with noise"
+        remedy = "lower it to a number that is known without the data, or to a count with noise: release_sum of ones"
         return f"fewer {units} in the training part than num_examples = {num_examples:,}", remedy
     if count > far * num_examples:
         remedy = "a larger public number gives a better model at the same epsilon"
