@@ -458,20 +458,15 @@ class Spec(Table):
         return not method.has_fixed_rate or len(self.grid(method)) > 1
 
     def plan(
-        self,
-        seed: int | None,
-        method: MethodTable | None = None,
-        max_grad_norm: float | None = None,
-        *,
-        tuning: bool = False,
+        self, seed: int | None, method: MethodTable | None = None, norm: float | None = None, *, tuning: bool = False
     ) -> PrivacyPlan:
-        """Return the plan of a method; without one, that of [privacy], without group size and bands.
+        """Return the plan of a method, clipped to `norm`; without one, that of [privacy], without group size and bands.
 
         The epsilon of a `non_private` method and of a simulation is infinite; with `tuning`, the plan may be a
         simulation. Without a seed, the noise comes from the operating system's entropy.
         """
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate", "budget"})
-        numbers |= {"max_grad_norm": max_grad_norm or self.privacy.max_grad_norm, "seed": seed}
+        numbers |= {"max_grad_norm": norm or self.privacy.max_grad_norm, "seed": seed}
         if (total := self.privacy.total_epsilon) is not None:
             remedy = "run `privgrad compare`, which divides it; or give target_epsilon, of one training"
             raise wrong("privacy.total_epsilon", "to be absent", total, remedy)

@@ -111,21 +111,13 @@ def of_table(
     return size, found
 
 
-def of_folder(
-    folder: Path,
-    split: Mapping[str, Any] | None,
-    *,
-    classes: Any,
-    size: Any,
-    channels: Any,
-    unit: Any,
-    max_rows: Any = None,
-) -> tuple[RawSize, list[RawFinding]]:
+def of_folder(folder: Path, split: Mapping[str, Any] | None, **declared: Any) -> tuple[RawSize, list[RawFinding]]:
     """Return the sizes of a folder of images, all that cannot be read, and those that are copies of others.
 
     The arguments are those of `data.image_folder`; `split` is as in `of_table`.
     """
-    require_images("doctor", classes, size, channels, unit, max_rows)
+    require_images("doctor", **declared)
+    classes, unit = declared["classes"], declared["unit"]
     units = units_of(folder, classes, unit, None)
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     names = [file.relative_to(folder).as_posix() for file in files]
@@ -134,7 +126,7 @@ def of_folder(
     require_pillow()  # else every image would seem to be damaged
     for file, name in zip(files, names, strict=True):
         try:
-            read_image(file, size=1, channels=channels)
+            read_image(file, size=1, channels=declared["channels"])
         except PrivacyError:
             damaged.append(name)
     what = "no readable image of at most 8 bits per channel"

@@ -24,6 +24,7 @@ from rich import table as rich
 from rich.progress import Progress, track
 from torch import Tensor, nn
 
+from privgrad.audit.methods import flat
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_clipping_bias, raw_pairwise_cosines
 from privgrad.errors import expected
@@ -370,8 +371,8 @@ def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
     clean, noisy = moments.raw_exp_avg_sq, moments.exp_avg_sq
     debiased = {name: v - moments.noise_var[name] for name, v in noisy.items()}
     panels: dict[str, dict[str, Tensor]] = {
-        "first moment": {"clean": _flat(moments.raw_exp_avg), "noisy": _flat(moments.exp_avg)},
-        "second moment": {"clean": _flat(clean), "noisy": _flat(noisy), "debiased": _flat(debiased)},
+        "first moment": {"clean": flat(moments.raw_exp_avg), "noisy": flat(moments.exp_avg)},
+        "second moment": {"clean": flat(clean), "noisy": flat(noisy), "debiased": flat(debiased)},
         "step / lr, clean numerator": {
             k.removeprefix("raw_"): x for k, x in moments.updates(debias_floor=_FLOOR).items()
         },
@@ -383,7 +384,3 @@ def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
         found[title] = {"edges": edges.tolist()}
         found[title] |= {name: np.histogram(x.numpy(), edges)[0].tolist() for name, x in values.items()}
     return found
-
-
-def _flat(values: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in values.values()])

@@ -381,15 +381,8 @@ def cosines_figure(matrices: Mapping[int, Tensor]) -> Figure:
     return figure
 
 
-def curves_figure(
-    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
-    *,
-    xlabel: str = "step",
-    ylabel: str = "loss",
-    xscale: str = "linear",
-    yscale: str = "linear",
-) -> Figure:
-    """Plot each trial as a thin line, and the mean over trials as a thick one, by method, at the same x values."""
+def curves_figure(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], **look: str) -> Figure:
+    """Plot each trial as a thin line, and the mean over trials as a thick one, by method; `look` is for `Axes.set`."""
     figure = Figure(figsize=(6.4, 4))
     ax = figure.subplots()
     for color, (method, trials) in zip(COLORS, curves.items(), strict=False):
@@ -398,8 +391,8 @@ def curves_figure(
         steps = [step for step, _ in trials[0]]
         means = [statistics.fmean(losses) for losses in zip(*([y for _, y in t] for t in trials), strict=True)]
         ax.plot(steps, means, color=color, linewidth=2.2, label=method_label(method))
-    ax.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
-    if xscale == "linear":
+    ax.set(**({"xlabel": "step", "ylabel": "loss"} | look))
+    if ax.get_xscale() == "linear":
         ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     add_legend(figure, [ax])
     return figure
