@@ -125,7 +125,14 @@ def test_norms_of_embeddings_and_tied_tables():
     same(rows.norms()[0].square(), square)
     cross = sum(b[t, ids[s]] * (hidden[t] @ r[s]) for s in range(T) for t in range(T))
     same(own.dense().square().sum() + square + 2 * cross, g.square().sum())
-    same(TiedTable(own, rows).norms()[0], g.norm())
+    tied = TiedTable(own, rows)
+    same(tied.norms()[0], g.norm())
+    bound, by_word = tied.term_bound(), torch.stack([r[ids == v].norm(dim=1).sum() for v in range(WORDS)])
+    assert bound is not None
+    same(bound[0], (hidden.norm(dim=1) * b.norm(dim=1)).sum() + by_word.norm())
+    # Rounding errors are a share of the sum of absolute terms.
+    absolute = b.abs().T @ hidden.abs() + F.one_hot(ids, WORDS).to(r.dtype).T @ r.abs()
+    assert absolute.norm() <= bound[0]
 
 
 @checks("1.9")

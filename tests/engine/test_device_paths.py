@@ -167,6 +167,11 @@ def test_a_table_waits_for_nothing(length: int):
     dense_BVD = F.one_hot(ids_BT, 12).double().mT @ r_BTD
     for found, wanted in zip(norms, (dense_BVD, dense_BVD * scales), strict=True):
         torch.testing.assert_close(found, wanted.flatten(1).norm(dim=1), rtol=1e-12, atol=0.0)
+    for bound_B, r in ((factor.apart_bound(None), r_BTD), (factor.apart_bound(scales), r_BTD * scales[ids_BT])):
+        by_word_BV = (F.one_hot(ids_BT, 12) * r.norm(dim=2, keepdim=True)).sum(1)
+        torch.testing.assert_close(bound_B, by_word_BV.norm(dim=1), rtol=1e-12, atol=0.0)
+        summed_BVD = F.one_hot(ids_BT, 12).double().mT @ r.abs()  # what rounding errors are a share of
+        assert (bound_B * (1 + 1e-12) >= summed_BVD.flatten(1).norm(dim=1)).all()
     torch.testing.assert_close(total, dense_BVD.sum(0), rtol=1e-12, atol=1e-12)
 
 

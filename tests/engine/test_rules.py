@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from privgrad.engine.factored import Factored
 from privgrad.engine.factors.weight_standardization import Combined
+from privgrad.engine.layers.base import find_rule
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.models import ws_conv2d
 
@@ -225,6 +230,8 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "LayerNorm, two dimensions": (lambda: nn.LayerNorm([3, 5]), floats(2, 3, 5)),
     "LayerNorm, no bias": (lambda: nn.LayerNorm(5, bias=False), floats(5)),
     "RMSNorm": (lambda: nn.RMSNorm(5), floats(3, 5)),
+    "RMSNorm of transformers": (lambda: MixtralRMSNorm(5), floats(3, 5)),
+    "RMSNorm of transformers, twice": (lambda: Twice2(Qwen3RMSNorm(5)), floats(5)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3)),
     "GroupNorm, no places": (lambda: nn.GroupNorm(2, 4), floats(4)),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), floats(4, 6)),
@@ -248,6 +255,18 @@ def test_gradients_of_standardized_weights_are_not_written_out(name: str):
     for factors in (engine(x), engine.moved(x, 0.1, exact=False), engine.moved(x, 0.1, exact=True)):
         found = next((factor for parameter, factor in factors.items() if parameter.endswith("original")), None)
         assert (isinstance(found, Combined) and not isinstance(found.inner, Dense)) == known
+
+
+def test_a_forward_that_classes_copy_has_a_rule_by_its_code():
+    class Other(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) * 2
+
+    class Copied(LlamaRMSNorm):
+        pass
+
+    assert find_rule(LlamaRMSNorm(3)) is find_rule(MixtralRMSNorm(3)) is find_rule(Copied(3)) is not None
+    assert find_rule(Other(3)) is find_rule(T5LayerNorm(3)) is None
 
 
 class Twice2(nn.Module):

@@ -31,7 +31,6 @@ from privgrad.engine.shared_values import (
     for_each,
     for_one_example,
     name_of,
-    owners,
     tensors_in,
 )
 from privgrad.engine.units import LayerCall, Tap, Tapped, Unit, VmappedUnit, units, weights_of
@@ -71,8 +70,7 @@ class Capture:
         sees_all: bool = False,  # whether to see functions between all calls of units
     ) -> None:
         self.size = size
-        self._structure, self._units = structure, structure.once(units, whole)
-        self.names = structure.once(names_by_id)
+        self.structure, self._units = structure, structure.once(units, whole)
         self._displacements = displacements
         self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved
@@ -82,7 +80,7 @@ class Capture:
         self._forwards: list[tuple[dict[str, Any], Any]] = []  # the attributes of a unit, and its own forward if any
         self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what, and its copy
         self._parameters = [(name, p, p._version) for name, p in structure.parameters]
-        self._shared = SharedValues(structure.once(owners), self._copies)
+        self._shared = SharedValues(structure.by_id, self._copies)
         recorded = self.record.functions if layouts is None and earlier is None else None
         gaps = None if layouts is None or sees_all else layouts.gaps
         self.functions = FunctionCalls(self._shared, self._function, recorded, gaps)
@@ -100,12 +98,12 @@ class Capture:
             stack.callback(setattr, _AUTOGRAD, "_engine_run_backward", run)
             _AUTOGRAD._engine_run_backward = partial(self._backward, run)
             # Training needs no key-value cache, and a layer that fills one would hand one example's values to the next.
-            for config in self._structure.once(_configurations):
+            for config in self.structure.once(_configurations):
                 if getattr(config, "use_cache", None) is True:
                     stack.callback(setattr, config, "use_cache", True)
                     config.use_cache = False
             stack.callback(self._put_back)
-            for _, buffers, name in self._structure.buffers:
+            for _, buffers, name in self.structure.buffers:
                 buffer = buffers[name]
                 buffers[name] = copy = buffer.clone()
                 self._buffers.append((buffers, name, buffer, copy))
@@ -131,14 +129,18 @@ class Capture:
     def __exit__(self, kind: object, *exception: object) -> None:
         with self._stack:
             if kind is None:
-                self.finish()  # the backward pass may have written, too
+                self.functions.end()
+                self._require_unwritten()  # the backward pass may have written, too
         # They refer to this object. A cycle of references would keep the pass in memory until garbage collection.
         del self._shared, self.functions
 
     def finish(self) -> None:
         """End the recording after the forward pass, and refuse a pass that wrote to parameters or buffers."""
         self.record.finish()
-        self.functions.see_all()
+        self._require_unwritten()
+        self.functions.see_all()  # last: the mode would see each look at a version
+
+    def _require_unwritten(self) -> None:
         if written := [name for name, parameter, version in self._parameters if parameter._version != version]:
             raise written_to(", ".join(written))
         if changed := [name for held, name, _, copy in self._buffers if held.get(name) is not copy or copy._version]:
@@ -155,7 +157,7 @@ class Capture:
         if create_graph and not self.record.is_finished:
             ends = {x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs}
             taps = {tap.edge.node for tap in self.taps if not tap.tapped.is_copy}
-            if any(id(x) in self.names for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
+            if any(id(x) in self.structure.by_id for x in inputs) or not taps.isdisjoint(nodes(outputs, ends)):
                 raise _differentiated()
         return run(outputs, grads, keep, create_graph, inputs, *rest, **options)
 
@@ -395,11 +397,6 @@ class Capture:
         moves = self._displacements is not None or self._curved
         trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
         return all(self._shared.sources(w) == frozenset([id(w)]) if moves else w in self._shared for w in trained)
-
-
-def names_by_id(structure: Structure) -> dict[int, tuple[str, int]]:
-    """Return the name and the size of each trained parameter, by its id."""
-    return {id(p): (name, int(p.numel())) for name, p in structure.trained.items()}
 
 
 def _configurations(structure: Structure) -> list[Any]:

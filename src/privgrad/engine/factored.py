@@ -202,7 +202,7 @@ class Factored:
     def _alone(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
         if self._schedule.is_due:
-            with restored(self._model):
+            with restored(self._structure):
                 self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))
                 self._check_losses(examples)
             self._schedule.is_due, self._compared, self._found = False, False, None
@@ -345,7 +345,7 @@ class Factored:
     def _learn(self, few: Any) -> None:
         """Learn the layouts, the random draws and the reached parameters from a few examples."""
         passes = self._passes
-        with restored(self._model):
+        with restored(self._structure):
             passes.learn(few)
             self._randomness = randomness = self._found or find_randomness(self._model, self._loss_fn, few)
             every, changed = list[dict[str, Factor]](), list[CallSequenceChangedError]()
@@ -367,7 +367,7 @@ class Factored:
     def _learn_displaced(self, few: Any, point: Point) -> None:
         """Learn the layouts of passes with displaced parameters, and check the gradients of a few examples."""
         try:
-            with restored(self._model):
+            with restored(self._structure):
                 self._passes.learn_displaced(few, exact=point.exact)
                 randomness = self._randomness
                 with without_randomness(self._model, randomness, randomness.compared[0]):
@@ -381,7 +381,7 @@ class Factored:
 
     def _learn_whole(self, examples: Any, point: Point) -> None:
         """Learn the layouts from a whole batch, because a mask may exist for some contents only."""
-        with restored(self._model):
+        with restored(self._structure):
             self._passes.learn(examples)
             if point.is_displaced:
                 self._passes.learn_displaced(examples, exact=point.exact)
@@ -428,7 +428,7 @@ class Factored:
         """Raise PrivacyError if losses of a batch depend on other examples, or rows differ from single examples."""
         randomness, seed, set_back = self._randomness, secret_seed(self._schedule.calls), self._set_back
         try:
-            with restored(self._model):
+            with restored(self._structure):
                 # First: a gradient that is wrong because of it has no remedy of its own. With dropout on, a pass
                 # without it comes before.
                 is_late = randomness.draws and self._known_losses(point) is not None

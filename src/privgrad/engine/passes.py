@@ -350,7 +350,7 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
         # Gradients that are written out for their norms are kept for the sum, up to `room` floats per example.
-        names, size, self._used = capture.names, len(losses), list[tuple[Tapped, str]]()
+        own, size, self._used = capture.structure.by_id, len(losses), list[tuple[Tapped, str]]()
         given = [grad for grad in grads if grad is not None]
         self.half = any(grad.itemsize < 4 for grad in given)
         self.floats = sum(math.prod(grad.shape) for grad in given) // size
@@ -365,9 +365,9 @@ class Passes:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
-                own = terms[index] if terms else None
-                for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
-                    name, numbers = names[id(parameter)]
+                more = terms[index] if terms else None
+                for parameter, factor in (tap.factors(grad, more) if more else tap.factors(grad)).items():
+                    name, _ = own[id(parameter)]
                     self._used.append((tap.tapped, name))
                     if factor.examples == 0:  # the unit was called on no rows
                         factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
@@ -375,9 +375,9 @@ class Passes:
                         if factor.examples % size != 0:
                             raise misplaced(tap.tapped.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
-                    if isinstance(factor, Outer):  # kept if no larger than the gradient at the tap
-                        factor.keeps = numbers * size <= math.prod(grad.shape)
-                    if factor.worth_keeping and numbers <= room:
+                    if type(factor) is Outer:  # kept if no larger than the gradient at the tap
+                        factor.keeps = factor.shape.numel() * size <= grad.numel()
+                    if factor.worth_keeping and (numbers := factor.shape.numel()) <= room:
                         factor, room = factor.written_out(), room - numbers
                     if name in found:
                         found[name].append(factor)
@@ -436,8 +436,8 @@ def _added_up(parts: list[Factor]) -> Factor:
 def _require_seen(losses: Tensor, capture: Capture, *, sees_all: bool) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
     leaves = {id(losses), *(id(node.variable) for node in refuse_reentrant(losses) if node.__class__ is AccumulateGrad)}
-    name = next((name for key, (name, _) in capture.names.items() if key in leaves), None)
-    if name is not None:
+    if not leaves.isdisjoint(capture.structure.by_id):
+        name = next(name for key, (name, _) in capture.structure.by_id.items() if key in leaves)
         unit = name.rpartition(".")[0]
         if not sees_all:  # no earlier batch called a function with parameters there
             raise FunctionsHiddenError(unit)

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from privgrad.engine.passes import Found, Passes, Point
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import gradients, named_parameters, seeded, trainable
+from privgrad.gradient.functional import Structure, gradients, seeded
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
@@ -29,7 +29,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
     factors, moves = found
     model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
-    parameters, differences, largest = trainable(model), list[tuple[str, float, float]](), 0.0
+    parameters, differences, largest = passes.structure.trained, list[tuple[str, float, float]](), 0.0
     together = max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
         singles = list[dict[str, Tensor]]()
@@ -164,13 +164,13 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Generator[None]:
+def restored(structure: Structure) -> Generator[None]:
     """Run a check; if it wrote to parameters, even unseen by autograd, raise an error.
 
     It puts trained ones back bit by bit. Of frozen ones, which may be most of a model, it keeps sums of bits only;
     `functional.parameters_kept` puts small ones back.
     """
-    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in named_parameters(model)]
+    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in structure.parameters]
     refusal: UnsupportedModuleError | None = None
     try:
         yield

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.batching_rules import OF_ALL
-from privgrad.gradient.functional import Structure, batched, unseen_by_checkpoints, version_of
+from privgrad.gradient.functional import batched, unseen_by_checkpoints, version_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused
 
 Inputs = Sequence[tuple[Tensor, int | None]]  # tensors, each with the dimension of its examples; None: they share it
@@ -48,8 +48,9 @@ class SharedValues:
     def _value(self, tensor: object) -> _Value | None:
         value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
         if isinstance(value, tuple):
-            unit, p = value
-            self._values[id(p)] = value = _Value(p, p._version, True, unit, None, sources=frozenset([id(p)]))
+            name, p = value
+            unit, sources = name.rpartition(".")[0], frozenset([id(p)])
+            self._values[id(p)] = value = _Value(p, p._version, True, unit, None, sources=sources)
         return value
 
     def __contains__(self, tensor: object) -> bool:
@@ -109,11 +110,6 @@ class SharedValues:
             compute = value.compute
             value.copies = self._copies_of(value.unit, value.tensor) if compute is None else compute()
         return value.copies
-
-
-def owners(structure: Structure) -> dict[int, tuple[str, Tensor]]:
-    """Return each trained parameter with the path of the module that owns it, by its id."""
-    return {id(p): (name.rpartition(".")[0], p) for name, p in structure.trained.items()}
 
 
 def _written_to(unit: str) -> UnsupportedModuleError:

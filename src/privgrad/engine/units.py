@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -153,7 +153,7 @@ def _plain_weights(module: nn.Module, rule: Rule) -> tuple[str, ...] | None:
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
 _FIXED = (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Generator)
-_MOST = 10_000  # most objects to examine per argument
+_MOST = 10_000  # most objects to examine
 
 
 class Watched:
@@ -161,17 +161,13 @@ class Watched:
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         # The class of the argument, each object that can be reached from it, and its parts.
-        self._held = list[tuple[Any, Any, list[Any]]]()
-        for leaf in leaves:
-            waiting = [] if isinstance(leaf, (Tensor, *_FIXED)) else [leaf]
-            seen, most = {id(leaf)}, len(self._held) + _MOST
-            while waiting and len(self._held) < most:
-                holder = waiting.pop()
-                self._held.append((type(leaf).__name__, holder, parts := _parts(holder)))
-                for part in parts:
-                    if not isinstance(part, _FIXED) and id(part) not in seen:
-                        seen.add(id(part))
-                        waiting.append(part)
+        self._held, seen = list[tuple[str, Any, list[Any]]](), set[int]()
+        waiting = [(type(leaf).__name__, leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *_FIXED))]
+        for kind, holder in islice(waiting, _MOST):  # it grows
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                self._held.append((kind, holder, parts := _parts(holder)))
+                waiting += [(kind, part) for part in parts if not isinstance(part, _FIXED)]
 
     def changed(self) -> str | None:
         """Return the class name of the first argument whose contents have changed; None if none has."""
@@ -354,7 +350,8 @@ class LayerCall:
         for name, weight in self._weights.items():
             if not weight.requires_grad:
                 continue
-            if terms is None and weight.grad_fn is None and name not in self._per_sample and weight not in found:
+            plain = terms is None and weight.grad_fn is None and name not in self._per_sample
+            if plain and not (found and weight in found):
                 found[weight] = self._factor(name, x, grad)
             else:
                 add_to(found, self._of_weight(name, weight, x, grad, terms))
@@ -391,7 +388,7 @@ class LayerCall:
 
     def _factor(self, name: str, x: Tensor, grad: Tensor) -> Factor:
         """Return what the rule returns for a weight; refuse a user's rule that returns anything but its gradients."""
-        if is_built_in(self._rule):
+        if is_built_in(type(self._rule)):
             return self._rule.factor(self._layer, name, self._detached, x, grad)
         rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
         condition = f"to return a Factor with the gradients of {name!r}, shape (B, *{shape})"

@@ -305,9 +305,10 @@ class Factor(ABC):
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         """Return a bound on the summed norms of the terms of each g_i, shape (B,), float64.
 
-        The terms are those that `weighted_sum` adds up. None means that g_i itself is the only term. If the bound is
-        far above the norm, the terms cancel, and the norm does not bound their rounding errors. Clipping then writes
-        the gradient out or sums in float64.
+        The terms are those that `weighted_sum` adds up. Terms that are never added to each other, as those of two
+        rows of a table, may count by the root of their squared sums. None means that g_i itself is the only term. If
+        the bound is far above the norm, the terms cancel, and the norm does not bound their rounding errors. Clipping
+        then writes the gradient out or sums in float64.
         """
         return None
 
@@ -503,7 +504,7 @@ class Dense(LinearMapFactor):
     """A factor that stores every gradient in full, grads_BP of shape (B, *P), for small parameters."""
 
     def __init__(self, grads_BP: Tensor) -> None:
-        super().__init__(len(grads_BP), grads_BP.shape[1:])
+        super().__init__(grads_BP.shape[0], grads_BP.shape[1:])
         self.grads_BP = at_least_float32(grads_BP)
 
     def __getitem__(self, examples: Examples) -> "Dense":

@@ -325,7 +325,8 @@ class Structure:
         self.inside = [(label, value) for label, value, _ in self._contents.copies]  # tensors in containers
         self._contents.copies.clear()  # each pass makes its own
         self.parameters = list(named.values())
-        self.trained = {name: parameter for name, parameter in self.parameters if parameter.requires_grad}
+        self.by_id = {key: own for key, own in named.items() if own[1].requires_grad}  # names and trained parameters
+        self.trained = dict(self.by_id.values())
         self._shaped: list[Any] = [parameter for _, parameter in self.parameters if not is_lazy(parameter)]
         self._parts = [module for _, module in self.modules]
         self._kinds: list[Any] = list(set(map(type, self._parts)))

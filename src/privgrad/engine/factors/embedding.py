@@ -3,8 +3,9 @@
 Shape suffixes: B examples, T positions of an example, D width.
 """
 
+import math
 from functools import cached_property
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from privgrad.gradient.factor import (
     masked,
     norms_of,
     spoiled,
+    term_bound_of,
 )
 
 _FEW = 1 << 16  # comparisons for one example that take less time than a loop over the examples
@@ -34,6 +36,8 @@ class Bags(LinearMapFactor):
 
     The sparse c_ij holds the weights of the words in bag j of example i, 0 for padding. A user's documents are bags.
     """
+
+    usual_terms: ClassVar[float] = math.inf  # all sums are in float64
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BJT), torch.Size((rows, r_BJD.shape[2])))
@@ -168,8 +172,10 @@ def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
 class Rows(LinearMapFactor):
     """The gradients of an embedding table, (V, D): row v of g_i is the sum of r_it over all t with ids_it = v."""
 
+    usual_terms: ClassVar[float] = math.inf  # all sums are in float64
+
     def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
-        super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))
+        super().__init__(ids_BT.shape[0], torch.Size((rows, r_BTD.shape[2])))
         self.ids_BT, self.r_BTD = ids_BT.long(), at_least_float32(r_BTD)
 
     def __getitem__(self, examples: Examples) -> "Rows":
@@ -228,25 +234,35 @@ class Rows(LinearMapFactor):
         return super().__add__(other)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
-        return position_norms(r_BTD).sum(1)
+        return self._position_norms(inverse_scales).sum(1)
+
+    def apart_bound(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return a smaller `term_bound`: no term of one word is added to one of another, so each has its own."""
+        return float64_norms(self._by_word(self._position_norms(inverse_scales)))
+
+    def _position_norms(self, inverse_scales: Tensor | None) -> Tensor:
+        return position_norms(self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT])
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         # Gradients of a row that an example reads several times are added up first: docs/mathematics.md (1.6).
         if self.shape[0] <= self.positions:
             return norms_of(self.dense(), inverse_scales)
-        words_BT, r_BTD = self._distinct()
-        return norms_of(r_BTD, None if inverse_scales is None else inverse_scales[words_BT])
+        scales_BTD = None if inverse_scales is None else inverse_scales[self._words[0]]
+        return norms_of(self._by_word(self.r_BTD), scales_BTD)
 
-    def _distinct(self) -> tuple[Tensor, Tensor]:
-        """Return words and their rows, (B, T) and (B, T, D): each word of an example has one row, all others are 0."""
-        if self.positions == 1:
-            return self.ids_BT, self.r_BTD
+    @cached_property
+    def _words(self) -> tuple[Tensor, Tensor]:
+        """Each example's words in order, (B, T), and for each position the place of its word there, (B T,)."""
         ids_BT = self.ids_BT.contiguous()
         words_BT = ids_BT.sort(1).values
-        place_BT = torch.searchsorted(words_BT, ids_BT)  # the first of equal words
-        rows, place = self.r_BTD.new_zeros(place_BT.numel(), self.shape[1]), _apart(place_BT, self.positions)
-        return words_BT, rows.index_add_(0, place, self.r_BTD.flatten(0, 1)).view_as(self.r_BTD)
+        return words_BT, _apart(torch.searchsorted(words_BT, ids_BT), self.positions)  # the first of equal words
+
+    def _by_word(self, values_BT: Tensor) -> Tensor:
+        """Add up the values of each word at its place in an example, and put 0 at all other places."""
+        values = values_BT.flatten(0, 1)
+        if self.positions == 1:
+            return values_BT
+        return torch.zeros_like(values).index_add_(0, self._words[1], values).view_as(values_BT)
 
 
 def _apart(index_BT: Tensor, most: int) -> Tensor:
@@ -267,6 +283,9 @@ class TiedTable(Sum):
 
     def __getitem__(self, examples: Examples) -> "TiedTable":
         return TiedTable(self.outer[examples], self.rows[examples])
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return term_bound_of(self.outer, inverse_scales) + self.rows.apart_bound(inverse_scales)
 
     def mask(self, kept_B: Tensor) -> "TiedTable":
         return TiedTable(self.outer.mask(kept_B), self.rows.mask(kept_B))

@@ -105,7 +105,7 @@ class Outer(LinearMapFactor):
     """
 
     def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
-        super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
+        super().__init__(a_BTI.shape[0], torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
         self.keeps = False  # whether `norms` keeps the gradients for `weighted_sum` if it writes them out
         self._kept: Tensor | None = None

@@ -90,7 +90,7 @@ class Routed(Factor):
     # All sizes are public but those of the sum for each expert. To write gradients out takes memory for three.
 
     def __init__(self, routes: Routes, a_BSI: Tensor, b_BSO: Tensor) -> None:
-        super().__init__(len(a_BSI), torch.Size((routes.experts, b_BSO.shape[2], a_BSI.shape[2])))
+        super().__init__(a_BSI.shape[0], torch.Size((routes.experts, b_BSO.shape[2], a_BSI.shape[2])))
         self.routes, self.a_BSI, self.b_BSO = routes, at_least_float32(a_BSI), at_least_float32(b_BSO)
 
     def __getitem__(self, examples: Examples) -> "Routed":

@@ -5,6 +5,6 @@ slow. A wrong rule breaks the guarantee: row i of a factor must depend on exampl
 compares all rules with the reference engine.
 """
 
-from privgrad.engine.layers import attention, conv, embedding, experts, linear, normalization, recurrent
+from privgrad.engine.layers import attention, conv, embedding, experts, linear, normalization, recurrent, rms_norm
 
-__all__ = ["attention", "conv", "embedding", "experts", "linear", "normalization", "recurrent"]
+__all__ = ["attention", "conv", "embedding", "experts", "linear", "normalization", "recurrent", "rms_norm"]

@@ -10,6 +10,7 @@ Shape suffixes: B examples, R rows of all examples, T positions of an example, I
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -137,7 +138,7 @@ def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Call
             if isinstance(layer, str) and "." not in layer:  # no layer would ever have this name
                 raise expected("register_rule", "a layer", "to be a class or 'package.module.Class'", repr(layer))
             before = [key for key in _LAYERS if _name_of(key) == _name_of(layer)]
-            if not replace and any(is_built_in(_LAYERS[key]) for key in before):
+            if not replace and any(is_built_in(type(_LAYERS[key])) for key in before):
                 remedy = "register it for a subclass of your own, or with replace=True for the whole process"
                 raise expected("register_rule", "a layer", "without a rule of privgrad", _name_of(layer), remedy)
             for key in before:
@@ -152,16 +153,25 @@ def _name_of(layer: type[nn.Module] | str) -> str:
     return layer if isinstance(layer, str) else f"{layer.__module__}.{layer.__qualname__}"
 
 
-def is_built_in(way: Rule | Callable[..., Any]) -> bool:
-    """Return whether a rule is part of privgrad, as all forwards with taps are."""
-    return not isinstance(way, Rule) or type(way).__module__.startswith("privgrad.")
+def code_of(forward: Any) -> str:
+    """Return a key of all classes with the same forward, which models copy from each other; empty if it has none."""
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__closure__ or forward.__globals__.get("torch") is not torch:
+        return ""
+    return f"code.{code.co_argcount}{code.co_code.hex()}{code.co_names}{code.co_consts}"
+
+
+@cache
+def is_built_in(kind: type) -> bool:
+    """Return whether a kind of rule is part of privgrad, as all forwards with taps are."""
+    return not issubclass(kind, Rule) or kind.__module__.startswith("privgrad.")
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
     """Return the rule for this layer, or None."""
     # A subclass of a known type or a layer with a replaced forward has none, because it may compute anything.
     kind = parametrize.type_before_parametrizations(layer)
-    rule = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind))
+    rule = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind)) or _LAYERS.get(code_of(kind.forward))
     if not isinstance(rule, Rule) or "forward" in vars(layer) or not rule.supports(layer):
         return None
     return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
@@ -272,8 +282,8 @@ def is_half(weight: Tensor) -> bool:
 
 def in_positions(x: Tensor) -> Tensor:
     """Reshape (B, ..., width) to (B, T, width)."""
-    if x.dim() == 2:
-        return x[:, None]
+    if (dims := x.dim()) <= 3:
+        return x if dims == 3 else x[:, None]
     size, *positions, width = x.shape
     return x.reshape(size, math.prod(positions), width) if size else x.reshape(0, 1, width)
 
