@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import privgrad as pg
 from privgrad.engine.factored import Factored
 from privgrad.engine.units import Watched
-from privgrad.gradient.functional import named_modules, named_parameters
+from privgrad.gradient.functional import Structure, named_modules
 from privgrad.gradient.reference import Vmap
 
 pytestmark = [
@@ -281,5 +281,5 @@ def test_modules_and_parameters_are_walked_as_torch_does():
     model["b"].register_module("none", None)
     for path in ("", "outer.inner"):
         assert list(named_modules(model, path)) == list(model.named_modules(prefix=path))
-    walked, torchs = list(named_parameters(model)), list(model.named_parameters())
+    walked, torchs = Structure(model).parameters, list(model.named_parameters())
     assert [(name, id(p)) for name, p in walked] == [(name, id(p)) for name, p in torchs]

@@ -37,7 +37,7 @@ from privgrad.engine.units import LayerCall, Tap, Tapped, Unit, VmappedUnit, uni
 from privgrad.errors import PrivacyError, UnsupportedModuleError
 from privgrad.gradient.autograd_graph import nodes
 from privgrad.gradient.factor import Dense, Factor
-from privgrad.gradient.functional import Structure, version_of
+from privgrad.gradient.functional import Structure, replaced_in, version_of
 from privgrad.gradient.refusals import (
     REMEDY,
     CallSequenceChangedError,
@@ -78,7 +78,8 @@ class Capture:
         self._functions_of = dict[int, dict[str, str]]()  # by the id of a parameter: see Tap.functions
         self.record = CallRecord(layouts, size, earlier)
         self._forwards: list[tuple[dict[str, Any], Any]] = []  # the attributes of a unit, and its own forward if any
-        self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what, and its copy
+        self._buffers = [(held, name, held[name]) for _, held, name in structure.buffers]
+        self._copied = {id(x): x.clone() for _, _, x in self._buffers}
         self._parameters = [(name, p, p._version) for name, p in structure.parameters]
         self._shared = SharedValues(structure.by_id, self._copies)
         recorded = self.record.functions if layouts is None and earlier is None else None
@@ -103,12 +104,9 @@ class Capture:
                     stack.callback(setattr, config, "use_cache", True)
                     config.use_cache = False
             stack.callback(self._put_back)
-            for _, buffers, name in self.structure.buffers:
-                buffer = buffers[name]
-                buffers[name] = copy = buffer.clone()
-                self._buffers.append((buffers, name, buffer, copy))
+            stack.enter_context(replaced_in(self._buffers, self._copied))
             for unit in self._units:
-                own = unit.attributes
+                own = vars(unit.module)
                 self._forwards.append((own, own.get("forward")))
                 own["forward"] = partial(self._call, unit, unit.module.forward)
             self.functions.begin()
@@ -117,14 +115,12 @@ class Capture:
         return self
 
     def _put_back(self) -> None:
-        """Put back the forwards and the buffers."""
+        """Put back the forwards."""
         for own, forward in self._forwards:
             if forward is not None:
                 own["forward"] = forward
             else:  # it is the method of the class
                 own.pop("forward", None)
-        for buffers, name, buffer, _ in self._buffers:
-            buffers[name] = buffer
 
     def __exit__(self, kind: object, *exception: object) -> None:
         with self._stack:
@@ -143,7 +139,8 @@ class Capture:
     def _require_unwritten(self) -> None:
         if written := [name for name, parameter, version in self._parameters if parameter._version != version]:
             raise written_to(", ".join(written))
-        if changed := [name for held, name, _, copy in self._buffers if held.get(name) is not copy or copy._version]:
+        copies = [(name, held.get(name), self._copied[id(x)]) for held, name, x in self._buffers]
+        if changed := [name for name, now, copy in copies if now is not copy or copy._version]:
             raise buffers_written("buffers", changed)
 
     # Fault: a penalty on the gradient by the inputs. It depends on a weight through the backward pass too, which no tap
@@ -236,11 +233,9 @@ class Capture:
             return self._once(unit, original, x)
         if (examples := layout[0]) is None:
             raise misplaced(path, "an input without examples")
-        if examples.is_plain:
-            return self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
-        x = require_rows(path, x, examples, self.size)
+        x = x if examples.is_plain else require_rows(path, x, examples, self.size)
         output = self._by_rule(path, cast(Rule, unit.rule), unit.module, weights_of(unit), x)
-        return set_apart(path, output, examples, self.size)
+        return output if examples.is_plain else set_apart(path, output, examples, self.size)
 
     def _once(self, unit: Unit, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""

@@ -32,7 +32,7 @@ from privgrad.engine.self_check import (
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import Structure, seeded, structure_of
+from privgrad.gradient.functional import Model, seeded, structure_of
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
 from privgrad.gradient.reference import Vmap
@@ -125,7 +125,7 @@ class Factored:
 
     batches_examples = True  # they share one forward pass, and the random numbers that it draws
 
-    def __init__(self, model: nn.Module | Structure, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
+    def __init__(self, model: Model, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
         self._structure = structure_of(model)
         model = self._structure.model
         if isinstance(model, torch.jit.ScriptModule):  # a part that is scripted is taken whole
@@ -137,7 +137,7 @@ class Factored:
         self._passes = Passes(self._structure, loss_fn, self._memory)
         self._layouts = self._passes.layouts
         self._fallback = Fallback(model, self._layouts)
-        self._reference = Vmap(model, loss_fn)  # for whole losses
+        self._reference = Vmap(self._structure, loss_fn)  # for whole losses
         self._schedule = CheckSchedule()
         self._compared = False  # whether the losses that the next check would compare were compared already
         self._randomness = Randomness()  # random draws of a forward pass in the last audit
@@ -157,20 +157,15 @@ class Factored:
         # A pass that is computed again draws the same again: else a coin would follow the calls that were learned.
         may_draw = self._randomness.numbers or self._schedule.calls == 1
         self._set_back = streams() if may_draw else lambda: None
-        while True:  # `_falling_back` and `_compute` written out: a traceback from the user's model stays short
+        while True:  # `_falling_back` written out: a traceback from the user's model stays short
             try:
                 if self._fallback.reached_loss:
                     factors = self._alone(examples, point)
                 else:
                     if not self._is_learned(point):
                         self._audit_at(examples, point)
-                    self._layouts.recall(examples)
                     try:
-                        try:
-                            found = self._passes.compute(examples, point)
-                        except CallSequenceChangedError:
-                            found = self._compute_again(examples, point)
-                        self._require_reached(found)
+                        found = self._compute(examples, point)
                     except UnsupportedModuleError:
                         if not self._schedule.is_due:
                             raise

@@ -28,8 +28,8 @@ _foreach_sub: Any = torch._foreach_sub  # pyright: ignore
 def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
     factors, moves = found
-    model, loss_fn, tolerance = passes.model, passes.loss_fn, passes.tolerance
-    parameters, differences, largest = passes.structure.trained, list[tuple[str, float, float]](), 0.0
+    structure, loss_fn, tolerance = passes.structure, passes.loss_fn, passes.tolerance
+    parameters, differences, largest = structure.trained, list[tuple[str, float, float]](), 0.0
     together = max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
         singles = list[dict[str, Tensor]]()
@@ -37,7 +37,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
             row = slice(index, index + 1)
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
             own = part_of(examples, row)
-            singles.append(gradients(model, loss_fn, own, along=along, exact=point.exact, copied=False))
+            singles.append(gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False))
         wanted = {name: torch.stack([single[name] for single in singles]) for name in parameters}
         measured = list(_compared(wanted, factors, some))
         for place in range(len(some)):

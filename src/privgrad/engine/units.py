@@ -36,7 +36,6 @@ from privgrad.gradient.functional import (
     Mended,
     Structure,
     batched,
-    named_parameters,
     own_parameters,
     preserved,
     unseen_by_checkpoints,
@@ -114,10 +113,6 @@ class Unit:
     rule: Rule | None  # if neither, its rule
     weights: tuple[str, ...] | None  # the names of those that the rule knows; None if one is computed in each call
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return vars(self.module)
-
 
 def units(structure: Structure, whole: frozenset[str] = frozenset()) -> list[Unit]:
     """Return the units, each once: modules with a rule or a forward, and those that are taken whole."""
@@ -135,7 +130,7 @@ def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) 
     forward = find_forward(model)
     rule = find_rule(model) if forward is None and has_own and path not in whole else None
     if path in whole or forward is not None or rule is not None:
-        if any(p.requires_grad for _, p in named_parameters(model)):
+        if any(p.requires_grad for p in model.parameters()):
             weights = None if rule is None or is_parametrized else _plain_weights(model, rule)
             yield Unit(path, model, path in whole, forward, rule, weights)
         return

@@ -4,6 +4,7 @@ Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, 
 parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -234,7 +235,8 @@ class Factor(ABC):
     Attributes:
         examples: B.
         shape: P.
-        usual_terms: what clipping expects of `term_bound` at most, in C; examples with more are summed one by one.
+        usual_terms: what clipping expects of `term_bound` at most, in C; examples with more are summed in float64. It
+            is infinite if all are: then `sum_in_parts` is `exact_sum`.
     """
 
     usual_terms: ClassVar[float] = 4.0
@@ -264,6 +266,8 @@ class Factor(ABC):
         The size of a part is public: it depends on the shapes of one example. `sum_of_products` says why parts are
         short. Errors of a part with one example do not depend on other examples.
         """
+        if self.usual_terms == math.inf:
+            return self.exact_sum(weight_B)
         most = max(1, self._terms // max(1, self.positions))
         if self.examples <= most:
             return self.weighted_sum(weight_B)

@@ -205,17 +205,7 @@ def require_losses(losses: object, size: int) -> Tensor:
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients, by name; a tied parameter once, under its first name."""
-    return {name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad}
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what `model.named_parameters()` yields, in a fraction of its time."""
-    seen = set[int]()
-    for path, module in named_modules(model):
-        for name, parameter in own_parameters(module).items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{path}.{name}" if path else name, parameter
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -380,13 +370,16 @@ class Structure:
         return changed
 
 
-def structure_of(model: nn.Module | Structure) -> Structure:
-    """Return the structure of a model; one that is given must be that of now."""
+Model = nn.Module | Structure  # a structure must be that of now
+
+
+def structure_of(model: Model) -> Structure:
+    """Return the structure of a model."""
     return model if isinstance(model, Structure) else Structure(model)
 
 
 @contextmanager
-def preserved(model: nn.Module | Structure) -> Generator[None]:
+def preserved(model: Model) -> Generator[None]:
     """Undo the changes that a forward or backward pass makes to the modules and to `.grad`, and warn about them.
 
     It sees attributes, and containers, tensors and arrays in them at any depth. A structure must be that of now.
@@ -535,7 +528,7 @@ def version_of(x: Any) -> Any:
 
 
 @contextmanager
-def parameters_kept(model: nn.Module | Structure) -> Generator[None]:
+def parameters_kept(model: Model) -> Generator[None]:
     """Undo what a step's passes leave on parameters and buffers, and refuse writes to what is not trained.
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
@@ -564,7 +557,7 @@ def _is_compared(x: Tensor) -> bool:
 
 
 def gradients(
-    model: nn.Module,
+    model: Model,
     loss_fn: LossFunction,
     examples: Any,
     *,
@@ -576,7 +569,8 @@ def gradients(
     """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private."""
     # `along` and `exact` are as in `reference.per_sample_gradients`. Unless parameters are `copied`, a forward pass
     # that writes to them does harm.
-    moves, own = along or {}, trainable(model)
+    structure, moves = structure_of(model), along or {}
+    own = structure.trained
     points = {} if exact else {name: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
     with torch.enable_grad(), differentiable(twice=exact):
         # Displaced parameters need no copy: they are new tensors of this function.
@@ -593,11 +587,11 @@ def gradients(
             # Embeddings with sparse=True have sparse gradients.
             return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
-        return losses_on_copies(model, loss_fn, examples, differentiated, parameters, seed=seed, copied=copied)
+        return losses_on_copies(structure, loss_fn, examples, differentiated, parameters, seed=seed, copied=copied)
 
 
 def losses_on_copies(
-    model: nn.Module,
+    model: Model,
     loss_fn: LossFunction,
     examples: Any,
     result: Callable[[Tensor], Any] = Tensor.detach,
@@ -611,7 +605,7 @@ def losses_on_copies(
     `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
     it may run code of the modules, such as hooks, which needs the copies.
     """
-    structure, given = Structure(model), parameters or {}
+    structure, given = structure_of(model), parameters or {}
     copies = {id(p): given[name] for name, p in structure.parameters if name in given}
     places = list[tuple[dict[str, Any], str, Tensor]]()
     for _, now, _ in structure.attributes:
@@ -626,9 +620,9 @@ def losses_on_copies(
                     copies[id(x)] = copy.requires_grad_(is_parameter and x.requires_grad)
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
-    with draws, preserved(structure), torch.compiler.set_stance("force_eager"), _replaced_in(places, copies):
+    with draws, preserved(structure), torch.compiler.set_stance("force_eager"), replaced_in(places, copies):
         try:
-            return result(require_losses(loss_fn(model, examples), count_examples(examples)))
+            return result(require_losses(loss_fn(structure.model, examples), count_examples(examples)))
         except Exception as error:
             if not isinstance(error, PrivacyError) and _NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NOTE)
@@ -636,7 +630,7 @@ def losses_on_copies(
 
 
 @contextmanager
-def _replaced_in(places: Iterable[tuple[dict[str, Any], str, Tensor]], copies: Mapping[int, Tensor]) -> Generator[None]:
+def replaced_in(places: Iterable[tuple[dict[str, Any], str, Tensor]], copies: Mapping[int, Tensor]) -> Generator[None]:
     """Put copies in the places of parameters and buffers, by their ids; a fraction of the time of functional_call."""
     try:
         for owner, name, x in places:

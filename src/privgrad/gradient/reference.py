@@ -21,7 +21,7 @@ from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor
 from privgrad.gradient.functional import (
     BoundLoss,
-    Structure,
+    Model,
     batched,
     differentiable,
     gradients,
@@ -29,7 +29,6 @@ from privgrad.gradient.functional import (
     require_losses,
     streams_kept,
     structure_of,
-    trainable,
 )
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import few_of
@@ -48,14 +47,9 @@ class Vmap:
     batches_examples = False  # each example is computed by itself, with random numbers of its own
 
     def __init__(
-        self,
-        model: nn.Module | Structure,
-        loss_fn: LossFunction,
-        *,
-        memory_mb: float | None = None,
-        check: Check | None = None,
+        self, model: Model, loss_fn: LossFunction, *, memory_mb: float | None = None, check: Check | None = None
     ) -> None:
-        self._model = structure_of(model).model
+        self._structure = structure_of(model)
         self._loss_fn = loss_fn
         self._memory_mb = memory_mb  # a bound on the gradients
         self._compare = check  # compares a few examples with the same examples alone
@@ -64,11 +58,11 @@ class Vmap:
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         if self._memory_mb is None:
             return usual_size
-        an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
+        an_example = sum(p.numel() * p.element_size() for p in self._structure.follow().trained.values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
 
     def uses(self) -> dict[str, Use]:
-        return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in trainable(self._model)}
+        return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in self._structure.trained}
 
     def begin_step(self) -> None:
         if self._compare is not None:
@@ -91,7 +85,7 @@ class Vmap:
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
         along = {name: factor.mask(moving_B).dense() for name, factor in first.items()}
         along = {name: rows * share_B.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)) for name, rows in along.items()}
-        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along, exact=exact)
+        rows = per_sample_gradients(self._structure.follow(), self._loss_fn, examples, along=along, exact=exact)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
@@ -99,13 +93,13 @@ class Vmap:
 
     def _checked(self, examples: Any, along: Named) -> dict[str, Factor]:
         """Return the factors; where due, compare a few examples with the same examples alone."""
-        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
+        rows = per_sample_gradients(self._structure.follow(), self._loss_fn, examples, along=along)
         if self._compare is not None:
             schedule = self._schedule
             schedule.begin(examples)
             if schedule.is_due:
                 few = few_of(examples, salt=schedule.calls, fill=False, novel=schedule.novel)
-                self._compare(self._model, self._loss_fn, few)
+                self._compare(self._structure.model, self._loss_fn, few)
                 schedule.is_due = False
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
@@ -118,7 +112,7 @@ def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
 
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: LossFunction, examples: Any, *, along: Named | None = None, exact: bool = False
+    model: Model, loss_fn: LossFunction, examples: Any, *, along: Named | None = None, exact: bool = False
 ) -> Named:
     """Compute the gradient of each example's own loss by parameter name, shape (B, *parameter.shape), without a graph.
 
@@ -134,15 +128,16 @@ def per_sample_gradients(
         NOT private. Row i depends on example i and the model only, because each example is computed by itself, with its
         own dropout. For state that the model or loss_fn keeps outside the modules, see `checks.state`.
     """
-    parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
-    rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
+    structure = structure_of(model)
+    model, parameters = structure.model, {name: parameter.detach() for name, parameter in structure.trained.items()}
+    rest = {name: parameter.detach() for name, parameter in structure.parameters if name not in parameters}
     buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
     rest |= buffers
     bound, moves = BoundLoss(model, loss_fn), along or {}
     with differentiable(twice=exact):
         try:
             before = numpy_and_python_states()
-            with preserved(model):
+            with preserved(structure):
                 of_one = _gradient_of_one(bound, rest, exact)
                 rows = batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
             # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.

@@ -37,7 +37,7 @@ class Bags(LinearMapFactor):
     The sparse c_ij holds the weights of the words in bag j of example i, 0 for padding. A user's documents are bags.
     """
 
-    usual_terms: ClassVar[float] = math.inf  # all sums are in float64
+    usual_terms: ClassVar[float] = math.inf  # a sum in parts would need a whole table for each
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BJT), torch.Size((rows, r_BJD.shape[2])))
@@ -54,11 +54,8 @@ class Bags(LinearMapFactor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.exact_sum(weight_B).to(self.r_BJD.dtype)
 
-    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        return self.exact_sum(weight_B)  # each part would need a whole table
-
     def exact_sum(self, weight_B: Tensor) -> Tensor:
-        r_BJD = self.r_BJD.double() * weight_B.double()[:, None, None]
+        r_BJD = self.r_BJD * weight_B.double()[:, None, None]
         return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BJD.flatten(0, 1)))
 
     @property
@@ -172,7 +169,7 @@ def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
 class Rows(LinearMapFactor):
     """The gradients of an embedding table, (V, D): row v of g_i is the sum of r_it over all t with ids_it = v."""
 
-    usual_terms: ClassVar[float] = math.inf  # all sums are in float64
+    usual_terms: ClassVar[float] = math.inf  # a sum in parts would need a whole table for each
 
     def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
         super().__init__(ids_BT.shape[0], torch.Size((rows, r_BTD.shape[2])))
@@ -190,12 +187,9 @@ class Rows(LinearMapFactor):
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
         return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
-    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        return self.exact_sum(weight_B)  # each part would need a whole table
-
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)
-        r_BTD = self.r_BTD.double() * weight_B.double()[:, None, None]
+        r_BTD = self.r_BTD * weight_B.double()[:, None, None]
         return total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
     @property
@@ -267,8 +261,8 @@ class Rows(LinearMapFactor):
 
 def _apart(index_BT: Tensor, most: int) -> Tensor:
     """Return a number for each pair of an example and an index below `most`, shape (B T,)."""
-    example_B = torch.arange(len(index_BT), device=index_BT.device)
-    return (index_BT + example_B[:, None] * most).flatten()
+    first_B = torch.arange(0, len(index_BT) * most, most, device=index_BT.device)
+    return (index_BT + first_B[:, None]).flatten()
 
 
 class TiedTable(Sum):

@@ -6,6 +6,7 @@ terms cancel.
 Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P the shape of a parameter.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -85,7 +86,7 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
 class Mapped(Factor):
     """The mapped gradients of a weight, and of the map's bias, without closed form: written out, a few at a time."""
 
-    usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix
+    usual_terms: ClassVar[float] = math.inf
 
     def __init__(self, weight: Factor, bias: Factor | None, own: InputMap) -> None:
         super().__init__(weight.examples, weight.shape)
@@ -113,9 +114,6 @@ class Mapped(Factor):
         # In float64 before the matrix is applied: each gradient is then one exact term.
         bias = None if self.bias is None else self.bias.exact_sum(weight_B)[None]
         return self._of_gradients(self.weight.exact_sum(weight_B)[None], bias)[0]
-
-    def sum_in_parts(self, weight_B: Tensor) -> Tensor:
-        return self.exact_sum(weight_B)
 
     def mask(self, kept_B: Tensor) -> "Mapped":
         return Mapped(self.weight.mask(kept_B), None if self.bias is None else self.bias.mask(kept_B), self.own)

@@ -56,9 +56,9 @@ def _linear(tap: Tap, x_MI: Tensor, weights: Tensor, routes: Routes, displacemen
         return {weights: Routed(routes, x_MI.detach().view(shape), grad_MO.reshape(shape))}
 
     order_M, place_M, counts = routes.by_expert
-    inputs = cast("tuple[Tensor, ...]", _reordered(x_MI, order_M, place_M).split(counts))
+    inputs = cast("tuple[Tensor, ...]", x_MI.index_select(0, order_M).split(counts))
     pieces = zip(inputs, weights.detach().unbind(), strict=True)
-    output_MO = _reordered(torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces]), place_M, order_M)
+    output_MO = torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces]).index_select(0, place_M)
     displacement = displacement_of(weights, displacements)
     if displacement is not None:
         size = len(displacement.share)
@@ -67,20 +67,3 @@ def _linear(tap: Tap, x_MI: Tensor, weights: Tensor, routes: Routes, displacemen
             moved_BSO = apply_routed(displacement.factor, x_BSI, expert_BS) * displacement.share[:, None, None]
         output_MO = output_MO + moved_BSO.flatten(0, 1).to(output_MO.dtype)
     return tapped(tap, output_MO, factors)
-
-
-class _Reordered(torch.autograd.Function):
-    """Returns rows in another order, and the gradient in the first one, without the sum that indexing computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.orders = place, order
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _reordered(grad, *ctx.orders), None, None
-
-
-def _reordered(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    return cast(Tensor, _Reordered.apply(x, order, place))

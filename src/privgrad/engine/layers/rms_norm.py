@@ -7,7 +7,7 @@ from torch import Tensor
 
 from privgrad.engine.factors.outer import sum_over
 from privgrad.engine.layers.base import Weights, code_of, in_positions, register_rule
-from privgrad.engine.layers.normalization import LayerNorm
+from privgrad.engine.layers.normalization import RMSNorm
 
 
 def _forward(self: Any, hidden_states: Any) -> Any:
@@ -19,7 +19,7 @@ def _forward(self: Any, hidden_states: Any) -> Any:
 
 
 @register_rule(code_of(_forward))
-class _RMSNorm(LayerNorm):
+class _RMSNorm(RMSNorm):
     parameters = ("weight",)
 
     def forward(self, layer: Any, parameters: Weights, x: Tensor) -> Tensor:
@@ -28,9 +28,6 @@ class _RMSNorm(LayerNorm):
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)  # from float64 too
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)).to(x.dtype)
-
-    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
-        return self.normalized(layer, x)
 
     def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
         return sum_over(in_positions(grad), 1)
