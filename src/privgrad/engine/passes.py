@@ -330,7 +330,7 @@ class Passes:
         with torch.enable_grad(), preserved(self.structure), capture:
             try:
                 losses = require_losses(self.loss_fn(self.model, examples), capture.size)
-                _require_seen(losses, capture, sees_all=capture.functions.sees_all or is_first)
+                _require_seen(losses, capture, sees_all=capture.functions.gaps is None or is_first)
             except FunctionsHiddenError:
                 self._sees_all = True
                 raise

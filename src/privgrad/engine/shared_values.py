@@ -178,14 +178,9 @@ class FunctionCalls(TorchFunctionMode):
         gaps: frozenset[int] | None,
     ) -> None:
         super().__init__()
-        self._shared, self._take, self._record, self._gaps = shared, take, record, gaps
+        self._shared, self._take, self._record, self.gaps = shared, take, record, gaps
         self.count, self.is_paused = 0, False
         self._units, self._depth, self._is_computing = 0, 0, False
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether the mode is on between all calls of units."""
-        return self._gaps is None
 
     def begin(self) -> None:
         """Begin to see functions, now or later."""
@@ -195,7 +190,7 @@ class FunctionCalls(TorchFunctionMode):
     def _switch_on(self) -> None:
         """Switch the mode on if functions are expected before the next unit."""
         # torch takes a mode off the stack while it computes a function, and checkpoints put back the stack they met.
-        if self._is_computing or (self._gaps is not None and self._units not in self._gaps):
+        if self._is_computing or (self.gaps is not None and self._units not in self.gaps):
             return
         depth = _depth()
         if not any(_C._get_function_stack_at(place) is self for place in range(depth)):
@@ -218,8 +213,8 @@ class FunctionCalls(TorchFunctionMode):
 
     def see_all(self) -> None:
         """Be on between all calls from now on, if any function is expected: parts may be computed again."""
-        if self._gaps != frozenset():
-            self._gaps = None
+        if self.gaps != frozenset():
+            self.gaps = None
             self._switch_on()
 
     def end(self) -> None:

@@ -171,7 +171,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     """Return the rule for this layer, or None."""
     # A subclass of a known type or a layer with a replaced forward has none, because it may compute anything.
     kind = parametrize.type_before_parametrizations(layer)
-    rule = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind)) or _LAYERS.get(code_of(kind.forward))
+    rule = _LAYERS.get(kind) or _LAYERS.get(_name_of(kind)) or _LAYERS.get(code_of(getattr(kind, "forward", None)))
     if not isinstance(rule, Rule) or "forward" in vars(layer) or not rule.supports(layer):
         return None
     return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
