@@ -249,12 +249,21 @@ def seeded(seed: int) -> Generator[None]:
         yield
 
 
-@contextmanager
-def streams_kept() -> Generator[None]:
+class streams_kept(numpy_and_python_kept):  # noqa: N801, it is called as a function is
     """Restore the states of the global random streams of torch, numpy and Python afterwards."""
-    devices = None if torch.accelerator.is_available() else list[int]()  # None: all
-    with numpy_and_python_kept(), torch.random.fork_rng(devices):
-        yield
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._of_torch, self._of_devices = torch.default_generator.get_state(), None
+        if torch.accelerator.is_available():
+            self._of_devices = torch.random.fork_rng()
+            self._of_devices.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._of_devices is not None:
+            self._of_devices.__exit__(None, None, None)
+        torch.default_generator.set_state(self._of_torch)
+        super().__exit__()
 
 
 @contextmanager
