@@ -148,6 +148,8 @@ def require_nonnegative(function: str, name: str, value: float, remedy: str = ""
 
 def _is_finite(value: object) -> bool:
     """Return whether value is a number that floating point can hold; True and an integer of 400 digits are not."""
+    if type(value) is float:
+        return math.isfinite(value)
     try:
         return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:

@@ -33,7 +33,7 @@ def set_states(key: bytes) -> None:
     numpy must draw from a Mersenne Twister, as it does in `numpy_and_python_kept`.
     """
     torch.default_generator.set_state(torch_state(key))
-    seeds = hashlib.blake2b(b"numpy and Python", key=key, digest_size=64).digest()  # 256 bits for each
+    seeds = derived_key(key, "numpy and Python", 64)  # 256 bits for each
     np.random.seed(np.frombuffer(seeds[:32], np.uint32))
     random.seed(int.from_bytes(seeds[32:]))
 
@@ -129,7 +129,7 @@ class RandomSource:
         # All names in the library: noise, dropout, groups (private_gradient); sampling, truncation, bands,
         # augmentation, workers (sampling); repetitions (accounting/selection); function and name of a release
         # (releases). No two uses share a name of one root.
-        return _derived(self._root, name)
+        return Stream(derived_key(self._root, name))
 
     def __reduce__(self) -> str:
         remedy = "make a new RandomSource: two holders of one root would draw the same noise"
@@ -162,6 +162,11 @@ class Stream:
         library, normals come from the stream "noise" and from those of `releases` alone, and no integers do.
         """
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
+
+    def key(self, step: int, size: int) -> bytes:
+        """Return a key of up to 64 secret bytes for one step, independent of all that the stream draws."""
+        self._require_own_process()
+        return derived_key(self._key, f"step {step}", size)
 
     def normal_blocks(
         self, step: int, dtype: Any, *, dense: bool = False, most: int = BLOCK
@@ -237,7 +242,7 @@ def torch_state(key: bytes) -> Tensor:
 
     A seed would not do: torch keeps 32 bits of it, few enough to try them all.
     """
-    drawn, state = _derived(key, "torch").uint64(0, 313), _STATE.clone()
+    drawn, state = np.frombuffer(hashlib.shake_256(key).digest(8 * 313), np.uint64), _STATE.clone()
     held = state.numpy()  # shares its memory
     held[_SEED] = drawn[312:].view(np.uint8)
     held[_WORDS].view(np.uint64)[:] = drawn[:312].view(np.uint32)  # each of the 624 words has eight bytes in it
@@ -246,12 +251,12 @@ def torch_state(key: bytes) -> Tensor:
 
 def device_seed(key: bytes) -> int:
     """Return a seed of 63 bits for torch's generators on other devices, from a key, for one use."""
-    return int(_derived(key, "devices").uint64(0, 1)[0]) >> 1
+    return int.from_bytes(derived_key(key, "devices", 8)) >> 1
 
 
-def _derived(key: bytes, name: str) -> Stream:
-    """Return the stream of this name under a key."""
-    return Stream(hashlib.blake2b(name.encode(), key=key, digest_size=32).digest())
+def derived_key(key: bytes, name: str, size: int = 32) -> bytes:
+    """Return up to 64 secret bytes that follow from a key; those of other names are independent."""
+    return hashlib.blake2b(name.encode(), key=key, digest_size=size).digest()
 
 
 def _room(size: int) -> np.ndarray:

@@ -27,7 +27,7 @@ from privgrad.engine.factored import Factored
 from privgrad.gradient.functional import parameters_kept, streams_kept
 from privgrad.gradient.reference import Vmap
 from privgrad.gradient.secret_draws import secret_draws
-from privgrad.rng import Stream, set_states, torch_state
+from privgrad.rng import derived_key, set_states, torch_state
 
 KEY = bytes(range(32))
 
@@ -87,8 +87,7 @@ class Seen(TorchDispatchMode):
 def test_a_key_gives_torchs_generator_its_whole_state():
     generator, same = torch.Generator(), random.Random()
     generator.set_state(torch_state(KEY))
-    key = hashlib.blake2b(b"torch", key=KEY, digest_size=32).digest()
-    words = Stream(key).uint64(0, 312).view(np.uint32)
+    words = np.frombuffer(hashlib.shake_256(KEY).digest(4 * 624), np.uint32)
     same.setstate((3, (*words.tolist(), 624), None))
     drawn = torch.empty(2000, dtype=torch.int64).random_(0, 2**16, generator=generator)
     assert drawn.tolist() == [same.getrandbits(32) % 2**16 for _ in range(2000)]
@@ -125,8 +124,7 @@ def test_the_forward_pass_of_a_step_has_the_state_of_its_key():
 
     model.register_forward_pre_hook(meet)
     private_grad(batch)
-    step_key = private_grad._dropout_stream.uint64(0, 5).tobytes()
-    key = Stream(step_key[:32]).uint64(0, 4).tobytes()
+    key = derived_key(private_grad._dropout_stream.key(0, 40)[:32], "0")
     with streams_kept():
         set_states(key)
         expected = states()
