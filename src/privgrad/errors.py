@@ -183,6 +183,8 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
 
     -math.inf: neither minimum nor maximum.
     """
+    if type(value) is int and minimum <= value < 1e308:
+        return
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         condition = "to be an integer" + (f" >= {minimum}" if minimum > -math.inf else "")
         raise expected(function, name, condition, described(value))

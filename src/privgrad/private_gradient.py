@@ -403,13 +403,14 @@ class PrivateGradient:
                 raise
             self._contribution.released(gradient)
             self._state.end_step(structure)
-            self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
+            if clipping.raw_nonfinite_examples:
+                self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
         like = trainable(self._model) if processes.count > 1 else {}  # which are shards again
-        tensors = dict(processes.shard_like(gradient, like))
+        tensors = dict(processes.shard_like(gradient.tensors, like))
         return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -539,4 +539,5 @@ def _smallest(factors: Named) -> Tensor:
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
     """Return each example's norm over all parameters, given its norm for each; shape (B,)."""
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
+    each = list(norms)
+    return torch.hypot(*each) if len(each) == 2 else cast(Tensor, torch.linalg.vector_norm(torch.stack(each), dim=0))

@@ -145,9 +145,10 @@ class Contribution:
 
         Each row of the batch is in at most one chunk.
         """
-        for start in range(0, count_examples(examples), size):
+        rows = count_examples(examples)
+        for start in range(0, rows, size):
             part = part_of(examples, slice(start, start + size))
-            yield count_examples(part), self.gradients(engine, part, step, inverse_scales)
+            yield min(size, rows - start), self.gradients(engine, part, step, inverse_scales)
 
     def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return the gradients of the rows by parameter name; each row depends on that example alone.
