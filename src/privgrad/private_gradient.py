@@ -167,6 +167,18 @@ class PrivateGradient:
         self._contribution, self._clip = cast(Contribution, parts.perturb), cast(Clipping, parts.clip)
         self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
         self._statistic = parts.statistic(plan)
+        # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
+        self._planned = {
+            "scheme": plan.sampling,
+            "sample_rate": plan.group_rate,
+            "expected_batch_size": plan.expected_batch_size,
+            "seed": plan.seed,
+            "bands": plan.bands,
+            "max_batch_size": plan.max_batch_size,
+            "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
+            "rank": processes.rank,
+            "processes": processes.count,
+        }
         self._state = Parts.checks.State(loss_fn)
         self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
         self._engine = Parts.engines[engine](self._structure, self._loss_fn, memory_mb=memory_mb)
@@ -395,7 +407,8 @@ class PrivateGradient:
                 if processes.rank > 0:
                     self._charge(batch, gradient)
                 self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
-                self._charged_by = batch.sampling.stream
+                if begins is not None:
+                    self._charged_by = batch.sampling.stream
                 gradient, raw_shares = self._with_distribution(gradient, raw_mean.pop(NORMS, None))
             except BaseException:
                 # A traceback may still show the values. Without a seed, the same noise is not drawn again.
@@ -738,19 +751,7 @@ class PrivateGradient:
 
         if not isinstance(batch, Batch):
             raise refusal("to be what plan.batches(dataset) yields, which knows how it was drawn", type(batch).__name__)
-        plan, drawn = self._plan, batch.sampling
-        # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
-        planned = {
-            "scheme": plan.sampling,
-            "sample_rate": plan.group_rate,
-            "expected_batch_size": plan.expected_batch_size,
-            "seed": plan.seed,
-            "bands": plan.bands,
-            "max_batch_size": plan.max_batch_size,
-            "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
-            "rank": self._processes.rank,
-            "processes": self._processes.count,
-        }
+        plan, drawn, planned = self._plan, batch.sampling, self._planned
         held = vars(drawn)
         if other := [name for name, value in planned.items() if held[name] != value]:
             remedy = "take the batch from plan.batches of the same plan, with the same processes"

@@ -52,7 +52,7 @@ class numpy_and_python_kept:  # noqa: N801, it is called as a function is
             normal = np.random.standard_normal()
             if _words_of(held) == words:  # numpy has kept it
                 self._of_numpy = {**held.state, "has_gauss": 1, "gauss": normal}
-            _give_words(held, words)
+            ctypes.memmove(held.ctypes.state_address, words, _SIZE)
             set_bit_generator(held)  # makes numpy forget a normal that it keeps
         else:
             self._of_numpy = np.random.get_state(legacy=False)
@@ -63,7 +63,7 @@ class numpy_and_python_kept:  # noqa: N801, it is called as a function is
     def __exit__(self, *_: object) -> None:
         set_bit_generator(self._held)
         if self._of_numpy is None:
-            _give_words(self._held, self._words)
+            ctypes.memmove(self._held.ctypes.state_address, self._words, _SIZE)
         else:
             np.random.set_state(self._of_numpy)
         random.setstate(self._of_python)
@@ -78,11 +78,6 @@ def numpy_and_python_states() -> tuple[Any, Any]:
 def _words_of(generator: Any) -> bytes:
     """Return the 624 words of numpy's MT19937 and its place among them, from its memory: `state` takes 60 us."""
     return ctypes.string_at(generator.ctypes.state_address, _SIZE)
-
-
-def _give_words(generator: Any, words: bytes) -> None:
-    """Put back what `_words_of` returned."""
-    ctypes.memmove(generator.ctypes.state_address, words, _SIZE)
 
 
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL

@@ -71,7 +71,7 @@ class Flat:
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         norm_B = joint_norm_of(norms)
-        factor_B = (max_grad_norm / norm_B).clamp(max=1.0)
+        factor_B = (norm_B.reciprocal() * max_grad_norm).clamp(max=1.0)
         return dict.fromkeys(norms, factor_B)
 
 
@@ -123,7 +123,7 @@ class ClippingAccumulator:
         self._sums = _Sums(like, clip, max_grad_norm, inverse_scales or {}, expected_size)
         self._grouped, self._statistic = grouped, statistic
         self._seen: list[RawClipping] = []
-        self._devices = {value.device for value in like.values()}
+        self._device, self._kinds = next(iter(like.values())).device, {value.device.type for value in like.values()}
 
     def add(self, chunk: Factors, padded: int | None = None) -> None:
         """Clip the gradients of one part of the batch, one row per example, and add them.
@@ -135,9 +135,9 @@ class ClippingAccumulator:
         if rows == 0:
             return
         if padded:
-            counted_B = torch.arange(rows, device=next(iter(self._devices))) < rows - padded
+            counted_B = torch.arange(rows, device=self._device) < rows - padded
         with ExitStack() as stack:
-            for kind in filter(torch.is_autocast_enabled, {device.type for device in self._devices}):
+            for kind in filter(torch.is_autocast_enabled, self._kinds):
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(kind, enabled=False))
             chunk, scales = _side_by_side(chunk, self._sums.clip, self._sums.scales)
@@ -160,7 +160,7 @@ class ClippingAccumulator:
             raw = RawClipping(norm_B, factor_B, length_B, sum(part.raw_nonfinite_examples for part in self._seen))
         if self._statistic is not None:
             rows_BK, bound = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, bound)
-            total[NORMS] = rows_BK.double().sum(0).to(next(iter(self._devices)))
+            total[NORMS] = rows_BK.double().sum(0).to(self._device)
         return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
 
 
@@ -217,7 +217,7 @@ class _Sums:
             found[name], rounded = factor.sum_and_rounding(light_B, self.scales.get(name))
             if type(rounded) is not float or rounded != 0.0:
                 rounding[name] = rounded
-        for name in self._rounded_too_far(rounding):
+        for name in self._rounded_too_far(rounding) if rounding else ():
             found[name] = chunk[name].exact_sum(factors[name])
             heavy.pop(name, None)
         for name, heavy_B in heavy.items():
@@ -312,7 +312,9 @@ def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tupl
     group_of = getattr(clip, "group_of", None)  # of PerLayer; others have one group
     groups: dict[tuple[object, ...], dict[str, Dense]] = {}
     dense = {name: factor for name, factor in chunk.items() if type(factor) is Dense}
-    most = _SMALL if dense and is_on_processor(next(iter(dense.values())).grads_BP) else 4 * _SMALL
+    if len(dense) < 2:
+        return chunk, inverse_scales
+    most = _SMALL if is_on_processor(next(iter(dense.values())).grads_BP) else 4 * _SMALL
     for name, factor in dense.items():
         if factor.shape.numel() <= most:
             key = group_of and group_of(name), name in inverse_scales, factor.grads_BP.dtype

@@ -76,8 +76,9 @@ class unread:  # noqa: N801, it is called as a function is
     """Take no norm to be spoiled, and give a list that gets the masks of those that may be: see `spoiled`."""
 
     def __enter__(self) -> list[Tensor]:
-        self._outer, _masks.found = _masks.found, list[Tensor]()
-        return _masks.found
+        masks: list[Tensor] = []
+        self._outer, _masks.found = _masks.found, masks
+        return masks
 
     def __exit__(self, *_: object) -> None:
         _masks.found = self._outer
