@@ -83,7 +83,7 @@ def _words_of(generator: Any) -> bytes:
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
-_SIZE = 4 * 625
+_SIZE = 4 * 625  # bytes of the words of an MT19937, and of its place among them
 _STATE = torch.Generator().manual_seed(0).get_state()  # of torch's generator on the CPU, as bytes
 _SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # what a key decides of these bytes
 _forks: list[None] = []
