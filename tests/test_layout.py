@@ -32,7 +32,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "audit": 853,
         "checks": 1559,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 566,  # calibrate takes epochs and a batch size
-        "clip": 1123,  # one look at a chunk, and the checked way
+        "clip": 1121,  # one look at a chunk, and the checked way
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 690,
         "engine": 6816,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions

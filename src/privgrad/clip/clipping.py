@@ -426,14 +426,12 @@ def _add_clipped(sums: _Sums, chunk: Factors, inverse_scales: Named, counted_B: 
     norms = known or _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
     finite_B = torch.isfinite(norms.joint_B)
     if nonfinite := int((~finite_B).sum()):
-        if nonfinite < len(finite_B):
-            # Zero times NaN is NaN, so the gradient itself is replaced by 0, not only its factor.
-            raw = added(_masked(chunk, finite_B))
-        else:  # as where a computed weight is not finite: it would make NaN of zeros
-            zeros = _Norms((name, torch.zeros_like(norm_B)) for name, norm_B in norms.items())
-            raw = RawClipping(zeros.joint_B, _smallest(sums.factors(zeros)), torch.zeros_like(zeros.joint_B), 0)
-        return replace(raw, raw_nonfinite_examples=raw.raw_nonfinite_examples + nonfinite)
+        # Zero times NaN is NaN, so the gradient itself is replaced by 0, not only its factor.
+        chunk = _masked(chunk, finite_B)
+        norms = _Norms((name, torch.where(finite_B, each_B, 0.0)) for name, each_B in norms.items())
     factors = sums.factors(norms)
+    if nonfinite == len(finite_B):  # as where a computed weight is not finite, which makes NaN of zeros
+        return RawClipping(norms.joint_B, _smallest(factors), torch.zeros_like(norms.joint_B), nonfinite)
     terms, canceling_B = _terms(chunk, norms, factors, sums.bound, inverse_scales)
     if canceling_B is not None and bool(canceling_B.any()):
         raw = added(_masked(chunk, ~canceling_B))
@@ -443,11 +441,11 @@ def _add_clipped(sums: _Sums, chunk: Factors, inverse_scales: Named, counted_B: 
             alone = added({name: factor[index].written_out() for name, factor in chunk.items()})
             raw.raw_norms[index], raw.raw_factors[index] = alone.raw_norms, alone.raw_factors
             raw.raw_lengths[index] = alone.raw_lengths
-            raw = replace(raw, raw_nonfinite_examples=raw.raw_nonfinite_examples + alone.raw_nonfinite_examples)
-        return raw
+            nonfinite += alone.raw_nonfinite_examples
+        return replace(raw, raw_nonfinite_examples=raw.raw_nonfinite_examples + nonfinite)
     length_B = _require_bound(factors, norms, sums.clip, sums.bound)
     sums.add(chunk, factors, terms)
-    return RawClipping(norms.joint_B, _smallest(factors), length_B, 0)
+    return RawClipping(norms.joint_B, _smallest(factors), length_B, nonfinite)
 
 
 def _masked(chunk: Factors, kept_B: Tensor) -> Factors:
