@@ -64,7 +64,8 @@ class Setup:
     def batch(self) -> tuple[Tensor, Tensor]:
         torch.manual_seed(1)
         x, y = self.workload.data()
-        return x[: self.batch_size].to(self.device), y[: self.batch_size].to(self.device)
+        x, y = (part[: self.batch_size].clone() for part in (x, y))  # as a loader gives them, in memory of their own
+        return x.to(self.device), y.to(self.device)
 
     def losses(self, model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
         """One loss an example."""

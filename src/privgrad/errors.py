@@ -140,6 +140,8 @@ def require_nonnegative(function: str, name: str, value: float, remedy: str = ""
 
 def _is_finite(value: object) -> bool:
     """Return whether value is a number that floating point can hold; True and an integer of 400 digits are not."""
+    if type(value) is float:
+        return math.isfinite(value)
     try:
         return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
@@ -173,6 +175,8 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
 
     -math.inf: neither minimum nor maximum.
     """
+    if type(value) is int and minimum <= value < 1e308:
+        return
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         condition = "to be an integer" + (f" >= {minimum}" if minimum > -math.inf else "")
         raise expected(function, name, condition, described(value))

@@ -44,7 +44,7 @@ from privgrad.noise.gaussian import add_noise, noise_generator
 from privgrad.parts import Filter, Parts, Stateful
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, keep_freed_memory, meanwhile, require_all_processes
-from privgrad.rng import RandomSource, Stream
+from privgrad.rng import RandomSource, derived_key
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
@@ -172,6 +172,18 @@ class PrivateGradient:
         self._contribution, self._clip = cast(Contribution, parts.perturb), cast(Clipping, parts.clip)
         self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
         self._statistic = parts.statistic(plan)
+        # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
+        self._planned = {
+            "scheme": plan.sampling,
+            "sample_rate": plan.group_rate,
+            "expected_batch_size": plan.expected_batch_size,
+            "seed": plan.seed,
+            "bands": plan.bands,
+            "max_batch_size": plan.max_batch_size,
+            "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
+            "rank": processes.rank,
+            "processes": processes.count,
+        }
         self._state = Parts.checks.State(loss_fn)
         self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
         self._engine = Parts.engines[engine](self._structure, self._loss_fn, memory_mb=memory_mb)
@@ -401,7 +413,7 @@ class PrivateGradient:
                 begins = self._begin_noise(batch.sampling)
                 # The noise is made for the C, the record and the groups of the first process.
                 mine = {"C": self.max_grad_norm, "releases in the ledger": self._ledger.releases, "the draw": begins}
-                key, first = processes.broadcast_object((self._dropout_stream.uint64(step, 5).tobytes(), mine))
+                key, first = processes.broadcast_object((self._dropout_stream.key(step, 40), mine))
                 with processes.all_succeed(step=step, weights=weights):
                     self._require_same(first, mine, _ALIKE)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
@@ -417,7 +429,8 @@ class PrivateGradient:
                 if processes.rank > 0:
                     self._charge(batch, gradient)
                 self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
-                self._charged_by = batch.sampling.stream
+                if begins is not None:
+                    self._charged_by = batch.sampling.stream
                 gradient, raw_shares = self._with_distribution(gradient, raw_mean.pop(NORMS, None))
             except BaseException:
                 # A traceback may still show the values. Without a seed, the same noise is not drawn again.
@@ -425,13 +438,14 @@ class PrivateGradient:
                 raise
             self._contribution.released(gradient)
             self._state.end_step(structure)
-            self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
+            if clipping.raw_nonfinite_examples:
+                self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
         like = trainable(self._model) if processes.count > 1 else {}  # which are shards again
-        tensors = dict(processes.shard_like(gradient, like))
+        tensors = dict(processes.shard_like(gradient.tensors, like))
         return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -450,7 +464,8 @@ class PrivateGradient:
         found = self._structure.once(_names_of), Parts.checks.configuration(self._structure)
         if self._filter is not None:
             self._filter.require_shapes({name: parameter.shape for name, parameter in parameters.items()})
-        self._due |= self._state.begin_step(self._structure)
+        if self._state.begin_step(self._structure):
+            self._due = True
         if batch.size > 0 and (self._due or found not in self._checked):
             with parameters_kept(self._structure):
                 randomness = Parts.checks.try_batch(
@@ -474,7 +489,7 @@ class PrivateGradient:
         scales = require_scales_only(transform) if contribution.applies_scales else transform.inverse_scales
         mixed = bool(transform.shift) or transform.keep < 1
         raw_mean = partial(self._raw_mean, batch, "perturb")
-        own_key = Stream(key[:32]).uint64(self._processes.rank, 4).tobytes()
+        own_key = derived_key(key[:32], str(self._processes.rank))
 
         while True:
             accumulator = ClippingAccumulator(
@@ -581,7 +596,7 @@ class PrivateGradient:
     ) -> NoisyGradient:
         """Return the first process's released gradient, and charge it; in other processes, memory to receive it."""
         if self._processes.rank > 0:
-            gradient = NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
+            gradient = _rounded(NoisyGradient(clipped.values, noise_std=0.0), parameters)
             return gradient if self._recursion is None else self._recursion.released(gradient, step)
         if step <= self._drawn and self._plan.seed is None:
             raise expected("PrivateGradient", "step", f"to be above {self._drawn}, whose noise was drawn", step)
@@ -601,7 +616,7 @@ class PrivateGradient:
             recursion=self._recursion,
             charging=None if seeded else meanwhile(partial(self._charge, batch), numbers=numbers),
         )
-        gradient = replace(gradient, tensors=_rounded(gradient, parameters))
+        gradient = _rounded(gradient, parameters)
         if seeded:
             self._charge(batch, gradient)
         return gradient
@@ -663,6 +678,8 @@ class PrivateGradient:
 
     def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
         """Raise PrivacyError unless this process has the same values as the first one."""
+        if first is own:  # of the only process
+            return
         if differing := [name for name, value in own.items() if value != first.get(name)]:
             condition = f"to be the same in all processes ({_named(first, differing)})"
             got = f"{_named(own, differing)} in process {self._processes.rank}"
@@ -776,22 +793,11 @@ class PrivateGradient:
 
         if not isinstance(batch, Batch):
             raise refusal("to be what plan.batches(dataset) yields, which knows how it was drawn", type(batch).__name__)
-        plan, drawn = self._plan, batch.sampling
-        # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
-        planned = {
-            "scheme": plan.sampling,
-            "sample_rate": plan.group_rate,
-            "expected_batch_size": plan.expected_batch_size,
-            "seed": plan.seed,
-            "bands": plan.bands,
-            "max_batch_size": plan.max_batch_size,
-            "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
-            "rank": self._processes.rank,
-            "processes": self._processes.count,
-        }
-        if other := [name for name, value in planned.items() if getattr(drawn, name) != value]:
+        plan, drawn, planned = self._plan, batch.sampling, self._planned
+        held = vars(drawn)
+        if other := [name for name, value in planned.items() if held[name] != value]:
             remedy = "take the batch from plan.batches of the same plan, with the same processes"
-            raise refusal(f"to be drawn by the plan's {_named(planned, other)}", _named(vars(drawn), other), remedy)
+            raise refusal(f"to be drawn by the plan's {_named(planned, other)}", _named(held, other), remedy)
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             raise refusal(f"to be of step {self._step} or later, which noise with memory follows", drawn.step)
         if count_examples(batch.examples) != (plan.max_batch_size or batch.size):  # the numbers are private
@@ -820,13 +826,12 @@ def _without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, 
     return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
 
 
-def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients in float32, or in float64 for float64 parameters, as the optimizers need. Post-processing."""
-
-    def dtype(name: str, value: Tensor) -> torch.dtype:
-        return value.dtype if name == NORMS else torch.promote_types(parameters[name].dtype, torch.float32)
-
-    return {name: value.to(dtype(name, value)) for name, value in values.items()}
+def _rounded(gradient: NoisyGradient, parameters: Mapping[str, Tensor]) -> NoisyGradient:
+    """Return a gradient in float32, or in float64 for float64 parameters, as the optimizers need. Post-processing."""
+    wide = {name: value for name, value in gradient.tensors.items() if name != NORMS}
+    dtypes = {name: torch.promote_types(parameters[name].dtype, torch.float32) for name in wide}
+    rounded = {name: value.to(dtypes[name]) for name, value in wide.items() if value.dtype != dtypes[name]}
+    return replace(gradient, tensors={**gradient.tensors, **rounded}) if rounded else gradient
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:

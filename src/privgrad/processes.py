@@ -59,7 +59,7 @@ class Processes:
 
         It raises PrivacyError if another process failed, is at another step, or has other weights (`fingerprint`).
         """
-        return nullcontext()
+        return _NOTHING
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Sum the values over all processes, by name, in the first one. PRIVATE. Their memory may be overwritten."""
@@ -82,7 +82,7 @@ class Processes:
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is not sharded: plain parameters, complete in each process."""
-        return nullcontext()
+        return _NOTHING
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Shard complete values like the tensors of the same names. Values of a different shape stay complete."""
@@ -93,6 +93,7 @@ class Processes:
         return state
 
 
+_NOTHING = nullcontext()
 ALONE = Processes()
 
 
@@ -137,30 +138,31 @@ def _taken(queue: deque[T]) -> Iterator[T]:
             yield queue.popleft()
 
 
-@contextmanager
-def meanwhile(work: Callable[[], object], *, numbers: int) -> Generator[None]:
+class meanwhile:  # noqa: N801, it is called as a function is
     """Do `work` in a thread while the block runs. The block ends after both, and raises the error of either.
 
     Few `numbers`, which the block computes, start no thread: `work` then comes first. An interrupt may end the wait. So
     `work` must hold a lock on what it changes, as a charge does on its ledger.
     """
-    if numbers < _NUMBERS_A_THREAD:
-        work()
-        yield
-        return
-    done = Future[object]()
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], object], *, numbers: int) -> None:
+        self._work, self._done = work, Future[object]() if numbers >= _NUMBERS_A_THREAD else None
+
+    def __enter__(self) -> None:
+        if self._done is None:
+            self._work()
+        else:  # takes half as long as a pool; a permanent one would not survive a fork
+            Thread(target=self._run, args=(self._done,)).start()
+
+    def _run(self, done: Future[object]) -> None:
         try:
-            done.set_result(work())
+            done.set_result(self._work())
         except BaseException as error:
             done.set_exception(error)
 
-    Thread(target=run).start()  # takes half as long as a pool; a permanent one would not survive a fork
-    try:
-        yield
-    finally:
-        done.result()
+    def __exit__(self, *_: object) -> None:
+        if self._done is not None:
+            self._done.result()
 
 
 def keep_freed_memory() -> None:

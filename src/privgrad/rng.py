@@ -6,16 +6,16 @@ it, so there is no state to save. A root from the operating system's entropy (se
 
 Two kinds of draws are not cryptographic. Devices other than the CPU draw their noise from `Stream.generator`. This is
 torch's own generator for the device, with a 64-bit seed from the stream's key. Dropout and random augmentation draw
-from the generators of torch, numpy and Python, with a secret state from a key (`mersenne_words`).
+from the generators of torch, numpy and Python, with a secret state from a key (`set_states`).
 """
 
+import ctypes
 import hashlib
 import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,49 +28,62 @@ from privgrad.errors import expected
 
 
 def set_states(key: bytes) -> None:
-    """Give the global random streams of torch (on the CPU), numpy and Python whole states from a key, for one use.
+    """Give the global random streams of torch (on the CPU), numpy and Python secret states from a key, for one use.
 
     numpy must draw from a Mersenne Twister, as it does in `numpy_and_python_kept`.
     """
     torch.default_generator.set_state(torch_state(key))
-    of_numpy: Any = ("MT19937", mersenne_words(key, "numpy").tolist(), 624)
-    np.random.set_state(of_numpy)
-    random.setstate((random.Random.VERSION, (*mersenne_words(key, "Python").tolist(), 624), None))
+    seeds = derived_key(key, "numpy and Python", 64)  # 256 bits for each
+    np.random.seed(np.frombuffer(seeds[:32], np.uint32))
+    random.seed(int.from_bytes(seeds[32:]))
 
 
-@contextmanager
-def numpy_and_python_kept() -> Generator[None]:
+class numpy_and_python_kept:  # noqa: N801, it is called as a function is
     """Restore the states of numpy's and Python's global random streams after the block, in which numpy's is MT19937.
 
     In it, neither library keeps a normal for its next call, so that every draw changes `numpy_and_python_states`.
     """
-    held, of_python = get_bit_generator(), random.getstate()
-    of_numpy: Any = np.random.get_state(legacy=False)
-    if not isinstance(held, np.random.MT19937) or of_numpy["has_gauss"]:
-        set_bit_generator(np.random.MT19937(0))  # also makes numpy forget a normal that it keeps
-    if of_python[2] is not None:  # the kept normal
-        random.setstate((*of_python[:2], None))
-    try:
-        yield
-    finally:
-        set_bit_generator(held)
-        if isinstance(held, np.random.MT19937):  # numpy takes a list of words in a quarter of the time of an array
-            of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+
+    def __enter__(self) -> None:
+        self._held, self._of_python = held, _ = get_bit_generator(), random.getstate()
+        self._of_numpy: Any = None  # what `np.random.set_state` takes; None if the words are all
+        if isinstance(held, np.random.MT19937):
+            self._words = words = _words_of(held)
+            normal = np.random.standard_normal()
+            if _words_of(held) == words:  # numpy has kept it
+                self._of_numpy = {**held.state, "has_gauss": 1, "gauss": normal}
+            ctypes.memmove(held.ctypes.state_address, words, _SIZE)
+            set_bit_generator(held)  # makes numpy forget a normal that it keeps
+        else:
+            self._of_numpy = np.random.get_state(legacy=False)
+            set_bit_generator(np.random.MT19937(0))
+        if self._of_python[2] is not None:  # the kept normal
+            random.setstate((*self._of_python[:2], None))
+
+    def __exit__(self, *_: object) -> None:
+        set_bit_generator(self._held)
+        if self._of_numpy is None:
+            ctypes.memmove(self._held.ctypes.state_address, self._words, _SIZE)
+        else:
+            np.random.set_state(self._of_numpy)
+        random.setstate(self._of_python)
 
 
 def numpy_and_python_states() -> tuple[Any, Any]:
     """Return the states of numpy's and Python's global random streams, without normals that they keep, for `==`."""
-    of_numpy: Any = get_bit_generator().state
-    if of_numpy["bit_generator"] == "MT19937":
-        of_numpy = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
-    return of_numpy, random.getstate()[1]
+    held = get_bit_generator()
+    return _words_of(held) if isinstance(held, np.random.MT19937) else held.state, random.getstate()[1]
+
+
+def _words_of(generator: Any) -> bytes:
+    """Return the 624 words of numpy's MT19937 and its place among them, from its memory: `state` takes 60 us."""
+    return ctypes.string_at(generator.ctypes.state_address, _SIZE)
 
 
 BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
+_SIZE = 4 * 625  # bytes of the words of an MT19937, and of its place among them
 _STATE = torch.Generator().manual_seed(0).get_state()  # of torch's generator on the CPU, as bytes
 _SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # what a key decides of these bytes
 _forks: list[None] = []
@@ -111,7 +124,7 @@ class RandomSource:
         # All names in the library: noise, dropout, groups (private_gradient); sampling, truncation, bands,
         # augmentation, workers (sampling); repetitions (accounting/selection); function and name of a release
         # (releases). No two uses share a name of one root.
-        return _derived(self._root, name)
+        return Stream(derived_key(self._root, name))
 
     def __reduce__(self) -> str:
         remedy = "make a new RandomSource: two holders of one root would draw the same noise"
@@ -144,6 +157,11 @@ class Stream:
         library, normals come from the stream "noise" and from those of `releases` alone, and no integers do.
         """
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
+
+    def key(self, step: int, size: int) -> bytes:
+        """Return a key of up to 64 secret bytes for one step, independent of all that the stream draws."""
+        self._require_own_process()
+        return derived_key(self._key, f"step {step}", size)
 
     def normal_blocks(
         self, step: int, dtype: Any, *, dense: bool = False, most: int = BLOCK
@@ -214,17 +232,12 @@ class Stream:
             raise expected("Stream", "a random stream", f"to stay in process {self._process[0]}", got, remedy)
 
 
-def mersenne_words(key: bytes, name: str) -> np.ndarray:
-    """Return a whole state of a Mersenne Twister from a key, for one use: shape (624,), uint32; independent by name.
+def torch_state(key: bytes) -> Tensor:
+    """Return a whole state for torch's generator on the CPU from a key, for one use.
 
     A seed would not do: torch keeps 32 bits of it, few enough to try them all.
     """
-    return _derived(key, name).uint64(0, 312).view(np.uint32)
-
-
-def torch_state(key: bytes) -> Tensor:
-    """Return a state for torch's generator on the CPU that follows from a key as `mersenne_words` does."""
-    drawn, state = _derived(key, "torch").uint64(0, 313), _STATE.clone()
+    drawn, state = np.frombuffer(hashlib.shake_256(key).digest(8 * 313), np.uint64), _STATE.clone()
     held = state.numpy()  # shares its memory
     held[_SEED] = drawn[312:].view(np.uint8)
     held[_WORDS].view(np.uint64)[:] = drawn[:312].view(np.uint32)  # each of the 624 words has eight bytes in it
@@ -232,13 +245,13 @@ def torch_state(key: bytes) -> Tensor:
 
 
 def device_seed(key: bytes) -> int:
-    """Return a seed of 63 bits for torch's generators on other devices, from a key as `mersenne_words` does."""
-    return int(_derived(key, "devices").uint64(0, 1)[0]) >> 1
+    """Return a seed of 63 bits for torch's generators on other devices, from a key, for one use."""
+    return int.from_bytes(derived_key(key, "devices", 8)) >> 1
 
 
-def _derived(key: bytes, name: str) -> Stream:
-    """Return the stream of this name under a key."""
-    return Stream(hashlib.blake2b(name.encode(), key=key, digest_size=32).digest())
+def derived_key(key: bytes, name: str, size: int = 32) -> bytes:
+    """Return up to 64 secret bytes that follow from a key; those of other names are independent."""
+    return hashlib.blake2b(name.encode(), key=key, digest_size=size).digest()
 
 
 def _room(size: int) -> np.ndarray:

@@ -133,7 +133,7 @@ def leaves_of(examples: Any) -> Sequence[Any]:
 def _flat(examples: Any) -> Sequence[Tensor] | None:
     """Return the tensors of a tensor, or of a plain tuple, list or dict of tensors; None for any other structure."""
     # torch's trees take 40 calls of Python for a pair of tensors.
-    kind = type(cast(object, examples))
+    kind = cast("type[Any]", type(examples))
     leaves = examples if kind is tuple or kind is list else (*examples.values(),) if kind is dict else (examples,)
     return leaves if {*map(type, leaves)} == {Tensor} else None
 
@@ -181,14 +181,15 @@ def part_of(examples: Any, rows: slice) -> Any:
 
 def count_examples(examples: Any) -> int:
     """Return the number of examples: the leading dimension that all their tensors share."""
-    leaves = leaves_of(examples)
-    if _flat(leaves) is None and any(map(_registered, leaves)):
+    leaves = tree_leaves(examples) if (plain := _flat(examples)) is None else plain
+    if plain is None and any(map(_registered, leaves)):
         return count_examples(examples)
-    usable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.layout is torch.strided]
-    sizes = {leaf.shape[0] for leaf in usable}
-    if len(usable) < len(leaves) or len(sizes) != 1:
+    if plain is None and not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise _unusable(examples)
-    return sizes.pop()
+    lengths = {leaf.shape[0] if leaf.ndim > 0 and leaf.layout is torch.strided else None for leaf in leaves}
+    if len(lengths) != 1 or (length := lengths.pop()) is None:
+        raise _unusable(examples)
+    return length
 
 
 def named_leaves(path: str, examples: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:

@@ -209,7 +209,7 @@ def canceling_believed(patch: Patch) -> None:
 
 
 def flags_believed_clear(patch: Patch) -> None:
-    patch.setattr(clipping._Unread, "flags", lambda _: torch.tensor([False, False]))
+    patch.setattr(clipping._Unread, "flags", lambda _: (False, False))
 
 
 def spoiled_norms_believed(patch: Patch) -> None:
@@ -242,7 +242,7 @@ def precision_by_the_batch(patch: Patch) -> None:
 
     def wrong(self: Any, chunk: Any, factors: Mapping[str, Tensor], terms: Mapping[str, Tensor] | None) -> None:
         for name, factor_B in factors.items():
-            within = terms is None or float((factor_B * terms[name]).sum()) <= 1e4 * self._bound
+            within = terms is None or float((factor_B * terms[name]).sum()) <= 1e4 * self.bound
             self.values[name] = (chunk[name].weighted_sum if within else chunk[name].exact_sum)(factor_B)
 
     patch.setattr(clipping, "_SMALL", 0)

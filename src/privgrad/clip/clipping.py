@@ -6,7 +6,6 @@ sensitivity of the sum, to which the noise is in proportion.
 Shape suffixes: B examples of the chunk, N parameters, K coordinates of the statistic.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ _SMALL = 1 << 10
 _ROUNDING = 1e-6
 
 Named = Mapping[str, Tensor]  # by parameter name
-_OWN_RULES = ("privgrad.clip.clipping", "privgrad.clip.rules")
 
 
 class Clipping(Protocol):
@@ -72,7 +70,7 @@ class Flat:
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         norm_B = joint_norm_of(norms)
-        factor_B = (max_grad_norm / norm_B).clamp(max=1.0)
+        factor_B = (norm_B.reciprocal() * max_grad_norm).clamp(max=1.0)
         return dict.fromkeys(norms, factor_B)
 
 
@@ -98,7 +96,7 @@ class Tried(NamedTuple):
 
 def is_own_rule(clip: Clipping) -> bool:
     """Return whether a rule is this library's: known to use each example's norms alone, and to read nothing."""
-    return type(clip).__module__ in _OWN_RULES
+    return type(clip).__module__ in ("privgrad.clip.clipping", "privgrad.clip.rules")
 
 
 class ClippingAccumulator:
@@ -136,13 +134,10 @@ class ClippingAccumulator:
         expected_size: int = 1,
         statistic: NormStatistic | None = None,
     ) -> None:
-        self._like, self._clip, self._bound = like, clip, max_grad_norm
-        self._scales = inverse_scales or {}
-        self._grouped, self._expected_size, self._statistic = grouped, expected_size, statistic
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
-        self._sums = _Sums(max_grad_norm, self._scales, expected_size, dtype)
+        self._sums = _Sums(like, clip, max_grad_norm, inverse_scales or {}, expected_size)
+        self._grouped, self._statistic = grouped, statistic
         self._seen: list[RawClipping] = []
-        self._devices = {value.device.type for value in like.values()}
+        self._device, self._kinds = next(iter(like.values())).device, {value.device.type for value in like.values()}
 
     def add(self, chunk: Factors, padded: int | None = None) -> None:
         """Clip the gradients of one part of the batch, one row per example, and add them.
@@ -150,13 +145,14 @@ class ClippingAccumulator:
         A missing parameter has gradient 0. The last `padded` rows are padding of a truncated batch: they count for
         nothing.
         """
-        if not chunk:
+        rows, counted_B = next(iter(chunk.values())).examples if chunk else 0, None
+        if rows == 0:
             return
-        rows = next(iter(chunk.values())).examples
-        counted_B = self.counted(rows, padded) if padded else None
+        if padded:
+            counted_B = self.counted(rows, padded)
         with self._without_autocast():
-            chunk, scales = _side_by_side(chunk, self._clip, self._scales)
-            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, scales, tuple(self._like), counted_B)
+            chunk, scales = _side_by_side(chunk, self._sums.clip, self._sums.scales)
+            raw = _add_clipped(self._sums, chunk, scales, counted_B)
         self._see(raw, padded)
 
     def tried(self, chunk: Factors, counted_B: Tensor, inverse_scales: Named) -> Tried:
@@ -164,14 +160,12 @@ class ClippingAccumulator:
 
         The rule must be this library's own. Examples that are not `counted_B` count for nothing.
         """
+        sums = self._sums.without_values(inverse_scales)
         with self._without_autocast():
-            chunk, scales = _side_by_side(chunk, self._clip, inverse_scales)
-            sums = _Sums(self._bound, scales, self._expected_size, self._sums.dtype)
-            found = _norms_and_factors(sums, chunk, self._clip, self._bound, scales, tuple(self._like))
-            factors = _masked(found.factors, counted_B)
-            sums.add(chunk, factors, None)
-            flags = torch.stack([*found.spoiled, *found.heavy]).any(0)  # fails if some are of parts of the examples
-        return Tried(sums.values, found.norms.joint_B, _smallest(factors), found.lengths, flags)
+            chunk, scales = _side_by_side(chunk, sums.clip, inverse_scales)
+            found = _norms_and_factors(sums, chunk, scales, counted_B)
+            sums.add(chunk, found.factors, None)
+            return Tried(sums.values, found.norms.joint_B, _smallest(found.factors), found.lengths, found.flagged())
 
     def take(self, tried: Tried, padded: int | None = None, apart: tuple[Tensor, Factors] | None = None) -> None:
         """Add what `tried` returned without a flag; `apart`: rows that did not count in it, and their gradients."""
@@ -190,11 +184,11 @@ class ClippingAccumulator:
     @property
     def inverse_scales(self) -> Named:
         """1 / A by parameter name."""
-        return self._scales
+        return self._sums.scales
 
     def counted(self, rows: int, padded: int | None) -> Tensor:
         """Return which of the rows count: all but the last `padded`."""
-        return torch.arange(rows, device=next(iter(self._like.values())).device) < rows - (padded or 0)
+        return torch.arange(rows, device=self._device) < rows - (padded or 0)
 
     def _see(self, raw: RawClipping, padded: int | None) -> None:
         """Keep what was seen of a chunk, without its padding."""
@@ -207,13 +201,13 @@ class ClippingAccumulator:
     def _without_autocast(self) -> ExitStack:
         """Return a context in which products in half precision do not break the bound by more than rounding."""
         stack = ExitStack()
-        for device in filter(torch.is_autocast_enabled, self._devices):
-            stack.enter_context(torch.autocast(device, enabled=False))
+        for kind in filter(torch.is_autocast_enabled, self._kinds):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         return stack
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
-        total = self._sums.released(self._like)
+        total, bound = self._sums.released(), self._sums.bound
         if len(self._seen) == 1:
             raw = self._seen[0]
         else:  # the parts of the batch in one piece
@@ -221,12 +215,10 @@ class ClippingAccumulator:
             joined = map(torch.cat, zip(*each, strict=True)) if each else [torch.zeros(0, dtype=torch.float64)] * 3
             norm_B, factor_B, length_B = joined
             raw = RawClipping(norm_B, factor_B, length_B, sum(part.raw_nonfinite_examples for part in self._seen))
-        sensitivity = self._bound
         if self._statistic is not None:
-            device = next(iter(self._like.values())).device
-            rows_BK, sensitivity = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, self._bound)
-            total[NORMS] = rows_BK.double().sum(0).to(device)
-        return ClippedSum(total, sensitivity=(1 + self._grouped) * sensitivity), raw
+            rows_BK, bound = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, bound)
+            total[NORMS] = rows_BK.double().sum(0).to(self._device)
+        return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
 
 
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
@@ -244,17 +236,21 @@ class _Sums:
         change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
         their change is at most twice that. Measured changes are far smaller (docs/rounding.md). The term bound of an
         example is the sum of the norms of all its terms, after clipping; if it is above C, it replaces C here.
-        - An example is light if its term bound is at most 4 C (32 C for a computed weight), or less where many
-          contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each other example is
+        - An example is light if its term bound is at most 4 C (8 C for convolutions, 32 C for computed weights), or less
+          where many contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each other example is
           summed in float64. No other example, and no size of the batch, decides between the two.
         - If more than 1e4 contributions are expected, all are summed in float64.
         - Chunks are added to a total in float64.
     """
 
-    def __init__(self, max_grad_norm: float, inverse_scales: Named, expected_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, like: Named, clip: Clipping, max_grad_norm: float, inverse_scales: Named, expected_size: int
+    ) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
-        self._bound, self._scales, self.dtype = max_grad_norm, inverse_scales, dtype
+        self._like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
+        self.is_own = is_own_rule(clip)
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
         self._expected_size, self._exact = expected_size, expected_size > _TERMS
         # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
         self._most_light = max(1.001, _TERMS / (2 * expected_size))
@@ -262,12 +258,11 @@ class _Sums:
     def limit(self, factor: Factor) -> float:
         """Return the largest term bound of a light example whose terms do not cancel."""
         canceling, heavy = _TERMS / factor.positions**0.5, min(factor.usual_terms, self._most_light)
-        return self._bound * (canceling if self._exact or canceling < heavy else heavy)
+        return self.bound * (canceling if self._exact or canceling < heavy else heavy)
 
     def add(self, chunk: Factors, factors: Named, terms: Named | None) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each, None if all are light."""
         heavy = {} if terms is None or self._exact else self._heavy(chunk, factors, terms)
-        light = self._narrowed(factors)
         found: dict[str, Tensor] = {}
         rounding: dict[str, float | Tensor] = {}
         for name, factor in chunk.items():
@@ -275,11 +270,11 @@ class _Sums:
                 found[name] = factor.exact_sum(factors[name])
                 heavy.pop(name, None)
                 continue
-            light_B = torch.where(heavy[name], 0.0, light[name]) if name in heavy else light[name]
-            found[name], rounded = factor.sum_and_rounding(light_B, self._scales.get(name))
+            light_B = torch.where(heavy[name], 0.0, factors[name]) if name in heavy else factors[name]
+            found[name], rounded = factor.sum_and_rounding(light_B, self.scales.get(name))
             if type(rounded) is not float or rounded != 0.0:
                 rounding[name] = rounded
-        for name in self._rounded_too_far(rounding):
+        for name in self._rounded_too_far(rounding) if rounding else ():
             found[name] = chunk[name].exact_sum(factors[name])
             heavy.pop(name, None)
         for name, heavy_B in heavy.items():
@@ -296,32 +291,67 @@ class _Sums:
             found[name] = self.values[name].double().add_(found[name])
         self.values |= found
 
-    def released(self, like: Named) -> dict[str, Tensor]:
+    def without_values(self, inverse_scales: Named) -> "_Sums":
+        """Return sums of the same kind, under these scales, to which nothing was added."""
+        return _Sums(self._like, self.clip, self.bound, inverse_scales, self._expected_size)
+
+    def released(self) -> dict[str, Tensor]:
         """Return the sums of all parameters, multiplied by the scales, in the public precision."""
-        dtypes = {p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in like.values()}.values()}
+        dtypes = {
+            p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self._like.values()}.values()
+        }
         found = dict[str, Tensor]()
-        for name, parameter in like.items():
+        for name, parameter in self._like.items():
             dtype = dtypes[parameter.dtype]
             if name not in self.values:
                 found[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 continue
             total = self.values[name]
-            if name in self._scales:
-                total = total.to(torch.promote_types(total.dtype, dtype)).mul_(self._scales[name])
+            if name in self.scales:
+                total = total.to(torch.promote_types(total.dtype, dtype)).mul_(self.scales[name])
             found[name] = total if total.dtype == dtype else total.to(dtype)
         return found
 
-    def _narrowed(self, factors: Named) -> Named:
-        """Return the factors in the precision of the products."""
-        distinct = _distinct(factors)
-        return _in_place_of(distinct, [factor_B.to(self.dtype) for factor_B in distinct], factors)
+    def factors(self, found: "_Norms") -> dict[str, Tensor]:
+        """Return the factors of the norms, in the precision of the products.
+
+        It refuses a user's rule that gives others for half of the examples alone.
+        """
+        by_name = not self.is_own or hasattr(self.clip, "group_of")
+        norms = found.with_zeros([name for name in self._like if name not in found]) if by_name else found
+        factors = self._answer(norms)
+
+        def alone(part: slice) -> Named:
+            return self._answer({name: norm_B[part] for name, norm_B in norms.items()})
+
+        # Factors that are not finite are refused later, with the bound.
+        if not self.is_own and not same_for_halves(factors, alone):
+            remedy = "use no maxima, means or quantiles of the batch"
+            got = "factors that change with the rest of the batch"
+            raise expected(type(self.clip).__name__, "factors", "to depend on one example each", got, remedy)
+        return factors if norms is found else {name: factors[name] for name in found}
+
+    def _answer(self, norms: Named) -> dict[str, Tensor]:
+        """Return the rule's factors for these norms, one for every parameter and example; negligible ones become 0."""
+        factors, remedy = self.clip.factors(norms, self.bound), "correct the rule: nothing was released"
+        if factors.keys() != norms.keys():
+            got = f"{sorted(factors)} for {sorted(norms)}"
+            raise expected(type(self.clip).__name__, "factors", "for every parameter", got, remedy)
+        distinct, shape = _distinct(factors), next(iter(norms.values())).shape
+        if any(factor_B.shape != shape for factor_B in distinct):
+            dims = {factor_B.dim() for factor_B in distinct}
+            # B is private.
+            got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"
+            raise expected(type(self.clip).__name__, "factors", "to be of shape (B,)", got, remedy)
+        held = [hardshrink(factor_B.to(self._dtype), _LOST) for factor_B in distinct]  # float32 holds no others
+        return _in_place_of(distinct, held, factors)
 
     def _heavy(self, chunk: Factors, factors: Named, terms: Named) -> dict[str, Tensor]:
         """Return the masks of examples that are not light, by the parameters that have any."""
         term_NB, heavy = _products(factors, terms), dict[str, Tensor]()
         largest = cast("list[float]", term_NB.amax(1).tolist())
         for name, term_B, most in zip(factors, term_NB, largest, strict=True):
-            limit = min(chunk[name].usual_terms, self._most_light) * self._bound
+            limit = min(chunk[name].usual_terms, self._most_light) * self.bound
             if not most <= limit:  # nan is heavy
                 heavy[name] = ~(term_B <= limit)
         return heavy
@@ -334,7 +364,7 @@ class _Sums:
             found |= dict(zip(tensors, values, strict=True))
         for name, value in found.items():
             self._pulled[name] = self._pulled.get(name, 0.0) + value
-        return [name for name in found if not self._pulled[name] <= _PULLED * self._bound]  # nan is not
+        return [name for name in found if not self._pulled[name] <= _PULLED * self.bound]  # nan is not
 
 
 def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tuple[Factors, Named]:
@@ -347,7 +377,9 @@ def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tupl
     group_of = getattr(clip, "group_of", None)  # of PerLayer; others have one group
     groups: dict[tuple[object, ...], dict[str, Dense]] = {}
     dense = {name: factor for name, factor in chunk.items() if type(factor) is Dense}
-    most = _SMALL if dense and is_on_processor(next(iter(dense.values())).grads_BP) else 4 * _SMALL
+    if len(dense) < 2:
+        return chunk, inverse_scales
+    most = _SMALL if is_on_processor(next(iter(dense.values())).grads_BP) else 4 * _SMALL
     for name, factor in dense.items():
         if factor.shape.numel() <= most:
             key = group_of and group_of(name), name in inverse_scales, factor.grads_BP.dtype
@@ -373,24 +405,41 @@ class _Unread(NamedTuple):
     norms: "_Norms"
     factors: dict[str, Tensor]
     lengths: Tensor  # of the contributions
-    spoiled: list[Tensor]  # masks of examples whose norms are not finite or may be wrong
-    heavy: list[Tensor]  # masks of examples that are not light, or whose terms cancel
+    longest: float  # that a length may be, if the norm is finite
+    masks: list[Tensor]  # of norms that may be wrong, of all examples or of parts of them
+    heavy: list[tuple[Tensor, float]]  # term bounds, and the most that they may be: else some examples are not light
 
-    def flags(self) -> Tensor:
-        """Return whether any example is spoiled, and whether any is heavy, as one tensor of two."""
-        return torch.stack([torch.cat(masks).any() for masks in (self.spoiled, self.heavy or self.spoiled)])
+    def numbers(self) -> Tensor:
+        """Return what is to be read, in one tensor: the greatest of these, and whether a mask holds."""
+        found = [self.lengths.amax(), *(bound_B.amax() for bound_B, _ in self.heavy)]
+        found += [torch.cat(self.masks).any().to(found[0].dtype)] if self.masks else []
+        return torch.stack(found) if len(found) > 1 else found[0][None]
+
+    def flags(self) -> tuple[bool, bool]:
+        """Return whether any example is spoiled, and whether any is heavy, by one look at the device."""
+        limits = [self.longest, *(most for _, most in self.heavy), *([0.0] if self.masks else [])]
+        numbers = cast("list[float]", self.numbers().tolist())
+        is_finite, *within = [number <= most for number, most in zip(numbers, limits, strict=True)]  # nan is not
+        return not (is_finite and all(within[len(self.heavy) :])), not all(within[: len(self.heavy)])
+
+    def flagged(self) -> Tensor:
+        """Return which examples are spoiled or heavy; a mask of some of the examples fails."""
+        heavy = [~(bound_B <= most) for bound_B, most in self.heavy]
+        return torch.stack([~(self.lengths <= self.longest), *heavy, *self.masks]).any(0)
 
 
-def _norms_and_factors(
-    sums: _Sums, chunk: Factors, clip: Clipping, bound: float, inverse_scales: Named, names: Sequence[str]
-) -> _Unread:
+def _norms_and_factors(sums: _Sums, chunk: Factors, inverse_scales: Named, counted_B: Tensor | None = None) -> _Unread:
     """Return the norms and factors by one of this library's own rules, as a function of tensors without a read.
 
     If no flag is set, they equal those of the checked way, bit for bit, and all examples are light.
     """
     with unread() as masks:
         norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
-        factors = _factors(clip, norms, bound, names)
+        factors = sums.factors(norms)
+        if counted_B is not None:
+            distinct = _distinct(factors)
+            counted = [torch.where(counted_B, factor_B, 0.0) for factor_B in distinct]
+            factors = _in_place_of(distinct, counted, factors)
         # The norms of the terms of parameters that have the same factors, limit and shape.
         alike: dict[tuple[int, float, int, torch.Size, torch.dtype], list[tuple[Tensor, ...]]] = {}
         for name, factor in chunk.items():
@@ -400,18 +449,19 @@ def _norms_and_factors(
                 alike.setdefault(key, []).append(terms)
     length_B = _lengths(factors, norms)
     by_id = {id(factor_B): factor_B for factor_B in factors.values()}
-    heavy = [_beyond(by_id[factor_id], terms, limit) for (factor_id, limit, *_), terms in alike.items()]
+    heavy = [
+        (by_id[factor_id] * _most(terms), limit * (1 - _ROUNDING)) for (factor_id, limit, *_), terms in alike.items()
+    ]
     # A norm that is not finite has no length within C: its factor is 0 or nan, and their product nan.
-    return _Unread(norms, factors, length_B, [~(length_B <= bound * (1 + _ROUNDING)), *masks], heavy)
+    return _Unread(norms, factors, length_B, sums.bound * (1 + _ROUNDING), masks, heavy)
 
 
-def _beyond(factor_B: Tensor, terms: list[tuple[Tensor, ...]], limit: float) -> Tensor:
-    """Return which examples have a term bound above the limit for one of the parameters, shape (B,)."""
+def _most(terms: list[tuple[Tensor, ...]]) -> Tensor:
+    """Return the largest term bound of each example for any of the parameters, shape (B,), float64."""
     product_NBT, *others = [_at_least_tiny(torch.stack(each)) for each in zip(*terms, strict=True)]
     for other_NBT in others:
         product_NBT = product_NBT * other_NBT
-    most_B = product_NBT.sum(2, dtype=torch.float64).amax(0)
-    return ~(factor_B * most_B <= limit * (1 - _ROUNDING))
+    return product_NBT.sum(2, dtype=torch.float64).amax(0)
 
 
 def _at_least_tiny(norms_NBT: Tensor) -> Tensor:
@@ -419,96 +469,54 @@ def _at_least_tiny(norms_NBT: Tensor) -> Tensor:
     return norms_NBT if norms_NBT.dtype == torch.float64 else norms_NBT.clamp(min=1e-14)
 
 
-def _add_clipped(
-    sums: _Sums,
-    chunk: Factors,
-    clip: Clipping,
-    max_grad_norm: float,
-    inverse_scales: Named,
-    names: Sequence[str],
-    counted_B: Tensor | None = None,
-) -> RawClipping:
-    """Clip a chunk of gradients and add it to `sums`; return its norms, 0 for unreached `names`, and its factors.
+def _add_clipped(sums: _Sums, chunk: Factors, inverse_scales: Named, counted_B: Tensor | None = None) -> RawClipping:
+    """Clip a chunk of gradients and add it to `sums`; return its norms and factors.
 
     Everything that could be wrong is asked in one look at the device. Nothing is added before the answer is known. If
     it is yes, the chunk takes the checked way, which treats each example as if it were alone.
     """
     known = None
-    if is_own_rule(clip):
-        found = _norms_and_factors(sums, chunk, clip, max_grad_norm, inverse_scales, names)
-        is_spoiled, is_heavy = cast("list[bool]", found.flags().tolist())
+    if sums.is_own:
+        found = _norms_and_factors(sums, chunk, inverse_scales, counted_B)
+        is_spoiled, is_heavy = found.flags()
         if not is_spoiled and not is_heavy:
-            factors = found.factors if counted_B is None else _masked(found.factors, counted_B)
-            if found.lengths.shape[0] > 0:
-                sums.add(chunk, factors, None)
-            return RawClipping(found.norms.joint_B, _smallest(factors), found.lengths, 0)
-        known = None if is_spoiled else found.norms
+            sums.add(chunk, found.factors, None)
+            return RawClipping(found.norms.joint_B, _smallest(found.factors), found.lengths, 0)
+        known = None if is_spoiled or counted_B is not None else found.norms
+
+    def added(chunk: Factors) -> RawClipping:
+        return _add_clipped(sums, chunk, inverse_scales)
+
     if counted_B is not None:
-        chunk = {name: factor.mask(counted_B) for name, factor in chunk.items()}
-        known = None
+        return added(_masked(chunk, counted_B))
     norms = known or _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
-    nonfinite, apart = 0, list[tuple[Tensor, RawClipping]]()
-    if not math.isfinite(float(norms.joint_B.sum())):  # if the sum is finite, so is every norm
-        finite_B = torch.isfinite(norms.joint_B)
+    finite_B = torch.isfinite(norms.joint_B)
+    if nonfinite := int((~finite_B).sum()):
         # Zero times NaN is NaN, so the gradient itself is replaced by 0, not only its factor.
-        chunk = {name: factor.mask(finite_B) for name, factor in chunk.items()}
+        chunk = _masked(chunk, finite_B)
         norms = _Norms((name, torch.where(finite_B, each_B, 0.0)) for name, each_B in norms.items())
-        nonfinite = int((~finite_B).sum())
-    norm_B = norms.joint_B
-    factors = _factors(clip, norms, max_grad_norm, names)
-    terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
+    factors = sums.factors(norms)
+    if nonfinite == len(finite_B):  # as where a computed weight is not finite, which makes NaN of zeros
+        return RawClipping(norms.joint_B, _smallest(factors), torch.zeros_like(norms.joint_B), nonfinite)
+    terms, canceling_B = _terms(chunk, norms, factors, sums.bound, inverse_scales)
     if canceling_B is not None and bool(canceling_B.any()):
+        raw = added(_masked(chunk, ~canceling_B))
         # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
-        few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()), norm_B)
+        few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()), finite_B)
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
-            alone = {name: factor[index].written_out() for name, factor in chunk.items()}
-            apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales, names)))
-        chunk = {name: factor.mask(~canceling_B) for name, factor in chunk.items()}
-        norms, terms = (
-            _Norms((name, torch.where(canceling_B, 0.0, each_B)) for name, each_B in found.items())
-            for found in (norms, terms)
-        )
-        factors = _factors(clip, norms, max_grad_norm, names)
-    length_B = _require_bound(factors, norms, clip, max_grad_norm)
-    if nonfinite < len(norm_B):  # where a computed weight is not finite, no gradient is, and zero times NaN is NaN
-        sums.add(chunk, factors, terms)
-    smallest_B = _smallest(factors, copied=bool(apart))
-    for index, raw in apart:
-        norm_B[index], smallest_B[index] = raw.raw_norms, raw.raw_factors
-        length_B[index] = raw.raw_lengths
-        nonfinite += raw.raw_nonfinite_examples
-    return RawClipping(norm_B, smallest_B, length_B, nonfinite)
+            alone = added({name: factor[index].written_out() for name, factor in chunk.items()})
+            raw.raw_norms[index], raw.raw_factors[index] = alone.raw_norms, alone.raw_factors
+            raw.raw_lengths[index] = alone.raw_lengths
+            nonfinite += alone.raw_nonfinite_examples
+        return replace(raw, raw_nonfinite_examples=raw.raw_nonfinite_examples + nonfinite)
+    length_B = _require_bound(factors, norms, sums.clip, sums.bound)
+    sums.add(chunk, factors, terms)
+    return RawClipping(norms.joint_B, _smallest(factors), length_B, nonfinite)
 
 
-def _factors(clip: Clipping, found: "_Norms", bound: float, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the factors of the norms; refuse a user's rule that gives others for half of the examples alone."""
-    by_name = not is_own_rule(clip) or hasattr(clip, "group_of")
-    norms = found.with_zeros([name for name in names if name not in found]) if by_name else found
-    factors = _answer(clip, norms, bound)
-
-    def alone(part: slice) -> Named:
-        return _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, bound)
-
-    # Factors that are not finite are refused later, with the bound.
-    if not is_own_rule(clip) and not same_for_halves(factors, alone):
-        remedy, got = "use no maxima, means or quantiles of the batch", "factors that change with the rest of the batch"
-        raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
-    return factors if norms is found else {name: factors[name] for name in found}
-
-
-def _answer(clip: Clipping, norms: Named, max_grad_norm: float) -> dict[str, Tensor]:
-    """Return the rule's factors for these norms, one for every parameter and example; negligible ones become 0."""
-    factors, remedy = clip.factors(norms, max_grad_norm), "correct the rule: nothing was released"
-    if factors.keys() != norms.keys():
-        got = f"{sorted(factors)} for {sorted(norms)}"
-        raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
-    distinct, shape = _distinct(factors), next(iter(norms.values())).shape
-    if any(factor_B.shape != shape for factor_B in distinct):
-        dims = {factor_B.dim() for factor_B in distinct}
-        got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"  # B is private
-        raise expected(type(clip).__name__, "factors", "to be of shape (B,)", got, remedy)
-    held = [hardshrink(factor_B, _LOST) for factor_B in distinct]  # float32 does not hold the others
-    return _in_place_of(distinct, held, factors)
+def _masked(chunk: Factors, kept_B: Tensor) -> Factors:
+    """Return the gradients, with zeros for every example that is not kept."""
+    return {name: factor.mask(kept_B) for name, factor in chunk.items()}
 
 
 def _terms(
@@ -530,21 +538,20 @@ def _terms(
 
 
 def _lengths(factors: Named, norms: Named) -> Tensor:
-    """Return the lengths of the contributions, by the factors as the sum rounds them; shape (B,)."""
+    """Return the lengths of the contributions, shape (B,), float64."""
     distinct = _distinct(factors)
     if len(distinct) == 1:  # one factor for all parameters comes out of the norm
-        return distinct[0].float().double().abs() * joint_norm_of(norms)
-    used = {id(factor_B): factor_B.float().double() for factor_B in distinct}
-    return _joint_norm([used[id(factors[name])] * norm_B for name, norm_B in norms.items()])
+        return distinct[0] * joint_norm_of(norms)
+    return _joint_norm([factors[name] * norm_B for name, norm_B in norms.items()])
 
 
 def _require_bound(factors: Named, norms: Named, clip: Clipping, bound: float) -> Tensor:
     """Return the contributions' lengths, shape (B,); raise PrivacyError if one exceeds C."""
-    length_B = _lengths(factors, norms)
+    length_B = _lengths(factors, norms).abs()  # a user's factors may be negative
     # An infinite factor times a norm of zero is NaN, which is in no bound.
     if not bool((length_B <= bound * (1 + _ROUNDING)).all()):
         remedy = "correct the rule: nothing was released"
-        finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in _distinct(factors))
+        finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in _distinct(factors))
         got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {bound}", got, remedy)
     return length_B
@@ -590,18 +597,13 @@ def _in_place_of(distinct: Sequence[Tensor], others: Sequence[Tensor], factors: 
     return {name: found[id(factor_B)] for name, factor_B in factors.items()}
 
 
-def _smallest(factors: Named, *, copied: bool = False) -> Tensor:
-    """Return the smallest factor of each example, shape (B,); the only one itself, unless it is to be copied."""
+def _smallest(factors: Named) -> Tensor:
+    """Return the smallest factor of each example, shape (B,)."""
     distinct = _distinct(factors)
-    return distinct[0] if len(distinct) == 1 and not copied else torch.stack(distinct).amin(0)
-
-
-def _masked(factors: Named, counted_B: Tensor) -> dict[str, Tensor]:
-    """Return the factors, with 0 for examples that do not count."""
-    distinct = _distinct(factors)
-    return _in_place_of(distinct, [torch.where(counted_B, factor_B, 0.0) for factor_B in distinct], factors)
+    return distinct[0] if len(distinct) == 1 else torch.stack(distinct).amin(0)
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
     """Return each example's norm over all parameters, given its norm for each; shape (B,)."""
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
+    each = list(norms)
+    return torch.hypot(*each) if len(each) == 2 else cast(Tensor, torch.linalg.vector_norm(torch.stack(each), dim=0))

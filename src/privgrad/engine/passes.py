@@ -203,7 +203,7 @@ class Passes:
                     return {}, displacements
                 # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on an output.
                 with refusing_in_place():
-                    grads = gradients_at(edges, [losses.sum()])
+                    grads = gradients_at(edges, [losses])
         except Exception as error:
             # Right after `learn`, the same losses have succeeded with the unchanged layers.
             failed = is_first and not capture.record.is_finished

@@ -3,8 +3,7 @@
 If `is_additive` were wrong, the norm of an example could differ from its share of the sum.
 """
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,19 +27,19 @@ _BATCHED = {"torch::autograd::AccumulateGrad"} | {
 }
 
 
-@contextmanager
-def refusing_in_place() -> Generator[None]:
+class refusing_in_place:  # noqa: N801, it is called as a function is
     """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again."""
-    try:
-        yield
-    except CheckpointError as error:
-        condition, remedy = "to compute the same again in the backward pass", "switch it off for this training"
-        raise refused("gradient checkpointing", condition, type(error).__name__, remedy) from error
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        condition, remedy = "not to be changed in place", "work on a copy, as ordinary training requires too"
-        raise refused("a tensor that autograd needs", condition, "an in-place write", remedy) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, CheckpointError):
+            condition, remedy = "to compute the same again in the backward pass", "switch it off for this training"
+            raise refused("gradient checkpointing", condition, type(error).__name__, remedy) from error
+        if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+            condition, remedy = "not to be changed in place", "work on a copy, as ordinary training requires too"
+            raise refused("a tensor that autograd needs", condition, "an in-place write", remedy) from error
 
 
 def gradients_at(

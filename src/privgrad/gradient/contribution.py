@@ -1,8 +1,7 @@
 """Contributions: what each privacy unit, an example or a user, adds to the sum."""
 
-import operator
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_choice
 from privgrad.gradient.factor import Factors
-from privgrad.gradient.functional import version_of
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, leaves_of, map_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
@@ -57,9 +55,9 @@ class OwnExamples:
             if self._writes:
                 return self.plain(model, map_examples(torch.clone, examples))
             leaves = [leaf for leaf in leaves_of(examples) if isinstance(leaf, Tensor)]
-            before = list(map(version_of, leaves))
+            before = [0 if x.is_inference() else x._version for x in leaves]
             losses = self.plain(model, examples)
-        if any(map(operator.ne, before, map(version_of, leaves))):
+        if before != [0 if x.is_inference() else x._version for x in leaves]:
             self._writes = True
             if not self._tries:
                 remedy = "write to a copy, such as x = x / 255 or labels = labels.clone()"
@@ -114,8 +112,9 @@ class Contribution:
         """Return a function (model, rows) -> one loss per row of the batch, made from one loss per example."""
         return loss_fn
 
-    @contextmanager
-    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+    def at(
+        self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient
+    ) -> AbstractContextManager[None]:
         """Move the weights to the point of one step, for all examples, and restore them afterwards.
 
         Args:
@@ -124,7 +123,7 @@ class Contribution:
             raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
                 raises PrivacyError if is_public is True.
         """
-        yield
+        return nullcontext()
 
     def microbatch_size(self, engine: Engine, examples: Any, usual_size: int) -> int:
         """Return the number of rows to compute at once if the user gives none.
@@ -146,9 +145,10 @@ class Contribution:
 
         Each row of the batch is in at most one chunk.
         """
-        for start in range(0, count_examples(examples), size):
+        rows = count_examples(examples)
+        for start in range(0, rows, size):
             part = part_of(examples, slice(start, start + size))
-            yield count_examples(part), self.gradients(engine, part, step, inverse_scales)
+            yield min(size, rows - start), self.gradients(engine, part, step, inverse_scales)
 
     def gradients(self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]) -> Factors:
         """Return the gradients of the rows by parameter name; each row depends on that example alone.

@@ -7,8 +7,7 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import ClassVar, TypeVar, cast
 
@@ -74,16 +73,16 @@ class _Masks(threading.local):
 _masks = _Masks()
 
 
-@contextmanager
-def unread() -> Generator[list[Tensor]]:
-    """Take no norm to be spoiled, and yield a list that gets the masks of those that may be: see `spoiled`."""
-    outer = _masks.found
-    masks: list[Tensor] = []
-    _masks.found = masks
-    try:
-        yield masks
-    finally:
-        _masks.found = outer
+class unread:  # noqa: N801, it is called as a function is
+    """Take no norm to be spoiled, and give a list that gets the masks of those that may be: see `spoiled`."""
+
+    def __enter__(self) -> list[Tensor]:
+        masks: list[Tensor] = []
+        self._outer, _masks.found = _masks.found, masks
+        return masks
+
+    def __exit__(self, *_: object) -> None:
+        _masks.found = self._outer
 
 
 def spoiled(mask_B: Tensor) -> Tensor | None:

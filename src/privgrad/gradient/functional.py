@@ -5,7 +5,7 @@ import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, repeat
 from typing import Any, TypeVar, cast
 
@@ -36,8 +36,7 @@ _NOTE = "privgrad called it with a few examples, or with part of a batch; batche
 _COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of an array, compared at each step
 
 
-@contextmanager
-def advanced(model: "nn.Module | Structure", *, keep: bool) -> Generator[None]:
+def advanced(model: "nn.Module | Structure", *, keep: bool) -> AbstractContextManager[None]:
     """Advance the vectors of all spectral norms in training mode, and hold all vectors until the exit.
 
     Computes: for each weight W, a parameter, what one training forward pass computes:
@@ -46,10 +45,12 @@ def advanced(model: "nn.Module | Structure", *, keep: bool) -> Generator[None]:
     vectors stay. Otherwise, and after an exception, the old ones are put back.
     """
     structure = structure_of(model)
+    return _advanced(structure, keep) if structure.once(spectral_norms) else nullcontext()
+
+
+@contextmanager
+def _advanced(structure: "Structure", keep: bool) -> Generator[None]:
     found = structure.once(spectral_norms)
-    if not found:
-        yield
-        return
     iterations = [norm.n_power_iterations for norm, _, _ in found]
     before = [(vector, vector.clone()) for _, _, vectors in found for vector in vectors]
     done = False
@@ -239,12 +240,21 @@ def seeded(seed: int) -> Generator[None]:
         yield
 
 
-@contextmanager
-def streams_kept() -> Generator[None]:
+class streams_kept(numpy_and_python_kept):  # noqa: N801, it is called as a function is
     """Restore the states of the global random streams of torch, numpy and Python afterwards."""
-    devices = None if torch.accelerator.is_available() else list[int]()  # None: all
-    with numpy_and_python_kept(), torch.random.fork_rng(devices):
-        yield
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._of_torch, self._of_devices = torch.default_generator.get_state(), None
+        if torch.accelerator.is_available():
+            self._of_devices = torch.random.fork_rng()
+            self._of_devices.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._of_devices is not None:
+            self._of_devices.__exit__(None, None, None)
+        torch.default_generator.set_state(self._of_torch)
+        super().__exit__()
 
 
 @contextmanager
@@ -378,8 +388,7 @@ def structure_of(model: Model) -> Structure:
     return model if isinstance(model, Structure) else Structure(model)
 
 
-@contextmanager
-def preserved(model: Model) -> Generator[None]:
+class preserved:  # noqa: N801, it is called as a function is
     """Undo the changes that a forward or backward pass makes to the modules and to `.grad`, and warn about them.
 
     It sees attributes, and containers, tensors and arrays in them at any depth. A structure must be that of now.
@@ -388,43 +397,48 @@ def preserved(model: Model) -> Generator[None]:
         State that private examples leave on a module could change the gradient of another example, or end in a
         checkpoint. For state elsewhere (globals, closures, objects of your own classes) see `checks.variables`.
     """
-    structure, copies = structure_of(model), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
-    inside = [(label, value, copy_of(value)) for label, value in structure.inside]
-    for now, name in structure.tensors:
-        value = now[name]
-        now[name] = copy = value.clone()
-        copies.append((now, name, value, copy))
-    leaves = [value for _, _, value, _ in copies] + [x for _, x, _ in inside if isinstance(x, Tensor)]
-    try:
-        with _without_grads(leaves):
-            yield
-    finally:
-        for now, name, value, copy in copies:
+
+    def __init__(self, model: nn.Module | Structure) -> None:
+        self._structure, self._copies = structure_of(model), list[tuple[dict[str, Any], str, Tensor, Tensor]]()
+
+    def __enter__(self) -> None:
+        self._inside = [(label, value, copy_of(value)) for label, value in self._structure.inside]
+        for now, name in self._structure.tensors:
+            value = now[name]
+            now[name] = copy = value.clone()
+            self._copies.append((now, name, value, copy))
+        leaves = [value for _, _, value, _ in self._copies]
+        self._grads = _take_grads(leaves + [x for _, x, _ in self._inside if isinstance(x, Tensor)])
+
+    def __exit__(self, *_: object) -> None:
+        _give_grads(self._grads)
+        for now, name, value, copy in self._copies:
             if now.get(name) is copy and copy._version == 0:
                 now[name] = value
-        found = {label for label, value, copy in inside if restore(value, copy)}
-        if not structure.is_same():
-            found |= structure.undo()
+        found = {label for label, value, copy in self._inside if restore(value, copy)}
+        if not self._structure.is_same():
+            found |= self._structure.undo()
         # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
         changed = [f"{path}.{name}" if path else name for path, name in found if not name.startswith("_")]
         if changed:
             warnings.warn(
                 f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; values from private examples "
                 "are private, so the change was undone",
-                stacklevel=3,
+                stacklevel=2,
             )
 
 
-@contextmanager
-def _without_grads(tensors: Iterable[Tensor]) -> Generator[None]:
+def _take_grads(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the leaves with their `.grad`, which is None from now on."""
     grads = [(x, x.grad) for x in tensors if x.is_leaf]
     for x, _ in grads:
         x.grad = None
-    try:
-        yield
-    finally:
-        for x, held in grads:
-            x.grad = held
+    return grads
+
+
+def _give_grads(grads: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    for x, held in grads:
+        x.grad = held
 
 
 def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
@@ -527,8 +541,7 @@ def version_of(x: Any) -> Any:
     return x.tobytes() if x.nbytes <= _BYTES else 0
 
 
-@contextmanager
-def parameters_kept(model: Model) -> Generator[None]:
+class parameters_kept:  # noqa: N801, it is called as a function is
     """Undo what a step's passes leave on parameters and buffers, and refuse writes to what is not trained.
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
@@ -536,20 +549,25 @@ def parameters_kept(model: Model) -> Generator[None]:
     Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
     counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
     """
-    structure = structure_of(model)
-    buffers = [(name, holder[own]) for name, holder, own in structure.buffers]
-    frozen, own = Contents(), Contents()
-    frozen.read((name, x) for name, x in structure.parameters if not x.requires_grad and _is_compared(x))
-    own.read((name, x) for name, x in buffers if _is_compared(x))
-    others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
-    try:
-        with _without_grads([x for _, x in (*structure.parameters, *buffers)]):
-            yield
-    finally:
-        written = frozen.undo()
-        changed = own.undo() | {name for name, x, version in others if version_of(x) != version}
-    if written or changed:
-        raise written_to(", ".join(sorted(written or changed)), "parameters" if written else "buffers")
+
+    def __init__(self, model: nn.Module | Structure) -> None:
+        self._structure = structure_of(model)
+
+    def __enter__(self) -> None:
+        structure = self._structure
+        buffers = [(name, holder[own]) for name, holder, own in structure.buffers]
+        self._frozen, self._own = Contents(), Contents()
+        self._frozen.read((name, x) for name, x in structure.parameters if not x.requires_grad and _is_compared(x))
+        self._own.read((name, x) for name, x in buffers if _is_compared(x))
+        self._others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
+        self._grads = _take_grads([x for _, x in (*structure.parameters, *buffers)])
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        _give_grads(self._grads)
+        written = self._frozen.undo()
+        changed = self._own.undo() | {name for name, x, version in self._others if version_of(x) != version}
+        if kind is None and (written or changed):
+            raise written_to(", ".join(sorted(written or changed)), "parameters" if written else "buffers")
 
 
 def _is_compared(x: Tensor) -> bool:

@@ -2,11 +2,10 @@
 
 A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
 masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
-whole secret state, of 19,968 bits, and so do those of numpy and Python. On a GPU, it has a seed of 63 secret bits.
+whole secret state, of 19,968 bits. Those of numpy and Python get seeds of 256 bits, and that of a GPU one of 63.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +17,25 @@ from privgrad.rng import device_seed, set_states
 _dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
-@contextmanager
-def secret_draws(key: bytes) -> Generator[None]:
+class secret_draws(streams_kept):  # noqa: N801, it is called as a function is
     """Compute under a secret state of the random streams, from 32 secret bytes for this computation only."""
-    # Three of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
-    # numbers. Inside, `_WIDE` replaces them.
-    with streams_kept(), _dispatch._IncludeDispatchKeyGuard(_KEY):
-        if torch.accelerator.is_available():
-            torch.manual_seed(device_seed(key))
-        set_states(key)
-        yield
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        # Three of torch's operations on the CPU, which dropout uses, take 31 bits from the generator for all of their
+        # numbers. Inside, `_WIDE` replaces them.
+        self._guard = _dispatch._IncludeDispatchKeyGuard(_KEY)
+        self._guard.__enter__()
+        if self._of_devices is not None:
+            torch.manual_seed(device_seed(self._key))
+        set_states(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.__exit__(None, None, None)
+        super().__exit__()
 
 
 def as_recorded() -> Any:

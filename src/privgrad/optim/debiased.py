@@ -270,10 +270,10 @@ class Debiased(PrivateOptimizer):
             suits_lists=group.get("floor_rule", "max") == "max" and not isinstance(state[self._noise], Tensor),
         )
 
-    @torch.no_grad()  # each thread has its own setting
     def _move_all(self, group: Group, coefficients: Coefficients, on: Any, several: Iterable[_Moved]) -> None:
-        for one in several:
-            self._move(group, coefficients, one, on)
+        with torch.no_grad():  # each thread has its own setting
+            for one in several:
+                self._move(group, coefficients, one, on)
 
     def _move(self, group: Group, coefficients: tuple[float, float], one: _Moved, on: Any) -> None:
         """Update the moments and values of a parameter or of several, by the operations `on` one tensor or on lists."""

@@ -176,7 +176,7 @@ class Examples(Dataset[Batch]):
         Random augmentation must not depend on which other examples were drawn. The random numbers of an example follow
         its place in the batch, and how many numbers the examples before it took. They are secret and alike at all
         places, so to anyone else each example has numbers of its own: docs/mathematics.md, section 0. The key gives
-        each generator its whole state, because seeds of 32 bits could be tried.
+        each generator 256 secret bits or more, because seeds of 32 bits could be tried.
     """
 
     def __init__(self, dataset: Data, collate: Collate | None) -> None:
