@@ -405,9 +405,13 @@ BAD_SPECS = {
     "missing value": ("delta = 1e-5\n", "", "got None"),
     "a model for larger images": ('use = "mlp"\nhidden = 8', 'use = "cnn-small"', "inputs of shape (1, 8, 8)"),
     "a model for images of one size": ('use = "mlp"\nhidden = 8', 'use = "cnn2"', "size = 28"),
-    "a simulation that does not divide": ("steps = 6", "steps = 6\nsimulate = 7", "such as 1/5, 1/6, 1/8, 1/10"),
+    "a simulation that does not divide": ("steps = 6", "steps = 6\nsimulate = 7", "got 120 * 0.142857 = 17.1429"),
     "a share to simulate": ("steps = 6", "steps = 6\nsimulate = 0.25", "privacy.simulate to be valid"),
-    "tuning by a simulation that does not divide": ("seeds = [9]", "seeds = [9]\nsimulate = 7", "such as 1/5, 1/6"),
+    "tuning by a simulation that does not divide": (
+        "seeds = [9]",
+        "seeds = [9]\nsimulate = 7",
+        "got 120 * 0.142857 = 17.1429",
+    ),
     "nothing to simulate": ("steps = 6", "steps = 6\nsimulate = 0", "privacy.simulate to be valid"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
 }

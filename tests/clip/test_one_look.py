@@ -208,8 +208,8 @@ def test_it_is_one_function_of_tensors_that_torch_compile_traces(monkeypatch: py
     def unread(x: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
         factors: dict[str, Factor] = {"a": Outer(x["a"], x["b"]), "one": Outer(x["one"], x["grads"])}
         factors |= {name: Dense(x[name]) for name in ("bias", "norm", "large")}
-        joined, scales = clipping._side_by_side(factors, pg.clip.Flat(), {})
         sums = clipping._Sums(dict.fromkeys(factors, torch.empty(0)), pg.clip.Flat(), 1.0, {}, SIZE)
+        joined, scales = clipping._side_by_side(sums, factors, {})
         found = clipping._norms_and_factors(sums, joined, scales)
         sums.add(joined, found.factors, None)
         return sums.values, found.norms.joint_B, found.lengths, found.numbers()

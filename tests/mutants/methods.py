@@ -31,7 +31,7 @@ def ascent_of_the_batch(patch: Patch) -> None:
         mean = {name: factor.weighted_sum(ones) for name, factor in engine(examples).items()}
         norm = torch.stack([value.norm() for value in mean.values()]).norm()
         along = {n: (self.radius(step) * v / norm).expand(len(ones), *v.shape) for n, v in mean.items()}
-        rows = engines.per_sample_gradients(engine._model, engine._loss_fn, examples, along=along)
+        rows = engines.per_sample_gradients(engine._structure.model, engine._loss_fn, examples, along=along)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     patch.setattr(pg.perturb.BAM, "gradients", wrong)

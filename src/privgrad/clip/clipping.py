@@ -151,9 +151,9 @@ class ClippingAccumulator:
         if padded:
             counted_B = self.counted(rows, padded)
         with self._without_autocast():
-            chunk, scales = _side_by_side(chunk, self._sums.clip, self._sums.scales)
+            chunk, scales = _side_by_side(self._sums, chunk, self._sums.scales)
             raw = _add_clipped(self._sums, chunk, scales, counted_B)
-        self._see(raw, padded)
+        self._seen.append(_counted(raw, padded) if padded else raw)
 
     def tried(self, chunk: Factors, counted_B: Tensor, inverse_scales: Named) -> Tried:
         """Return the clipped sum of a chunk as a function of tensors, which reads nothing and so can be compiled.
@@ -162,7 +162,7 @@ class ClippingAccumulator:
         """
         sums = self._sums.without_values(inverse_scales)
         with self._without_autocast():
-            chunk, scales = _side_by_side(chunk, sums.clip, inverse_scales)
+            chunk, scales = _side_by_side(sums, chunk, inverse_scales)
             found = _norms_and_factors(sums, chunk, scales, counted_B)
             sums.add(chunk, found.factors, None)
             return Tried(sums.values, found.norms.joint_B, _smallest(found.factors), found.lengths, found.flagged())
@@ -179,7 +179,7 @@ class ClippingAccumulator:
             for name in ("raw_norms", "raw_factors", "raw_lengths"):
                 getattr(raw, name)[index] = getattr(own, name).to(getattr(raw, name).dtype)
         self._sums.join(tried.sums)
-        self._see(raw, padded)
+        self._seen.append(_counted(raw, padded) if padded else raw)
 
     @property
     def inverse_scales(self) -> Named:
@@ -189,14 +189,6 @@ class ClippingAccumulator:
     def counted(self, rows: int, padded: int | None) -> Tensor:
         """Return which of the rows count: all but the last `padded`."""
         return torch.arange(rows, device=self._device) < rows - (padded or 0)
-
-    def _see(self, raw: RawClipping, padded: int | None) -> None:
-        """Keep what was seen of a chunk, without its padding."""
-        if padded:
-            counted = slice(len(raw.raw_norms) - padded)
-            kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
-            raw = RawClipping(*kept, raw.raw_nonfinite_examples)
-        self._seen.append(raw)
 
     def _without_autocast(self) -> ExitStack:
         """Return a context in which products in half precision do not break the bound by more than rounding."""
@@ -221,6 +213,13 @@ class ClippingAccumulator:
         return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
 
 
+def _counted(raw: RawClipping, padded: int) -> RawClipping:
+    """Return what was seen of a chunk, without its padding."""
+    counted = slice(len(raw.raw_norms) - padded)
+    kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
+    return RawClipping(*kept, raw.raw_nonfinite_examples)
+
+
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
     """Return the precision of a parameter's clipped sum: float32 or wider, and float64 for many contributions."""
     # Above 1e4 contributions, the last rounding of a float32 total could alone move it by more than 1e-3 C.
@@ -236,9 +235,9 @@ class _Sums:
         change. In parts of k terms that are joined in float64, the errors of n examples are at most 2^-24 k n C, and
         their change is at most twice that. Measured changes are far smaller (docs/rounding.md). The term bound of an
         example is the sum of the norms of all its terms, after clipping; if it is above C, it replaces C here.
-        - An example is light if its term bound is at most 4 C (8 C for convolutions, 32 C for computed weights), or less
-          where many contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each other example is
-          summed in float64. No other example, and no size of the batch, decides between the two.
+        - An example is light if its term bound is at most 4 C (8 C for convolutions, 32 C for computed weights), or
+          less where many contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each
+          other example is summed in float64. No other example, and no size of the batch, decides between the two.
         - If more than 1e4 contributions are expected, all are summed in float64.
         - Chunks are added to a total in float64.
     """
@@ -367,14 +366,14 @@ class _Sums:
         return [name for name in found if not self._pulled[name] <= _PULLED * self.bound]  # nan is not
 
 
-def _side_by_side(chunk: Factors, clip: Clipping, inverse_scales: Named) -> tuple[Factors, Named]:
+def _side_by_side(sums: _Sums, chunk: Factors, inverse_scales: Named) -> tuple[Factors, Named]:
     """Join small gradients that are written out, under the name of their first parameter; return them with scales.
 
     All share their factors, which this library's own rules compute from the joint norm of a group of parameters.
     """
-    if not is_own_rule(clip):
+    if not sums.is_own:
         return chunk, inverse_scales
-    group_of = getattr(clip, "group_of", None)  # of PerLayer; others have one group
+    group_of = getattr(sums.clip, "group_of", None)  # of PerLayer; others have one group
     groups: dict[tuple[object, ...], dict[str, Dense]] = {}
     dense = {name: factor for name, factor in chunk.items() if type(factor) is Dense}
     if len(dense) < 2:

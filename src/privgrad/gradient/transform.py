@@ -287,7 +287,8 @@ class Shifted(Factor):
         return Shifted(self.inner.mask(kept_B), self.shift, self.kept_B & kept_B)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return term_bound_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
+        bound_B = term_bound_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
+        return torch.where(self.kept_B, bound_B, 0.0)
 
     @property
     def positions(self) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 from transformers.utils.import_utils import is_peft_available
@@ -149,6 +151,12 @@ class PrivateTrainer(Trainer):
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.optimizer)
         self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
+        # By itself, TensorBoard's callback chooses its folder when training begins. An evaluation before that would
+        # make it write all events up to the end of training to `runs/` in the working directory.
+        for callback in cast("list[Any]", self.callback_handler.callbacks):
+            if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
+                folder = Path(cast(str, self.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
+                callback.logging_dir = str(folder)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
