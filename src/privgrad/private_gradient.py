@@ -105,7 +105,7 @@ class PrivateGradient:
             It does not suit clip.Automatic(). None keeps C.
         filter: a linear filter of the released gradients (see `filters`); the gradient that a call returns is then the
             filtered one. perturb.DiSK(weight) needs filters.EMA(weight). None: no filter.
-        processes: the processes that train together; see integrations.distributed. None: only this one.
+        processes: the processes that train together; see training.distributed. None: only this one.
         side_information: other data that the training depends on, in a few words: the source of features, or of the
             public gradients of an optimizer. The ledger records it. None: there is none.
     Raises:

@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
     ),
     "neftune": off("neftune_noise_alpha", 5.0, "privgrad has nothing in its place"),
     "adam_epsilon": off("adam_epsilon", 1e-3, "AdamWBC has debias_floor in its place", with_optimizer(debiased)),
-    "torch_compile": off("torch_compile", True, "the private step is not compiled"),
+    "torch_compile": off("torch_compile", True, "private_options={'compile': True} compiles the private step"),
     "liger": off("use_liger_kernel", True, "no gradients of single examples"),
     "jit checkpoint": off("enable_jit_checkpoint", True, "set save_steps", given(save_steps=1)),
     "fp16": off("fp16", True, "for mixed precision, set bf16=True", given(bf16=True)),

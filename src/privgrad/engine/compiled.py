@@ -126,7 +126,8 @@ class Compiled:
             names[:] = tried.sums
             return [*tried.sums.values(), *tried[1:]]
 
-        from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
+        from torch._subclasses.fake_tensor import DataDependentOutputException  # these take a second to import
+        from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.graph import CodeGen
 
         try:
@@ -140,8 +141,12 @@ class Compiled:
             function = Function(cast("Callable[..., list[Tensor]]", run), names)
             function(*inputs)
         except Exception as error:
-            cause = getattr(error, "inner_exception", error)  # of torch's compiler
-            return self._without(f"torch could not compile it: {first_line(cause)}")
+            cause = first_line(getattr(error, "inner_exception", error))  # of torch's compiler
+            if "data-dependent" in cause or isinstance(error, DataDependentOutputException):
+                return self._without(
+                    "the model or the loss reads values of tensors, as `.item()` or `if x.max() > 0` do"
+                )
+            return self._without(f"torch could not compile it: {cause}")
         return function
 
     def _without(self, why: str) -> None:

@@ -121,7 +121,7 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Confl
             "label_smoothing_factor": (0.0, f"loss_fn may have F.cross_entropy(..., reduction='none', {smoothed})"),
             "neftune_noise_alpha": (None, "privgrad has nothing in its place"),
             "adam_epsilon": (1e-8, "AdamWBC has debias_floor in its place: give it in optimizers"),
-            "torch_compile": (False, "the private step is not compiled"),
+            "torch_compile": (False, "private_options={'compile': True} compiles the private step"),
             "use_liger_kernel": (False, "its kernels have no gradients of single examples"),
             "torch_empty_cache_steps": (None, memory),
             "dataloader_multiprocessing_context": (None, "call torch.multiprocessing.set_start_method in its place"),

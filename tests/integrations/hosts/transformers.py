@@ -16,7 +16,7 @@ _YOURS = "taken: only your own code calls it"
 _SCRIPT = "no effect by design: it is for your own script, as in transformers"
 _SEVERAL = "refused: several devices need fit with PrivateGradient(processes=Distributed())"
 _MEMORY = "refused: private_options={'microbatch_size': n} saves memory"
-_COMPILED = "refused: the private step is not compiled"
+_COMPILED = "refused: private_options={'compile': True} compiles the private step"
 _REDEFINE = "refused: redefine create_optimizer or create_scheduler"
 
 
