@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -321,8 +322,55 @@ def test_a_function_that_differs_from_the_engine_is_dropped(monkeypatch: pytest.
             own._run = lambda *inputs: [x * (1.1 if place < count else 1) for place, x in enumerate(run(*inputs))]
             return own
 
-    plain, _ = train(compile=False, steps=5)
+    plain, _ = train(compile=False, steps=12)
     monkeypatch.setattr(Parts, "compiled", Wrong)
-    found, private_grad = train(compile=True, steps=5)
+    with pytest.warns(UserWarning, match="differs from the engine"):
+        found, private_grad = train(compile=True, steps=12)
     assert furthest(found, plain) == 0.0
-    assert functions_of(private_grad) == []
+    assert functions_of(private_grad) == [None]
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "data"])
+def test_a_change_of_what_the_loss_reads_makes_a_new_function(kind: str) -> None:
+    """Functions and modules, and a loop that replaces the data of parameters."""
+
+    def made() -> tuple[Loss, Callable[[int, nn.Module], None]]:
+        part: Any = nn.L1Loss(reduction="none") if kind == "module" else partial(F.l1_loss, reduction="none")
+        weight = 1.0
+
+        def loss(model: nn.Module, examples: Any) -> Tensor:
+            return weight * part(model(examples[0]), F.one_hot(examples[1], 3).float()).sum(1)
+
+        def each(step: int, model: nn.Module) -> None:
+            nonlocal part, weight
+            if step == 9 and kind != "data":
+                part = nn.MSELoss(reduction="none") if kind == "module" else partial(F.mse_loss, reduction="none")
+            if kind == "data":
+                weight = 1.0 if step < 9 else 0.1
+                for p in model.parameters():
+                    p.data = p.data.clone()
+
+        return loss, each
+
+    trained = list[list[Tensor]]()
+    for is_compiled in (True, False):
+        loss, each = made()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trained.append(train(loss=loss, each=each, compile=is_compiled, steps=14)[0])
+    assert furthest(*trained) < 1e-6
+
+
+def test_an_unseen_change_ends_the_training_before_a_release() -> None:
+    """Else private examples could decide when all others are computed by the new loss."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda _: 1.0)
+
+    def loss(model: nn.Module, examples: Any) -> Tensor:
+        return schedule.get_last_lr()[0] * cross_entropy(model, examples)
+
+    def each(step: int, _: nn.Module) -> None:
+        if step == 9:
+            schedule._last_lr = [0.1]
+
+    with pytest.raises(pg.PrivacyError, match="when the step was compiled"):
+        train(loss=loss, each=each, compile=True, steps=20)

@@ -100,6 +100,7 @@ class Scope(Contents):
         self.variables = list[Variable]()  # those that nothing else watches
         # Those of the model's modules, which the engines and `functional.preserved` watch.
         self.buffers, self.attributes = list[Variable](), list[Variable]()
+        self.code = list[Variable]()  # places that hold code
         self.names, self.texts = set[str](), set[str]()  # in that code; attributes with other names do not count
         self.parameters = dict[int, str]()  # the paths of parameters outside of the model, by id
         # The buffers' paths by id; other objects may hold them too.
@@ -109,7 +110,7 @@ class Scope(Contents):
         known = -1
         while len(self.names) > known:  # a method that was found may name others
             known = len(self.names)
-            for found in (self.seen, self.variables, self.buffers, self.attributes):
+            for found in (self.seen, self.variables, self.buffers, self.attributes, self.code):
                 found.clear()
             self.read([self._kept(Variable("loss_fn", {0: loss_fn}, 0)), *modules])
 
@@ -120,6 +121,8 @@ class Scope(Contents):
         has_attributes = variable.key != 0 and _has_own_attributes(value)
         if has_attributes or not isinstance(value, _CODE):
             (self.variables if found is None else found).append(variable)
+        elif variable.key != 0:
+            self.code.append(variable)
         return variable.path, variable.get()
 
     def inside(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -356,6 +359,7 @@ class State:
         """
         self._now = None
         if self.scope is None or self._last is None or self._place != _place_of(structure):
+            self.changes += 1  # not known
             return False
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
@@ -378,6 +382,14 @@ class State:
                 warnings.warn(f"{what} of private_grad, {effect}", stacklevel=2)
             self._warned |= tensors
         return due
+
+    def held(self) -> list[tuple[Variable, Any]]:
+        """Return the places of code and objects that passes read and do not set, and what they hold now."""
+        if self.scope is None:
+            return []
+        found = [(place, place.get()) for place in (*self.scope.variables, *self.scope.code)]
+        set_by_passes = self.overwritten | self.undone | self.counters.keys()
+        return [(x, value) for x, value in found if type(value) not in SCALARS and shown(x.path) not in set_by_passes]
 
     def end_step(self, structure: Structure) -> None:
         """Advance the counters, and remember the state."""

@@ -17,18 +17,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_structure
 
 from privgrad.clip.clipping import ClippingAccumulator, Tried
 from privgrad.engine.factored import Factored
 from privgrad.engine.passes import Point
+from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.factor import Factors
-from privgrad.gradient.functional import Structure
+from privgrad.gradient.functional import Structure, spectral_norms
 from privgrad.gradient.refusals import first_line
 from privgrad.gradient.secret_draws import as_recorded
 from privgrad.processes import recorded
 from privgrad.types import leaves_of, map_examples
 
 _BACKEND = "inductor"
+_TRIES = 8  # comparisons with the engine before a function is given up
 _MOST = 4  # recordings in one training: each takes up to minutes
 
 
@@ -37,7 +40,7 @@ class Function:
 
     def __init__(self, run: Callable[..., list[Tensor]], names: Sequence[str]) -> None:
         self._run, self._names = run, names
-        self.is_compared = False  # with the engine, so that it may be used
+        self.is_compared, self.tries = False, 0  # with the engine, so that it may be used
 
     def __call__(self, *inputs: Tensor) -> Tried:
         with torch.no_grad(), as_recorded():
@@ -52,9 +55,8 @@ class Compiled:
 
     def __init__(self, engine: Factored, structure: Structure, state: Any) -> None:
         self._engine, self._structure = engine, structure
-        self._state = (
-            state  # a `checks.State`: what the loss reads besides the model, which a graph does not read again
-        )
+        self._state = state  # a `checks.State`: what the loss reads besides the model; a graph reads it only once
+        self._read, self._changes = list[tuple[Any, Any]](), 0
         self._recordings = 0
 
     def __call__(self, examples: Any, accumulator: ClippingAccumulator, padded: int | None = None) -> Factors | None:
@@ -67,7 +69,10 @@ class Compiled:
         if self._recordings > _MOST or not all(type(leaf) is Tensor for leaf in leaves):
             return engine(examples, has_begun=True)
         inputs = [*leaves, accumulator.counted(len(leaves[0]), padded), *accumulator.inverse_scales.values()]
-        functions, key = self._structure.once(_functions), (self._state.changes, *_key(inputs, accumulator))
+        if any(place.get() is not value for place, value in self._read):  # such as another function in a closure
+            self._read, self._changes = self._state.held(), self._changes + 1
+        changes = self._changes, self._state.changes, tree_structure(examples)
+        functions, key = self._structure.once(_functions), (*changes, *_key(inputs, accumulator))
         function = functions.get(key)
         if function is None and (is_due or key in functions):
             return engine(examples, has_begun=True)
@@ -77,19 +82,27 @@ class Compiled:
             set_back()
         if function is None:
             return engine(examples, has_begun=True)
+        try:
+            tried = function(*inputs)
+        except Exception as error:  # torch compiles again where a setting of its own has changed
+            functions[key] = self._without(f"torch could not compile it again: {first_line(error)}")
+            set_back()
+            return engine(examples, has_begun=True)
         if is_due or not function.is_compared:
+            set_back()
             chunk = engine(examples, has_begun=True)
             plain = accumulator.tried(chunk, inputs[len(leaves)], accumulator.inverse_scales)
-            set_back()
-            tried = function(*inputs)
             if not bool((tried.flags | plain.flags).any()):
-                function.is_compared = not _differ(tried, plain, engine.tolerance)
-                if not function.is_compared:
-                    del functions[key]  # what the loss reads may have changed
+                is_right = not _differ(tried, plain, engine.tolerance)
+                # Else private examples could decide when all others are computed by another loss.
+                if function.is_compared and not is_right:
+                    raise _changed()
+                function.is_compared = is_right
             if not function.is_compared:
+                function.tries += 1
+                if function.tries == _TRIES:
+                    functions[key] = self._without("gradients are too large, or it differs from the engine")
                 return chunk
-        else:
-            tried = function(*inputs)
         flagged = tried.flags.nonzero()[:, 0]
         if len(flagged) == 0:
             accumulator.take(tried, padded)
@@ -109,7 +122,10 @@ class Compiled:
     def _recorded(self, examples: Any, inputs: Sequence[Tensor], accumulator: ClippingAccumulator) -> Function | None:
         """Return the compiled function of a chunk; None, with a warning, if there can be none."""
         self._recordings += 1
+        self._read = self._state.held()
         passes, names = self._engine.recordable(examples), list[str]()
+        if self._structure.once(spectral_norms):
+            passes = "spectral norms advance in each step"
         if self._state.counters:
             passes = f"passes count {', '.join(self._state.counters)}"
         if self._recordings > _MOST:
@@ -136,6 +152,8 @@ class Compiled:
             graph.graph.set_codegen(CodeGen())  # without trees, which dynamo does not trace
             graph.recompile()
             options: Any = {"fallback_random": True, "triton.cudagraphs": inputs[0].is_cuda}
+            # Else the norms come from numbers that are not rounded as those of the sums are.
+            options["emulate_precision_casts"] = True
             options = options if _BACKEND == "inductor" else None
             run = torch.compile(graph, fullgraph=True, dynamic=False, backend=_BACKEND, options=options)
             function = Function(cast("Callable[..., list[Tensor]]", run), names)
@@ -153,6 +171,12 @@ class Compiled:
         warnings.warn(f"PrivateGradient computes without a compiled function: {why}", stacklevel=4)
 
 
+def _changed() -> PrivacyError:
+    condition, got = "to compute what it computed when the step was compiled", "other gradients"
+    remedy = "make PrivateGradient anew after a change of what the loss reads, or leave out compile=True"
+    return expected("PrivateGradient", "loss_fn", condition, got, remedy)
+
+
 def _functions(_: Structure) -> dict[Any, Function | None]:
     return {}
 
@@ -160,7 +184,7 @@ def _functions(_: Structure) -> dict[Any, Function | None]:
 def _key(inputs: Sequence[Tensor], accumulator: ClippingAccumulator) -> tuple[object, ...]:
     """Return what decides the graph besides the structure of the model."""
     device = inputs[0].device.type
-    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
     return *((x.shape, x.dtype, x.device) for x in inputs), *accumulator.inverse_scales, *autocast
 
 
