@@ -131,6 +131,7 @@ class Compiled:
         if self._recordings > _MOST:
             passes = "what it computes changes again and again"
         if isinstance(passes, str):
+            self._recordings = _MOST + 1  # no later step is tried
             return self._without(passes)
 
         def region(*inputs: Tensor) -> list[Tensor]:
