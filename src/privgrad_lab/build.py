@@ -47,7 +47,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "pair-classifier": models.PairClassifier,
     "resnet9": models.resnet9,
     "sparse-linear": lambda *, vocabulary, num_classes: models.SparseLinear(vocabulary, num_classes),
-    "wide-resnet": models.wide_resnet,
     "word-lstm": models.WordLSTM,
 }
 # The arguments by which a model tells what its inputs are: images, vectors or words. Other ones take any inputs.

@@ -1,6 +1,6 @@
 """The architectures of the papers and of the experiments. No model here mixes examples."""
 
-from privgrad_lab.models.convolutional import autoencoder, cnn2, cnn5, cnn_small, resnet9, wide_resnet
+from privgrad_lab.models.convolutional import autoencoder, cnn2, cnn5, cnn_small, resnet9
 from privgrad_lab.models.language import LanguageModel, LoraLanguageModel, LowerLayers, PairClassifier, WordLSTM
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "cnn5",
     "cnn_small",
     "resnet9",
-    "wide_resnet",
 ]

@@ -5,7 +5,6 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from privgrad.errors import expected
 from privgrad.models.layers import Activation, activation_named, ws_conv2d
 
 
@@ -118,49 +117,6 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
         nn.Flatten(),
         nn.Linear(16 * width, num_classes),
     )
-
-
-class _WideBlock(nn.Module):
-    """A pre-activation block; its shortcut is the identity, or one convolution where the shape changes."""
-
-    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
-        super().__init__()
-
-        def conv(n_in: int, kernel: int, stride: int) -> list[nn.Module]:
-            layer = ws_conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2)
-            return [nn.ReLU(), nn.GroupNorm(min(16, n_in), n_in), layer]
-
-        self.main = nn.Sequential(*conv(n_in, 3, stride), *conv(n_out, 3, 1))
-        self.shortcut = nn.Sequential(*(conv(n_in, 1, stride) if (n_in, stride) != (n_out, 1) else ()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.main(x) + self.shortcut(x)
-
-
-def wide_resnet(*, in_channels: int, num_classes: int, depth: int = 16, widen: int = 4) -> nn.Sequential:
-    """Return a WRN-depth-widen with standardized weights and GroupNorm.
-
-    It maps (B, in_channels, H, W) -> logits (B, num_classes).
-
-    Args:
-        in_channels: channels of the images.
-        num_classes: number of labels.
-        depth: 6 n + 4; 16 and widen = 4 give 2,753,818 parameters for 3 channels and 10 classes.
-        widen: factor of the widths 16, 32, 64.
-    Raises:
-        PrivacyError: depth is not 6 n + 4, or is below 10.
-    Reference:
-        De et al. 2022 (arXiv 2204.13650).
-    """
-    if depth < 10 or (depth - 4) % 6:
-        raise expected("wide_resnet", "depth", "to be 6 n + 4, with n >= 1", depth, "give 16, 28 or 40")
-    layers, previous = [ws_conv2d(in_channels, 16, 3, padding=1)], 16
-    for index, width in enumerate((16 * widen, 32 * widen, 64 * widen)):
-        for block in range((depth - 4) // 6):
-            layers.append(_WideBlock(previous, width, 2 if index > 0 and block == 0 else 1))
-            previous = width
-    head = [nn.ReLU(), nn.GroupNorm(16, previous), GlobalAverage(), nn.Linear(previous, num_classes)]
-    return nn.Sequential(*layers, *head)
 
 
 def autoencoder(*, in_features: int) -> nn.Sequential:
