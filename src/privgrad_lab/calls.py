@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.errors import PydanticUserError
@@ -42,10 +42,13 @@ class Table(BaseModel):
     """A table of the file: its keys are fixed, and its values have exactly the stated types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    names: ClassVar[str] = ""  # the key that a name in place of the table gives
 
     @model_validator(mode="before")
     @classmethod
     def _require_known(cls, given: Any) -> Any:
+        if isinstance(given, str) and cls.names:
+            return {cls.names: given}
         if isinstance(given, dict) and cls.model_config.get("extra") == "forbid":
             for name in given:
                 if name not in cls.model_fields:
@@ -58,12 +61,9 @@ class Call(Table):
 
     model_config = ConfigDict(extra="allow")
 
-    use: str = Field(min_length=1)  # a name of a registry, or "package.module:function"
+    names: ClassVar[str] = "use"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_name(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+    use: str = Field(min_length=1)  # a name of a registry, or "package.module:function"
 
     @property
     def options(self) -> dict[str, Any]:

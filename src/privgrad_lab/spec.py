@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -171,11 +171,7 @@ class ScheduleTable(Table):
 
     decay: Decay = "constant"
     warmup: float = Field(default=0.0, ge=0, lt=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_name(cls, value: Any) -> Any:
-        return {"decay": value} if isinstance(value, str) else value
+    names: ClassVar[str] = "decay"
 
 
 class TuningTable(Table):
