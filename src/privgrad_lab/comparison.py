@@ -18,13 +18,6 @@ from privgrad_lab.records import Record, summarize
 from privgrad_lab.spec import Spec
 
 
-def compare_and_report(spec: Spec, out: Path, *, progress: bool) -> dict[str, Any]:
-    """Compare the methods of a spec, and write the report; return the numbers of `--json`."""
-    if spec.privacy.total_epsilon is None:
-        return report_of(spec, runner.compare(spec, out, progress=progress), out, command="")[0]
-    return paid_report_of(spec, paid_runner.compare(spec, out, progress=progress), out, command="")
-
-
 def report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write the report of all trainings in a folder; return its numbers, and the facts of `metadata_of`."""
     # matplotlib is an optional extra and slow to import, so only what draws imports it.
@@ -89,7 +82,10 @@ def compare(
         if function is not None:
             table = tables.get(name)  # a name in place of a table has no options
             tables[name] = {**(table if isinstance(table, Mapping) else {}), "use": _name_of(name, function)}
-    return compare_and_report(check_spec(tables, path), Path(out), progress=progress)
+    checked, out = check_spec(tables, path), Path(out)
+    if checked.privacy.total_epsilon is None:
+        return report_of(checked, runner.compare(checked, out, progress=progress), out, command="")[0]
+    return paid_report_of(checked, paid_runner.compare(checked, out, progress=progress), out, command="")
 
 
 def _name_of(place: str, function: Callable[..., Any]) -> str:

@@ -193,7 +193,6 @@ _SUITS: dict[str, tuple[Kind, ...]] = {
     "squared_error": ("classes", "texts", "numbers"),
     "a function": ("classes", "tags", "numbers"),
 }
-PER_PERSON = ("accuracy", "recall@k", "squared_error")
 _KINDS: dict[Kind, str] = {
     "classes": "one class per label",
     "texts": "a class for each token",
@@ -238,7 +237,7 @@ def require_names(spec: Spec) -> None:
 
 def is_paid(name: str) -> bool:
     """Return whether a metric is a mean of one value in [0, 1] per person, after cutting."""
-    return family(name) in PER_PERSON
+    return family(name) in ("accuracy", "recall@k", "squared_error")
 
 
 def require_suited(spec: Spec, data: DataSet) -> None:
@@ -287,7 +286,7 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return metrics of a model on some examples, by name; those that are known are taken over. No noise is added.
 
-    Those of PER_PERSON are means over the rows of `examples`, so that each person counts once. The other ones are
+    Those of `is_paid` are means over the rows of `examples`, so that each person counts once. The other ones are
     computed from all labels together, so that each row of a person counts.
     """
     per_person = [name for name in names if is_paid(name) and name not in known]

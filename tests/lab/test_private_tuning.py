@@ -30,7 +30,7 @@ from privgrad.ledger.ledger import Ledger
 from privgrad.progress import bars
 from privgrad.statement.text import statement
 from privgrad_lab import paid_runner, runner
-from privgrad_lab.comparison import compare_and_report, paid_report_of
+from privgrad_lab.comparison import paid_report_of
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.paid_runner import PaidFolder, largest_total
 from privgrad_lab.prices import price, prices_of
@@ -201,7 +201,7 @@ def test_published_files_do_not_show_how_many_runs_a_selection_had(tmp_path: Pat
     for runs in (1, 4):
         monkeypatch.setattr(paid_runner, "draw_repetitions", lambda *_, runs=runs: runs)
         out = tmp_path / str(runs)
-        compare_and_report(spec, out, progress=False)
+        paid_report_of(spec, paid_runner.compare(spec, out, progress=False), out, command="")
         raw = out / "raw"
         assert len(list((raw / "runs").iterdir())) == runs
         published = [out, *(path for path in out.rglob("*") if path != raw and not path.is_relative_to(raw))]

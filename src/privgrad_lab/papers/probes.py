@@ -8,8 +8,8 @@ folder with another spec is refused. The numbers are NOT private. In [probe], `a
 
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -162,7 +162,10 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     data = open_folder(spec, out, describe_probe(spec, probe))
     done = {record["depth"] for record in read_records(out)}
     # The bar is refreshed between steps only: a refresh thread would add to the measured time.
-    with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
+    with one_thread(), ExitStack() as after, Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
+        # Gradients that vanish over many layers become denormal (below 1e-38), which is many times slower.
+        torch.set_flush_denormal(True)
+        after.callback(torch.set_flush_denormal, False)
         task = bar.add_task("", total=len(probe["depths"]) * len(spec.methods) * spec.privacy.steps)
         for index, depth in enumerate(probe["depths"]):
             completed = index * len(spec.methods) * spec.privacy.steps
@@ -201,16 +204,6 @@ def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], 
         elapsed = perf_counter() - start
         tick()
         yield elapsed
-
-
-@contextmanager
-def _flushed() -> Generator[None]:
-    # Gradients that vanish over many layers become denormal (below 1e-38): the processor is many times slower on these.
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], rich.Table]:

@@ -31,12 +31,10 @@ from privgrad_lab.tuner import judge
 _POINTS = 60  # per curve
 _PRIVATE = ("DP-SGD", "AdaDPS")
 Curve = list[tuple[int, float]]
+Toy = SimpleNamespace  # the keys of an item's file; `private` and `nonprivate` are settings of methods
 
 
-class Toy(SimpleNamespace):
-    """The file of an item of kind "toy": its keys; `private` and `nonprivate` are settings of methods."""
-
-
+@one_thread()
 def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Tune the private methods, train every method in every trial, and compare the losses with the expected ones.
 
@@ -44,11 +42,6 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
     """
     item = Toy(**raw)
     claim(out, json.dumps(raw, indent=1))
-    with one_thread():
-        return _run(item, out, progress=progress)
-
-
-def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     x, y, scales = problem(item)
 
     def train(method: str, phase: str, step: float, trial: int) -> None:
