@@ -179,14 +179,9 @@ def debian_tags(
     debian_sections. Labels, float32 (n, tags): 1 for each tag of the package. The tags of at least one training example
     count, sorted by name.
 
-    Args:
-        path: as in debian_sections, like the next three.
-        words: size of the vocabulary.
-        length: words kept of a description.
-        limit: number of training examples to keep.
-        other_public: number of training examples that become public instead, of a few maintainers; the other examples
-            of these maintainers are left out.
-        validation: number of the kept examples, from the end, to hold out.
+    The arguments are those of debian_sections. In addition, `other_public` training examples, of a few maintainers,
+    become public instead; the other examples of these maintainers are left out.
+
     Raises: as in debian_sections.
     Privacy:
         Vocabulary and counts come from the untagged packages only.
@@ -231,14 +226,10 @@ def debian_maintainers(
     their packages, the tags, and the number of packages. The validation part has packages of other users. The test part
     is that of debian_tags, with packages of any maintainer. A person is a hash of the Maintainer field.
 
-    Args:
-        path: as in debian_sections, like the next two.
-        words: size of the vocabulary.
-        length: words kept of a description.
-        limit: number of training users, in the order of their hashes; None takes all but those for validation.
-        minimum: users with fewer packages are left out, >= 1.
-        cap: packages kept of a user, >= 1.
-        validation: number of users to hold out, >= 0.
+    `path`, `words` and `length` are those of debian_sections. `limit` users train, in the order of their hashes; None
+    takes all but the `validation` >= 0 users that are held out. Users with fewer than `minimum` >= 1 packages are left
+    out, and `cap` >= 1 packages are kept of a user.
+
     Raises:
         PrivacyError: as in debian_sections; or there are too few users.
     Privacy:
