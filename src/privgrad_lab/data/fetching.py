@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from privgrad.accounting.calibration import cache
 from privgrad.data.schema import PathLike
@@ -112,6 +112,14 @@ def unpacked(path: Path) -> bytes:
     if len(content) > _LARGEST:
         raise OSError(f"more than {_LARGEST} bytes unpacked")
     return content
+
+
+def streamed(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield the path and the content of each file in a .tar.gz; an archive that points back into itself is refused."""
+    with gzip.open(path) as content, tarfile.open(fileobj=content, mode="r|") as archive:
+        for member in archive:
+            if (file := archive.extractfile(member)) is not None:
+                yield member.name, file
 
 
 _BLOCK = 1 << 18  # bytes that are read at once

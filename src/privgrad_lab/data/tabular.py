@@ -28,7 +28,6 @@ _CATEGORIES = {
 }
 _LARGEST = {"age": 90, "education-num": 16, "capital-gain": 99_999, "capital-loss": 4_356, "hours-per-week": 99}
 _LABELS = {"<=50K": 0, ">50K": 1}
-_FILE = "census.csv"
 
 
 def adult(path: PathLike | None = None, *, limit: Positive | None = None, validation: int = 0) -> DataSet:
@@ -48,7 +47,7 @@ def adult(path: PathLike | None = None, *, limit: Positive | None = None, valida
         Categories and largest values come from the codebook, not from the rows.
     """
     require_counts("adult", limit=limit)
-    inputs, labels = _read(located("adult", path, "adult") / _FILE)
+    inputs, labels = _read(located("adult", path, "adult") / "census.csv")
     is_test = torch.arange(len(labels)) % 4 == 3
     train, test = ((inputs[part], labels[part]) for part in (~is_test, is_test))
     train = (train[0][:limit], train[1][:limit])

@@ -8,13 +8,6 @@ from torch import Tensor, nn
 from privgrad.models.layers import Activation, activation_named, ws_conv2d
 
 
-class GlobalAverage(nn.Module):
-    """The mean over the two spatial dimensions: (B, C, H, W) -> (B, C)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))
-
-
 def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
     """Return five convolutions without normalization, (B, in_channels, H, W) -> logits (B, num_classes).
 
@@ -30,7 +23,7 @@ def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh")
         padding = 0 if index == 0 else 1
         layers += [nn.Conv2d(previous, width, 3, padding=padding), make_activation(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(128, 256, 3, padding=1), make_activation()]
-    layers += [nn.Conv2d(256, num_classes, 3, padding=1), GlobalAverage()]
+    layers += [nn.Conv2d(256, num_classes, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
 
 
@@ -77,8 +70,7 @@ class Residual(nn.Sequential):
     """A residual connection: x + f(x), where f is the sequence of modules."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        changed = cast(Tensor, super().forward(input))
-        return input + changed
+        return input + cast(Tensor, super().forward(input))
 
 
 def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequential:
