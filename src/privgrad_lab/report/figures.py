@@ -21,7 +21,7 @@ from torch import Tensor
 
 from privgrad_lab import records as recorded
 from privgrad_lab.records import Record
-from privgrad_lab.report.texts import TUNED_TITLES, group_title, judged
+from privgrad_lab.report.texts import TUNED_TITLES, group_title, judged, tuned_by_text
 from privgrad_lab.tuner import Verdict
 
 Look = Mapping[str, Any]  # color, marker and label
@@ -192,8 +192,7 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
 def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[str, Look]) -> None:
     chosen = {row["method"]: row[name] for row in recorded.summarize(records)}
     by, title, drawn = recorded.tuned_by(records), TUNED_TITLES[name], recorded.tuned_seeds(records, name)
-    label = by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("accuracy", recorded.score_of(records))
-    ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=label.replace("_", " "))
+    ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=tuned_by_text(records))
     values = sorted({x for points in drawn.values() for x, _ in points})
     is_log = min(values) > 0
     gaps = [math.log(high / low) if is_log else high - low for low, high in pairwise(values)]

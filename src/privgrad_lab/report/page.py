@@ -22,12 +22,6 @@ from privgrad_lab.metrics import title
 from privgrad_lab.records import Record
 from privgrad_lab.report import figures, texts
 
-_TUNED_BY = {
-    "raw_train_loss": "Training loss (NOT PRIVATE)",
-    "validation_accuracy": "Validation {score}",
-    "validation_loss": "Validation loss",
-}
-
 
 def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
     """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
@@ -47,8 +41,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = recorded.summarize(records), metadata.get("total_epsilon"), recorded.score_of(records)
-    names, privacy, by = recorded.tuned_names(records), _privacy(records, rows), recorded.tuned_by(records)
-    of_metric = f"Validation {by.removeprefix('validation_').replace('_', ' ')}"
+    names, privacy, by = recorded.tuned_names(records), _privacy(records, rows), texts.tuned_by_text(records)
     if total is not None:
         given = {key: value for key, value in total.items() if value is not None or key == "value"}
         total = texts.total_text({"runs": privacy["runs"]} | given, tuned=bool(names))
@@ -69,7 +62,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         simulated=texts.SIMULATED,
         total=total,
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
-        tuned_by=_TUNED_BY.get(by, of_metric).format(score=score),
+        tuned_by=by[0].upper() + by[1:],
         tuned=[texts.TUNED_TITLES[name] for name in names],
         of_users=any(map(recorded.trains_locally, records)),
         **_verdicts(records),

@@ -63,6 +63,12 @@ TUNED_TITLES = {
 }
 
 
+def tuned_by_text(records: Sequence[Record]) -> str:
+    """Return the measurement that tuning compared, in words."""
+    by = recorded.tuned_by(records).replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("_", " ")
+    return by.replace("accuracy", recorded.score_of(records))
+
+
 def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the rows of `summarize` as texts, with the verdicts on grids, for the terminal and for the page."""
     rows, found = recorded.summarize(records), verdicts(records)
