@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -40,14 +40,6 @@ NAME = "commitment.txt"  # the name of the folder's commitment, and the files of
 _MOST_NOISE = 100.0  # times the noise of the spec: a comparison with more would learn nothing
 
 
-class Trained(NamedTuple):
-    """A final training of a private comparison, before anything of it is published."""
-
-    run: Run
-    record: Record
-    model: nn.Module
-
-
 class PaidFolder:
     """The folder of one private comparison, and the payer of its trainings, whose releases are committed to a budget.
 
@@ -61,7 +53,7 @@ class PaidFolder:
         table = spec.privacy
         self._spec, self._cost, self.out = spec, cost, out
         self.selection = out / "raw" / "selection.txt"  # the secret choice of candidates, and its files. NOT private
-        self.trained: list[Trained] = []  # the final trainings so far, one of which is published
+        self.trained: list[tuple[Run, Record, nn.Module]] = []  # the final ones so far, of which one is published
         self.budget = shared_budget(spec) or Budget(
             out / "budget.jsonl",
             total_epsilon=table.total_epsilon,
@@ -110,7 +102,7 @@ class PaidFolder:
         if run.phase == "tuning" or run.secret is not None:
             record |= self._scored(spec, run, model, data)
         if run.phase == "final":
-            self.trained.append(Trained(run, record, model))
+            self.trained.append((run, record, model))
         return record
 
     def _scored(self, spec: Spec, run: Run, model: nn.Module, data: DataSet) -> Record:
@@ -143,19 +135,19 @@ class PaidFolder:
 
     def publish(self, data: DataSet) -> None:
         """Publish the final training, or of the secret ones the first of those with the best score."""
-        best = max(self.trained, key=lambda one: one.record.get("tuning_score", 0.0))
-        if best.run.secret is not None:
+        run, best, model = max(self.trained, key=lambda one: one[1].get("tuning_score", 0.0))
+        if run.secret is not None:
             # Files with a time of their own: that of the chosen training would show when it ran.
-            shown = replace(best.run, secret=None).folder(self.out)
-            shutil.copytree(best.run.folder(self.out), shown, dirs_exist_ok=True, copy_function=shutil.copy)
-        record, out = best.record | {"epsilon": self._cost.epsilon}, self.out
-        spec, data = own(self.spec_of(best.run), best.run.method, data)
+            shown = replace(run, secret=None).folder(self.out)
+            shutil.copytree(run.folder(self.out), shown, dirs_exist_ok=True, copy_function=shutil.copy)
+        record, out = best | {"epsilon": self._cost.epsilon}, self.out
+        spec, data = own(self.spec_of(run), run.method, data)
         facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
         facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
         facts |= {"budget": self.budget.path.name, "total_epsilon": self.budget.total_epsilon}
-        made = {"head": save_head(best.model, data, out / "head", facts)}
-        torch.save(best.model.state_dict(), out / "model.pt")
-        recorded.append(out, [record | _tested(spec, best.model, data) | made])
+        made = {"head": save_head(model, data, out / "head", facts)}
+        torch.save(model.state_dict(), out / "model.pt")
+        recorded.append(out, [record | _tested(spec, model, data) | made])
 
     def ledger(self, path: Path, release: Release) -> Ledger:
         """Open the ledger of one training or score, which names the commitment and accepts the given releases only."""
