@@ -30,12 +30,12 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3415,  # mappings as batches; a step may start again; messages; a thread writes while noise is drawn
         "accounting": 888,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1561,  # constants for random numbers; what one pass leaves to another; one pass for several checks
+        "checks": 1573,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 537,  # calibrate takes epochs and a batch size
         "clip": 1186,  # one look at a chunk, and the checked way
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7085,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
+        "engine": 7115,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
         "features": 1757,
         "gradient": 2852,  # `novelty`, `state`, hooks in copies
         "heads": 845,
