@@ -60,7 +60,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: tuple[Path, Path]):
     assert inside == package_files()
     assert {"privgrad/py.typed", "privgrad_lab/report/page.html.j2"} <= inside
     assert any(name.startswith("privgrad_lab/papers/items/") and name.endswith(".toml") for name in inside)
-    assert {name.rpartition(".")[2] for name in inside} <= {"py", "typed", "j2", "toml"}, "no data"
+    assert {name.rpartition(".")[2] for name in inside} <= {"py", "pyi", "typed", "j2", "toml"}, "no data"
 
 
 def test_the_source_distribution_is_what_the_wheel_is_built_from(built: tuple[Path, Path]):
