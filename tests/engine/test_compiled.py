@@ -372,5 +372,5 @@ def test_an_unseen_change_ends_the_training_before_a_release() -> None:
         if step == 9:
             schedule._last_lr = [0.1]
 
-    with pytest.raises(pg.PrivacyError, match="when the step was compiled"):
+    with pytest.raises(pg.PrivacyError, match="to compute what was compiled"):
         train(loss=loss, each=each, compile=True, steps=20)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_structure
 from privgrad.clip.clipping import ClippingAccumulator, Tried
 from privgrad.engine.factored import Factored
 from privgrad.engine.passes import Point
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected
 from privgrad.gradient.factor import Factors
 from privgrad.gradient.functional import Structure, spectral_norms
 from privgrad.gradient.refusals import first_line
@@ -96,7 +96,9 @@ class Compiled:
                 is_right = not _differ(tried, plain, engine.tolerance)
                 # Else private examples could decide when all others are computed by another loss.
                 if function.is_compared and not is_right:
-                    raise _changed()
+                    got = "gradients that differ from these"
+                    remedy = "make PrivateGradient anew when what the loss reads changes, or leave out compile=True"
+                    raise expected("PrivateGradient", "loss_fn", "to compute what was compiled", got, remedy)
                 function.is_compared = is_right
             if not function.is_compared:
                 function.tries += 1
@@ -170,12 +172,6 @@ class Compiled:
 
     def _without(self, why: str) -> None:
         warnings.warn(f"PrivateGradient computes without a compiled function: {why}", stacklevel=4)
-
-
-def _changed() -> PrivacyError:
-    condition, got = "to compute what it computed when the step was compiled", "other gradients"
-    remedy = "make PrivateGradient anew after a change of what the loss reads, or leave out compile=True"
-    return expected("PrivateGradient", "loss_fn", condition, got, remedy)
 
 
 def _functions(_: Structure) -> dict[Any, Function | None]:
