@@ -374,7 +374,9 @@ class Oracle:
         transform = private_grad._transform(batch, 0, 0, parameters)
         size = sum(p.numel() for p in parameters.values()) + (self.case.options.bins or 0)
         with seeded(0), private_grad._contribution.at(0, parameters, dict):
-            for _, unmapped in private_grad._chunks(batch, 0, transform.inverse_scales):
+            accumulator = cast("Any", None)  # only compiled steps need it
+            for _, unmapped in private_grad._chunks(batch, 0, transform.inverse_scales, accumulator):
+                assert unmapped is not None
                 chunk = with_mapped_inputs(unmapped, cast("Any", transform.input_maps))
                 for index in range(next(iter(chunk.values())).examples):
                     own: dict[str, Tensor] = {}
