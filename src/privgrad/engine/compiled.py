@@ -97,7 +97,7 @@ class Compiled:
                 # Else private examples could decide when all others are computed by another loss.
                 if function.is_compared and not is_right:
                     got = "gradients that differ from these"
-                    remedy = "make PrivateGradient anew when what the loss reads changes, or leave out compile=True"
+                    remedy = "make another PrivateGradient when what the loss reads changes, or leave out compile=True"
                     raise expected("PrivateGradient", "loss_fn", "to compute what was compiled", got, remedy)
                 function.is_compared = is_right
             if not function.is_compared:
