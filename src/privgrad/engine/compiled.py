@@ -93,8 +93,10 @@ class Compiled:
             chunk = engine(examples, has_begun=True)
             plain = accumulator.tried(chunk, inputs[len(leaves)], accumulator.inverse_scales)
             if not bool((tried.flags | plain.flags).any()):
+                # Fault: a graph that no longer is the loss, because what the loss reads has changed unseen. If the
+                #     function were dropped, private examples would decide when all others move to the new loss.
+                # Cost: a second pass at each check. Refuses wrongly: gradients that rounding moves far.
                 is_right = not _differ(tried, plain, engine.tolerance)
-                # Else private examples could decide when all others are computed by another loss.
                 if function.is_compared and not is_right:
                     got = "gradients that differ from these"
                     remedy = "make another PrivateGradient when what the loss reads changes, or leave out compile=True"
