@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,34 @@ def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: 
     with using_threads(threads):
         gradient = add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=9)
     assert torch.equal(torch.cat(list(gradient.values())), normals(stream, 9, sum(sizes), np.float32))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_threads_of_torch_do_not_spin_while_others_draw_noise(monkeypatch: pytest.MonkeyPatch):
+    """They would hold the processors: with two threads, noise took as long as with one."""
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    add, during = noise._add, set[str]()
+
+    def seen(*args: Any, **numbers: Any) -> None:
+        during.update(threads())
+        add(*args, **numbers)
+
+    with using_threads(3):
+        clipped, stream = ClippedSum({"p": torch.zeros(8 * BLOCK)}, 1.0), RandomSource().stream("noise")
+        add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=0)
+        before = threads()
+        for step in (1, 2):  # torch starts its threads again
+            clipped.values["p"].add_(1.0)
+            begun = threads() - before
+            assert len(begun) >= 2
+            monkeypatch.setattr(noise, "_add", seen)
+            during.clear()
+            add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=step)
+            assert during
+            assert len(begun - during) >= 2
 
 
 @pytest.mark.parametrize("failing", [0, 3])
