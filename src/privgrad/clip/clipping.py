@@ -173,7 +173,7 @@ class ClippingAccumulator:
         if apart is not None:
             index, chunk = apart
             beyond = int((index >= len(raw.raw_norms) - (padded or 0)).sum())
-            self.add(chunk, beyond)
+            self.add(chunk or without_gradient(len(index), self._sums.like), beyond)
             own, index = self._seen.pop(), index[: len(index) - beyond]
             raw = replace(raw, raw_nonfinite_examples=own.raw_nonfinite_examples)
             for name in ("raw_norms", "raw_factors", "raw_lengths"):
@@ -213,6 +213,14 @@ class ClippingAccumulator:
         return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
 
 
+def without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
+    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do."""
+    # Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of
+    # the norm statistic, and a shift.
+    name, smallest = min(parameters.items(), key=lambda item: item[1].numel())
+    return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
+
+
 def _counted(raw: RawClipping, padded: int) -> RawClipping:
     """Return what was seen of a chunk, without its padding."""
     counted = slice(len(raw.raw_norms) - padded)
@@ -247,7 +255,7 @@ class _Sums:
     ) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
-        self._like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
+        self.like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
         self.is_own = is_own_rule(clip)
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
         self._expected_size, self._exact = expected_size, expected_size > _TERMS
@@ -292,15 +300,15 @@ class _Sums:
 
     def without_values(self, inverse_scales: Named) -> "_Sums":
         """Return sums of the same kind, under these scales, to which nothing was added."""
-        return _Sums(self._like, self.clip, self.bound, inverse_scales, self._expected_size)
+        return _Sums(self.like, self.clip, self.bound, inverse_scales, self._expected_size)
 
     def released(self) -> dict[str, Tensor]:
         """Return the sums of all parameters, multiplied by the scales, in the public precision."""
         dtypes = {
-            p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self._like.values()}.values()
+            p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self.like.values()}.values()
         }
         found = dict[str, Tensor]()
-        for name, parameter in self._like.items():
+        for name, parameter in self.like.items():
             dtype = dtypes[parameter.dtype]
             if name not in self.values:
                 found[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -317,7 +325,7 @@ class _Sums:
         It refuses a user's rule that gives others for half of the examples alone.
         """
         by_name = not self.is_own or hasattr(self.clip, "group_of")
-        norms = found.with_zeros([name for name in self._like if name not in found]) if by_name else found
+        norms = found.with_zeros([name for name in self.like if name not in found]) if by_name else found
         factors = self._answer(norms)
 
         def alone(part: slice) -> Named:
