@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privgrad.clip.adaptive import AdaptiveClip
-from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, is_own_rule, sum_dtype
+from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, is_own_rule, sum_dtype, without_gradient
 from privgrad.clip.groups import group_means, group_of, split_by_group
 from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
 from privgrad.gradient.contribution import Contribution, OwnExamples, SampleGradient
-from privgrad.gradient.factor import Dense, Factor
+from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded, trainable
 from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import secret_draws
@@ -515,7 +515,7 @@ class PrivateGradient:
                         self._require_rows(rows, chunk, parameters)
                         if transform.input_maps:
                             chunk = Parts.input_maps.with_mapped_inputs(chunk, transform.input_maps)
-                        chunk = chunk or _without_gradient(rows, parameters)
+                        chunk = chunk or without_gradient(rows, parameters)
                         chunk = shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
                         accumulator.add(chunk, self._padded(batch, done, rows))
                     if self._shares_draws and (done > 0 or self._processes.count > 1):
@@ -816,14 +816,6 @@ def _names_of(structure: Structure) -> tuple[str, ...]:
 def _named(values: Mapping[str, object], names: Iterable[str]) -> str:
     """Return some values with their names, for an error."""
     return " and ".join(f"{name} {values[name]}" for name in names)
-
-
-def _without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
-    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do."""
-    # Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of
-    # the norm statistic, and a shift.
-    name, smallest = min(parameters.items(), key=lambda item: item[1].numel())
-    return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
 
 
 def _rounded(gradient: NoisyGradient, parameters: Mapping[str, Tensor]) -> NoisyGradient:

@@ -14,6 +14,8 @@ import hashlib
 import math
 import os
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +32,13 @@ from privgrad.errors import expected
 def set_states(key: bytes) -> None:
     """Give the global random streams of torch (on the CPU), numpy and Python secret states from a key, for one use.
 
-    numpy must draw from a Mersenne Twister, as it does in `numpy_and_python_kept`.
+    numpy must draw from a Mersenne Twister and keep no normal, as in `numpy_and_python_kept`.
     """
     torch.default_generator.set_state(torch_state(key))
-    seeds = derived_key(key, "numpy and Python", 64)  # 256 bits for each
-    np.random.seed(np.frombuffer(seeds[:32], np.uint32))
-    random.seed(int.from_bytes(seeds[32:]))
+    drawn = hashlib.shake_256(derived_key(key, "numpy and Python")).digest(4 * 624 + 32)
+    # Written to its memory, because `np.random.seed` takes several times as long.
+    ctypes.memmove(get_bit_generator().ctypes.state_address, drawn[:-32] + _USED, _SIZE)
+    random.seed(int.from_bytes(drawn[-32:]))
 
 
 class numpy_and_python_kept:  # noqa: N801, it is called as a function is
@@ -84,6 +87,7 @@ BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough t
 _SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
 _SIZE = 4 * 625  # bytes of the words of an MT19937, and of its place among them
+_USED = (624).to_bytes(4, sys.byteorder)  # the place of an MT19937 that makes new words for its next number
 _STATE = torch.Generator().manual_seed(0).get_state()  # of torch's generator on the CPU, as bytes
 _SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)  # what a key decides of these bytes
 _forks: list[None] = []
@@ -139,6 +143,7 @@ class Stream:
 
     def __init__(self, key: bytes) -> None:
         self._key, self._cipher = key, algorithms.AES(key)
+        self._own = threading.local()  # the cipher of each thread
         self._process = this_process()
 
     def __reduce__(self) -> str:
@@ -219,10 +224,16 @@ class Stream:
         return torch.Generator(device).manual_seed(int.from_bytes(seed, "big"))
 
     def _key_stream(self, step: int, counter: int) -> CipherContext:
-        """Return a cipher that encrypts zeros to the step's key stream, starting at its 16-byte unit `counter`."""
+        """Return this thread's cipher, to encrypt zeros to the step's key stream from its 16-byte unit `counter` on.
+
+        The next call moves it. A new cipher for each call would take 70 calls of Python.
+        """
         self._require_own_process()
         nonce = step.to_bytes(8, "big") + counter.to_bytes(8, "big")
-        return Cipher(self._cipher, modes.CTR(nonce)).encryptor()
+        if not hasattr(self._own, "cipher"):
+            self._own.cipher = Cipher(self._cipher, modes.CTR(nonce)).encryptor()
+        self._own.cipher.reset_nonce(nonce)
+        return self._own.cipher
 
     def _require_own_process(self) -> None:
         """Raise PrivacyError in a fork of the process that made the stream."""

@@ -198,6 +198,24 @@ def test_small_gradients_side_by_side_are_clipped_as_apart(rule: str, monkeypatc
         torch.testing.assert_close(value, apart[0].values[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("padded", [None, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_examples_apart_that_reach_no_parameter_count_with_a_gradient_of_zero(rule: str, padded: int | None):
+    kept_B = torch.arange(SIZE) != 3
+    accumulator = ClippingAccumulator(like=like(), clip=RULES[rule], max_grad_norm=3.0)
+    accumulator.add(chunk(), padded)
+    tried = accumulator.tried(chunk(), accumulator.counted(SIZE, padded) & kept_B, {})
+    accumulator.take(tried, padded, (torch.tensor([3]), {}))
+    masked = {name: factor.mask(kept_B) for name, factor in chunk().items()}
+    found, expected = accumulator.result(), clipped([chunk(), masked], rule, padded=padded)
+    assert found[0].values.keys() == expected[0].values.keys()
+    for name, value in found[0].values.items():
+        torch.testing.assert_close(value, expected[0].values[name])
+    for name in ("raw_norms", "raw_factors", "raw_lengths"):
+        torch.testing.assert_close(getattr(found[1], name)[SIZE:], getattr(expected[1], name)[SIZE:])
+        assert torch.equal(getattr(found[1], name)[:SIZE], getattr(expected[1], name)[:SIZE])
+
+
 def test_it_is_one_function_of_tensors_that_torch_compile_traces(monkeypatch: pytest.MonkeyPatch):
     """A step could so be compiled, or captured, with the numbers of its flags among its results."""
     monkeypatch.setattr(processes, "_PROCESSORS", frozenset[str]())

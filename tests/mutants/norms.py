@@ -29,7 +29,7 @@ def slots_too_high(patch: Patch) -> None:
 
 def rows_left_out(patch: Patch) -> None:
     """A part of a batch without any gradient counts no examples."""
-    patch.setattr(private_gradient, "_without_gradient", lambda rows, parameters: {})
+    patch.setattr(private_gradient, "without_gradient", lambda rows, parameters: {})
 
 
 def slots_of_one_group(patch: Patch) -> None:

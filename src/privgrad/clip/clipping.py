@@ -7,7 +7,6 @@ Shape suffixes: B examples of the chunk, N parameters, K coordinates of the stat
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
@@ -18,7 +17,7 @@ from torch.nn.functional import hardshrink
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity, same_for_halves
 from privgrad.errors import expected
 from privgrad.gradient.factor import Dense, Factor, Factors, SideBySide, examples_per_block, unread
-from privgrad.processes import is_on_processor
+from privgrad.processes import is_on_processor, without_autocast
 from privgrad.types import ClippedSum
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
@@ -150,7 +149,7 @@ class ClippingAccumulator:
             return
         if padded:
             counted_B = self.counted(rows, padded)
-        with self._without_autocast():
+        with without_autocast(self._kinds):  # half precision could break the bound by more than rounding
             chunk, scales = _side_by_side(self._sums, chunk, self._sums.scales)
             raw = _add_clipped(self._sums, chunk, scales, counted_B)
         self._seen.append(_counted(raw, padded) if padded else raw)
@@ -161,7 +160,7 @@ class ClippingAccumulator:
         The rule must be this library's own. Examples that are not `counted_B` count for nothing.
         """
         sums = self._sums.without_values(inverse_scales)
-        with self._without_autocast():
+        with without_autocast(self._kinds):
             chunk, scales = _side_by_side(sums, chunk, inverse_scales)
             found = _norms_and_factors(sums, chunk, scales, counted_B)
             sums.add(chunk, found.factors, None)
@@ -173,7 +172,7 @@ class ClippingAccumulator:
         if apart is not None:
             index, chunk = apart
             beyond = int((index >= len(raw.raw_norms) - (padded or 0)).sum())
-            self.add(chunk, beyond)
+            self.add(chunk or without_gradient(len(index), self._sums.like), beyond)
             own, index = self._seen.pop(), index[: len(index) - beyond]
             raw = replace(raw, raw_nonfinite_examples=own.raw_nonfinite_examples)
             for name in ("raw_norms", "raw_factors", "raw_lengths"):
@@ -190,13 +189,6 @@ class ClippingAccumulator:
         """Return which of the rows count: all but the last `padded`."""
         return torch.arange(rows, device=self._device) < rows - (padded or 0)
 
-    def _without_autocast(self) -> ExitStack:
-        """Return a context in which products in half precision do not break the bound by more than rounding."""
-        stack = ExitStack()
-        for kind in filter(torch.is_autocast_enabled, self._kinds):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
-
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
         total, bound = self._sums.released(), self._sums.bound
@@ -211,6 +203,14 @@ class ClippingAccumulator:
             rows_BK, bound = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, bound)
             total[NORMS] = rows_BK.double().sum(0).to(self._device)
         return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
+
+
+def without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
+    """Return the chunk of examples that reach no parameter: their gradient is 0, and they count as all others do."""
+    # Otherwise one example more, with a gradient, would change what all others in its chunk contribute: their rows of
+    # the norm statistic, and a shift.
+    name, smallest = min(parameters.items(), key=lambda item: item[1].numel())
+    return {name: Dense(smallest.new_zeros(rows, *smallest.shape))}
 
 
 def _counted(raw: RawClipping, padded: int) -> RawClipping:
@@ -247,9 +247,9 @@ class _Sums:
     ) -> None:
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
-        self._like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
+        self.like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
         self.is_own = is_own_rule(clip)
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
+        self._dtype = torch.float64 if torch.float64 in {p.dtype for p in like.values()} else torch.float32
         self._expected_size, self._exact = expected_size, expected_size > _TERMS
         # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
         self._most_light = max(1.001, _TERMS / (2 * expected_size))
@@ -292,15 +292,13 @@ class _Sums:
 
     def without_values(self, inverse_scales: Named) -> "_Sums":
         """Return sums of the same kind, under these scales, to which nothing was added."""
-        return _Sums(self._like, self.clip, self.bound, inverse_scales, self._expected_size)
+        return _Sums(self.like, self.clip, self.bound, inverse_scales, self._expected_size)
 
     def released(self) -> dict[str, Tensor]:
         """Return the sums of all parameters, multiplied by the scales, in the public precision."""
-        dtypes = {
-            p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self._like.values()}.values()
-        }
+        dtypes = {p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self.like.values()}.values()}
         found = dict[str, Tensor]()
-        for name, parameter in self._like.items():
+        for name, parameter in self.like.items():
             dtype = dtypes[parameter.dtype]
             if name not in self.values:
                 found[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -317,7 +315,7 @@ class _Sums:
         It refuses a user's rule that gives others for half of the examples alone.
         """
         by_name = not self.is_own or hasattr(self.clip, "group_of")
-        norms = found.with_zeros([name for name in self._like if name not in found]) if by_name else found
+        norms = found.with_zeros([name for name in self.like if name not in found]) if by_name else found
         factors = self._answer(norms)
 
         def alone(part: slice) -> Named:

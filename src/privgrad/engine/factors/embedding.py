@@ -228,7 +228,7 @@ class Rows(LinearMapFactor):
         return super().__add__(other)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return self._position_norms(inverse_scales).sum(1)
+        return None if self.positions == 1 else self._position_norms(inverse_scales).sum(1)
 
     def apart_bound(self, inverse_scales: Tensor | None) -> Tensor:
         """Return a smaller `term_bound`: no term of one word is added to one of another, so each has its own."""
