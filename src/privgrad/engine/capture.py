@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map_only
 
 from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.parametrized import JacobianNorms
@@ -28,6 +27,7 @@ from privgrad.engine.shared_values import (
     FunctionCalls,
     Inputs,
     SharedValues,
+    filled,
     for_each,
     for_one_example,
     name_of,
@@ -274,18 +274,15 @@ class Capture:
             return output
         layout, count = self.record.enter(path, tensors), len(tensors)
         if any(examples is not None and examples.views > 1 for examples in layout):
-            args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
+            own = zip(tensors, layout[:count], strict=True)
+            found = {id(x): x if at is None else side_by_side(path, x, at, self.size) for x, at in own}
+            args, kwargs = filled((args, kwargs), (found[id(x)] for x in tensors))  # equal tensors stay equal objects
         moves = {} if self._displacements is None else {"displacements": self._displacements}
         output = forward(module, partial(self._tap, path), *args, **kwargs, **moves)
-        output = self._arranged(path, set_apart, output, layout[count:])
+        each = zip(tensors_in(output), layout[count:], strict=True)
+        outputs = [x if at is None else set_apart(path, x, at, self.size) for x, at in each]
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
-        return tree_map_only(Tensor, Tensor.contiguous, output)
-
-    def _arranged(self, path: str, arrange: Any, tree: Any, layout: Layout) -> Any:
-        """Return a tree whose tensors are rearranged by their layouts; equal tensors stay equal objects."""
-        pairs = zip(tensors_in(tree), layout, strict=True)
-        found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
-        return tree_map_only(Tensor, lambda x: found[id(x)], tree)
+        return filled(output, map(Tensor.contiguous, outputs))
 
     def _by_vmap(self, unit: Unit, original: Any, args: Any, kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
@@ -359,10 +356,10 @@ class Capture:
         outs = layout[len(tensors) :]
         if not growing:
             args = for_one_example(func, args, *cast("Any", outs[0])[:2])
-        produced, rebuilt = self._mapped(path, func, args, kwargs, self._inputs(path, tensors, layout))
+        produced, result = self._mapped(path, func, args, kwargs, self._inputs(path, tensors, layout))
         if len(produced) != len(outs):
             raise CallSequenceChangedError(path)
-        return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
+        return filled(result, (joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)))
 
     def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
         """Return `for_each`, and refuse the function if it fails."""
