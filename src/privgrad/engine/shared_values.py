@@ -275,7 +275,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     # torch's trees take 60 calls of Python for the arguments of a function.
     if isinstance(tree, Tensor):
         return [tree]
-    kind: Any = type(tree)
+    kind = tree.__class__
     found = list[Tensor]()
     if kind is not dict and kind not in _SEQUENCES:
         return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
@@ -291,7 +291,7 @@ def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
     """Return nested containers with these tensors in place of their own."""
     if isinstance(tree, Tensor):
         return next(tensors)
-    kind: Any = type(tree)
+    kind = tree.__class__
     if kind in _NUMBERS:
         return tree
     if kind in _SEQUENCES:

@@ -9,7 +9,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -64,13 +65,14 @@ def largest_entries(x: Tensor) -> Tensor:
     return x.abs().amax(-1)  # the maximum norm of torch takes 15 times as long on the CPU
 
 
-class _Masks(threading.local):
-    """The list of the `unread` that this thread is in, or None."""
+class _Look(threading.local):
+    """What the `unread` that this thread is in keeps: masks, and the norms of tensors; None outside."""
 
-    found: list[Tensor] | None = None
+    masks: list[Tensor] | None = None
+    norms: dict[tuple[Any, int], tuple[Callable[[], Tensor | None], Tensor]] | None = None
 
 
-_masks = _Masks()
+_look = _Look()
 
 
 class unread:  # noqa: N801, it is called as a function is
@@ -78,11 +80,11 @@ class unread:  # noqa: N801, it is called as a function is
 
     def __enter__(self) -> list[Tensor]:
         masks: list[Tensor] = []
-        self._outer, _masks.found = _masks.found, masks
+        self._outer, _look.masks, _look.norms = (_look.masks, _look.norms), masks, {}
         return masks
 
     def __exit__(self, *_: object) -> None:
-        _masks.found = self._outer
+        _look.masks, _look.norms = self._outer
 
 
 def spoiled(mask_B: Tensor) -> Tensor | None:
@@ -92,11 +94,21 @@ def spoiled(mask_B: Tensor) -> Tensor | None:
     its other questions. If a norm may be spoiled, clipping discards what it computed, and computes it again without
     `unread`.
     """
-    if _masks.found is not None:
-        _masks.found.append(mask_B)
+    if _look.masks is not None:
+        _look.masks.append(mask_B)
         return None
     index = mask_B.nonzero()[:, 0]
     return index if index.shape[0] > 0 else None
+
+
+def once(norms: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return norms(x). Within `unread`, factors of the same tensor compute them once."""
+    if (known := _look.norms) is None:
+        return norms(x)
+    key = norms, id(x)
+    if key not in known or known[key][0]() is not x:  # else another tensor had this id
+        known[key] = ref(x), norms(x)
+    return known[key][1]
 
 
 def in_one(parts: Sequence[Tensor]) -> Tensor:
@@ -157,7 +169,7 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
 
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
-    return square_B < CANCELED * terms_B.square()
+    return torch.addcmul(square_B, terms_B, terms_B, value=-CANCELED) < 0
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
@@ -270,8 +282,8 @@ class Factor(ABC):
         most = max(1, self._terms // max(1, self.positions))
         if self.examples <= most:
             return self.weighted_sum(weight_B)
-        total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
-        for start in range(0, self.examples, most):
+        total = self[:most].weighted_sum(weight_B[:most]).double()
+        for start in range(most, self.examples, most):
             part = slice(start, start + most)
             total += self[part].weighted_sum(weight_B[part])
         return total
@@ -533,7 +545,7 @@ class Dense(LinearMapFactor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is None and (is_on_processor(self.grads_BP) or self.grads_BP.numel() <= AT_ONCE):
-            return norms_of(self.grads_BP)
+            return once(norms_of, self.grads_BP)
         return super().norms(inverse_scales)
 
     def __add__(self, other: Factor) -> Factor:

@@ -22,6 +22,7 @@ from privgrad.gradient.factor import (
     examples_per_block,
     in_one,
     masked,
+    once,
     spoiled,
     sum_of_products,
 )
@@ -140,7 +141,7 @@ class Routed(Factor):
         return Routed(routes, torch.cat([self.a_BSI, other.a_BSI], 1), torch.cat([self.b_BSO, other.b_BSO], 1))
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        terms_BS = position_norms(self.a_BSI) * position_norms(self.b_BSO)
+        terms_BS = once(position_norms, self.a_BSI) * once(position_norms, self.b_BSO)
         if inverse_scales is not None:
             terms_BS = terms_BS * inverse_scales.flatten(1).amax(1)[self.routes.expert_BS]
         return terms_BS.sum(1)
@@ -173,7 +174,7 @@ class Routed(Factor):
         # At least |g|^2, as each expert's (sum of |b||a|)^2.
         most_B = (of_expert_BS * term_BS).sum(1, dtype=torch.float64)
         lost_B = (square_B <= CANCELED * most_B) | Outer(a_BSI, b_BSO).underflowing(a_BS, b_BS)
-        norm_B = square_B.clamp(min=0).sqrt()
+        norm_B = square_B.sqrt()  # nan of a negative square, which is lost
         if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Routed(self.routes[again], a_BSI[again].double(), b_BSO[again].double()))
         return norm_B
