@@ -306,7 +306,7 @@ class Capture:
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute a call of a torch function that has a shared value among its arguments."""
-        tensors = tensors_in([args, kwargs])
+        tensors = tensors_in((args, kwargs) if kwargs else args)
         unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
         path = f"{unit}[{name_of(func)}]"
         if self.record.is_learning:
@@ -320,7 +320,7 @@ class Capture:
             return output
         layout = self.record.enter(path, tensors)
         if any(layout):
-            return self._for_each(path, func, args, kwargs, layout)
+            return self._for_each(path, func, args, kwargs, tensors, layout)
         first, version = tensors[0], version_of(tensors[0])  # an operation in place returns its first tensor
         output = func(*args, **kwargs)
 
@@ -338,9 +338,10 @@ class Capture:
                 self._shared.add(x, unit, lambda index=index: once()[index], tensors)
         return output
 
-    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> Any:
+    def _for_each(
+        self, path: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layout: Layout
+    ) -> Any:
         """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
-        tensors = tensors_in([args, kwargs])
         growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
         read = READERS.get(func)
         product = None if read is None else read(*args, **kwargs)

@@ -146,7 +146,7 @@ class Additive(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_SEQUENCES, _NUMBERS = frozenset((tuple, list)), frozenset((int, float, bool, str, type(None)))
+_SEQUENCES, _NUMBERS = frozenset((tuple, list)), frozenset((int, float, bool, str, type(None), torch.Size))
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
@@ -280,9 +280,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if kind is not dict and kind not in _SEQUENCES:
         return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
     for part in tree.values() if kind is dict else tree:
+        if part.__class__ in _NUMBERS:
+            continue
         if isinstance(part, Tensor):
             found.append(part)
-        elif type(part) not in _NUMBERS:
+        else:
             found += tensors_in(part)
     return found
 
