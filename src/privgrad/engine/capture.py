@@ -338,9 +338,7 @@ class Capture:
                 self._shared.add(x, unit, lambda index=index: once()[index], tensors)
         return output
 
-    def _for_each(
-        self, path: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layout: Layout
-    ) -> Any:
+    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layout: Layout) -> Any:
         """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
         growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
         read = READERS.get(func)

@@ -28,9 +28,9 @@ TINY = 1e-15  # the square of a norm below this loses digits in float32
 TERMS = 256  # in one part
 _FEW_TERMS = 32  # in one part of a narrow product
 _NARROW = 32  # outputs or inputs
-_JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
+JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
 _SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once on the CPU
-_PRODUCT = AT_ONCE // _JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
+_PRODUCT = AT_ONCE // JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
 
 
 def examples_per_block(floats: int, like: Tensor | None = None) -> int:
@@ -177,6 +177,11 @@ def flattened(grads_BP: Tensor) -> Tensor:
     return grads_BP.flatten(1) if grads_BP.dim() > 1 else grads_BP[:, None]
 
 
+def terms_of_part(outputs: int, inputs: int) -> int:
+    """Return the most terms that a product of these widths adds up in one part."""
+    return _FEW_TERMS if outputs <= _NARROW or inputs <= _NARROW else TERMS
+
+
 def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     """Return b^T a, shape (O, I), added in parts of at most 256 terms; in float64 if there are many parts.
 
@@ -188,13 +193,13 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     which makes errors of repeated terms many times larger.
     """
     terms, outputs, inputs = a_NI.shape[0], b_NO.shape[1], a_NI.shape[1]
-    narrow = outputs <= _NARROW or inputs <= _NARROW
-    size = _FEW_TERMS if narrow else TERMS
+    size = terms_of_part(outputs, inputs)
+    narrow = size < TERMS
     if terms <= size or a_NI.dtype == torch.float64:
         return b_NO.mT @ a_NI
     on_processor = is_on_processor(a_NI)
     if narrow or outputs * inputs <= (_SMALL_PRODUCT if on_processor else _PRODUCT):
-        few = not narrow and not on_processor and terms <= _JOINED_PARTS * size
+        few = not narrow and not on_processor and terms <= JOINED_PARTS * size
         whole, at_once = terms // size * size, (AT_ONCE // (outputs * inputs) or 1) * size
         b_MO, a_MI = (b_NO, a_NI) if whole == terms else (b_NO[:whole], a_NI[:whole])
         total = _sum_of_parts(b_MO[:at_once], a_MI[:at_once], size, few)
@@ -202,10 +207,10 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
             part = slice(start, start + at_once)
             total += _sum_of_parts(b_MO[part], a_MI[part], size, few)
         return total if whole == terms else total.add_(b_NO[whole:].mT @ a_NI[whole:])
-    total = _joined(b_NO[: _JOINED_PARTS * size], a_NI[: _JOINED_PARTS * size], size)
+    total = _joined(b_NO[: JOINED_PARTS * size], a_NI[: JOINED_PARTS * size], size)
     rows = _CACHED // (8 * inputs) or 1  # a mixed addition in the cache takes a third of the time
-    for start in range(_JOINED_PARTS * size, terms, _JOINED_PARTS * size):
-        part = slice(start, start + _JOINED_PARTS * size)
+    for start in range(JOINED_PARTS * size, terms, JOINED_PARTS * size):
+        part = slice(start, start + JOINED_PARTS * size)
         total, more = total.double(), _joined(b_NO[part], a_NI[part], size)
         for row in range(0, outputs, rows):
             total[row : row + rows] += more[row : row + rows]
