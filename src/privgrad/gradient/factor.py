@@ -66,7 +66,7 @@ def largest_entries(x: Tensor) -> Tensor:
 
 
 class _Look(threading.local):
-    """What the `unread` that this thread is in keeps: masks, and the norms of tensors; None outside."""
+    """The masks, and the norms of tensors, that the `unread` of this thread keeps; None outside."""
 
     masks: list[Tensor] | None = None
     norms: dict[tuple[Any, int], tuple[Callable[[], Tensor | None], Tensor]] | None = None
