@@ -187,10 +187,7 @@ def test_snli_that_cannot_be_read_is_refused(tmp_path: Path, tokenizer: Path, mo
         with pytest.raises(pg.PrivacyError, match=r"snli_1.0_dev.jsonl.*in line 2"):
             data.snli(tmp_path / "snli", tokenizer=tokenizer)
     dev.write_text('{"gold_label": "-"}\n')
-    with pytest.raises(
-        pg.PrivacyError, match="the number of labeled pairs in a part of the data to be at least 1, got 0"
-    ):
-        data.snli(tmp_path / "snli", tokenizer=tokenizer)
+    assert len(data.snli(tmp_path / "snli", tokenizer=tokenizer).test) == 0  # an experiment refuses empty parts
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'"):
         data.snli(tmp_path / "snli", tokenizer=tokenizer)
