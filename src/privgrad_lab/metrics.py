@@ -258,9 +258,6 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
         suited = [other for other, kinds in _SUITS.items() if kind in kinds]
         remedy = f"choose {'loss or ' * (place == 'tuning.by')}{' or '.join(suited)}"
         raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
-    if family(name) == "recall@k" and int(name.removeprefix("recall@")) >= data.num_classes:
-        condition = f"to have a k below {data.num_classes}, the number of classes"
-        raise expected("make_data", place, condition, repr(name))
     if family(name) == "auc" and len(present := labels[labels != NO_LABEL].unique()) < 2:
         where = "the test part" if part is data.test else "the validation part"
         raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present))

@@ -107,13 +107,9 @@ class _Encoder:
         require_integer(function, "length", length, 5)
         library = optional(function, "transformers", "transformers", "pip install 'privgrad[hf]'")
         folder = Path(tokenizer).absolute()
-        try:
+        remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
+        with readable(function, f"tokenizer {folder}", "to be a folder of a transformers tokenizer", remedy):
             self._tokenizer: Any = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # a damaged folder can raise anything
-            first_line = str(error).partition(chr(10))[0]
-            got = f"{folder}: {first_line}" if folder.is_dir() else f"{folder}, which is not a folder"
-            remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
-            raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
         self.vocabulary = len(self._tokenizer)
         self._length = length
 
