@@ -69,6 +69,9 @@ class _WithPublic(PrivateOptimizer):
         for group in self.param_groups:
             for name, parameter in self._active(group):
                 own = public[name]
+                if own.shape != parameter.shape:
+                    condition = f"to have shape {tuple(parameter.shape)}"
+                    raise expected(type(self).__name__, f"public gradient of {name!r}", condition, tuple(own.shape))
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._move(group, parameter, gradient[name].to(wide), own.to(wide))
         for group in self.param_groups:
