@@ -71,10 +71,7 @@ def expected(
 
 
 def described(value: object) -> str:
-    """Return a value with its type, for values that look right without it: the string "1" and the number 1.
-
-    The text is cut after 60 characters. None, bools and numbers are returned without their type.
-    """
+    """Return a value, cut after 60 characters, with its type unless it is None, a bool or a number: "'1', a str"."""
     if value is None or isinstance(value, bool | int | float):
         return f"{value}"
     text = " ".join(repr(value).split())

@@ -134,8 +134,7 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     `examples` only, and no noise is added.
     """
     name = data.score if by == "accuracy" else by
-    if name is None:
-        raise expected("unit_scores", "data", "to have a score", data.name)
+    assert name is not None, "data without a score"
     (values,) = unit_values(model, examples, data, [name])
     scores = 1 - values if name == "squared_error" else values
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
