@@ -228,7 +228,7 @@ class Rows(LinearMapFactor):
         return super().__add__(other)
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return self._position_norms(inverse_scales).sum(1)
+        return None if self.positions == 1 else self._position_norms(inverse_scales).sum(1)
 
     def apart_bound(self, inverse_scales: Tensor | None) -> Tensor:
         """Return a smaller `term_bound`: no term of one word is added to one of another, so each has its own."""
@@ -253,9 +253,9 @@ class Rows(LinearMapFactor):
 
     def _by_word(self, values_BT: Tensor) -> Tensor:
         """Add up the values of each word at its place in an example, and put 0 at all other places."""
-        values = values_BT.flatten(0, 1)
         if self.positions == 1:
             return values_BT
+        values = values_BT.flatten(0, 1)
         return torch.zeros_like(values).index_add_(0, self._words[1], values).view_as(values_BT)
 
 
