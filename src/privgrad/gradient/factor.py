@@ -19,7 +19,8 @@ from privgrad.processes import AT_ONCE, is_on_processor
 Summand = TypeVar("Summand", Tensor, "Factor")
 _norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
-_WIDENED = 1 << 20  # entries of a gradient whose squares other devices than the CPU add up in float64
+_WIDENED = 64  # entries of a gradient whose squares are added up in float64 on the CPU
+_WIDENED_ELSEWHERE = 1 << 20
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
@@ -108,11 +109,11 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """Return the norm of each example's gradient, times the inverse scales (None: 1), shape (B,), float64."""
     # Short sums are computed in float32 and joined in float64. One long float32 sum understates the norm of a gradient
     # with many small entries, by 2 % at 1e8 parameters. A float64 copy of large gradients would cost half as much time
-    # as the gradients. On other devices than the CPU, one of small gradients costs less than a second kernel.
+    # as the gradients. A float64 copy of smaller ones costs less than a second kernel or a look at the norms.
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
     grads_BP, on_processor = flattened(grads_BP), is_on_processor(grads_BP)
-    if not on_processor and grads_BP.shape[1] <= _WIDENED:
+    if grads_BP.shape[1] <= (_WIDENED if on_processor else _WIDENED_ELSEWHERE):
         return float64_norms(grads_BP)
     count = grads_BP.shape[1] // _BLOCK
     if count == 0:
