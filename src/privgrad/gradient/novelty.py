@@ -92,7 +92,7 @@ class _Values:
         self._known = self._known.to(x.device)
         is_open = [column for column, count in enumerate(self._counts) if count <= _VALUES]
         x, known = (x, self._known) if len(is_open) == len(self._counts) else (x[:, is_open], self._known[is_open])
-        return (x[:, :, None] == known).sum(dtype=torch.float32)  # the known values of a column differ
+        return torch.count_nonzero(x[:, :, None] == known)  # the known values of a column differ
 
     def numbers(self, x: Tensor) -> int:
         """Return how many numbers are in open columns."""
