@@ -28,14 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privgrad.clip.adaptive import AdaptiveClip
-from privgrad.clip.clipping import (
-    Clipping,
-    ClippingAccumulator,
-    RawClipping,
-    is_own_rule,
-    sum_dtype,
-    without_gradient,
-)
+from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, is_own_rule, sum_dtype, without_gradient
 from privgrad.clip.groups import group_means, group_of, split_by_group
 from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import repeat
 from threading import Thread, local
 from typing import Any, TypeVar
@@ -194,6 +194,14 @@ def is_on_processor(x: Tensor) -> bool:
 def is_slow(x: Tensor) -> bool:
     """Return whether arithmetic takes longer than starting it, where a tensor is: also in a recording on the CPU."""
     return x.device.type in _PROCESSORS
+
+
+def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
+    """Return a context without autocast on these types of devices; to switch it off takes 30 calls, to ask one."""
+    stack = ExitStack()
+    for kind in filter(torch.is_autocast_enabled, kinds):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @contextmanager

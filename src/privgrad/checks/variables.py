@@ -219,33 +219,30 @@ class Snapshot(Contents):
         """Return whether all is as it was; this costs far less than another snapshot."""
         if self.copies:
             return False
-        entries, cells, others, tensors, arrays = self._places
+        entries, attributes, held, absent, tensors, arrays = self._places
         try:  # without a call for each of them
-            now = [holder[key] for holder, key, _ in entries] + [cell.cell_contents for cell, _ in cells]
-        except (KeyError, ValueError):
+            now = [holder[key] for holder, key in entries] + [getattr(holder, key) for holder, key in attributes]
+        except (KeyError, AttributeError, ValueError):
             return False
         return (
-            same(now, [value for *_, value in entries] + [value for _, value in cells])
+            same(now, held)
             and same([*chain.from_iterable(self._forms)], self._formed)
             and [x._version for x, _ in tensors] == [trace for _, trace in tensors]
-            and all(x.get() is value for x, value in others)
+            and all(x.get() is ABSENT for x in absent)
             and all(version_of(x) == trace for x, trace in arrays)
         )
 
     @cached_property
-    def _places(self) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
-        """The places that were read: entries of dicts, contents of cells, other values; tensors, and arrays."""
-        entries, cells, others = list[Any](), list[Any](), list[Any]()
-        for x, value in self._held:
-            if type(x.holder) is dict and value is not ABSENT:
-                entries.append((x.holder, x.key, value))
-            elif x.key == "cell_contents" and value is not ABSENT:
-                cells.append((x.holder, value))
-            else:
-                others.append((x, value))
+    def _places(self) -> tuple[list[Any], ...]:
+        """The places that were read: entries of dicts, attributes, what both held; empty ones; tensors, and arrays."""
+        of_entries = [(x, value) for x, value in self._held if isinstance(x.holder, dict) and value is not ABSENT]
+        others = [(x, value) for x, value in self._held if not isinstance(x.holder, dict) and value is not ABSENT]
+        entries, attributes = ([(x.holder, x.key) for x, _ in found] for found in (of_entries, others))
+        held = [value for _, value in (*of_entries, *others)]
+        absent = [x for x, value in self._held if value is ABSENT]
         tensors = [(x, trace) for x, trace in self._writes if isinstance(x, Tensor) and not x.is_inference()]
         arrays = [(x, trace) for x, trace in self._writes if not isinstance(x, Tensor)]
-        return entries, cells, others, tensors, arrays
+        return entries, attributes, held, absent, tensors, arrays
 
     def _entry(self, variable: Variable) -> tuple[str, Any]:
         value = variable.get()

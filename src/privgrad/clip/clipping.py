@@ -7,7 +7,6 @@ Shape suffixes: B examples of the chunk, N parameters, K coordinates of the stat
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
@@ -18,7 +17,7 @@ from torch.nn.functional import hardshrink
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity, same_for_halves
 from privgrad.errors import expected
 from privgrad.gradient.factor import Dense, Factor, Factors, SideBySide, examples_per_block, unread
-from privgrad.processes import is_on_processor
+from privgrad.processes import is_on_processor, without_autocast
 from privgrad.types import ClippedSum
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
@@ -150,7 +149,7 @@ class ClippingAccumulator:
             return
         if padded:
             counted_B = self.counted(rows, padded)
-        with self._without_autocast():
+        with without_autocast(self._kinds):  # half precision could break the bound by more than rounding
             chunk, scales = _side_by_side(self._sums, chunk, self._sums.scales)
             raw = _add_clipped(self._sums, chunk, scales, counted_B)
         self._seen.append(_counted(raw, padded) if padded else raw)
@@ -161,7 +160,7 @@ class ClippingAccumulator:
         The rule must be this library's own. Examples that are not `counted_B` count for nothing.
         """
         sums = self._sums.without_values(inverse_scales)
-        with self._without_autocast():
+        with without_autocast(self._kinds):
             chunk, scales = _side_by_side(sums, chunk, inverse_scales)
             found = _norms_and_factors(sums, chunk, scales, counted_B)
             sums.add(chunk, found.factors, None)
@@ -189,13 +188,6 @@ class ClippingAccumulator:
     def counted(self, rows: int, padded: int | None) -> Tensor:
         """Return which of the rows count: all but the last `padded`."""
         return torch.arange(rows, device=self._device) < rows - (padded or 0)
-
-    def _without_autocast(self) -> ExitStack:
-        """Return a context in which products in half precision do not break the bound by more than rounding."""
-        stack = ExitStack()
-        for kind in filter(torch.is_autocast_enabled, self._kinds):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
@@ -257,7 +249,7 @@ class _Sums:
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
         self.like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
         self.is_own = is_own_rule(clip)
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
+        self._dtype = torch.float64 if torch.float64 in {p.dtype for p in like.values()} else torch.float32
         self._expected_size, self._exact = expected_size, expected_size > _TERMS
         # In C and public: 1.001, because else rounding would decide about an example that is clipped to C.
         self._most_light = max(1.001, _TERMS / (2 * expected_size))
@@ -304,9 +296,7 @@ class _Sums:
 
     def released(self) -> dict[str, Tensor]:
         """Return the sums of all parameters, multiplied by the scales, in the public precision."""
-        dtypes = {
-            p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self.like.values()}.values()
-        }
+        dtypes = {p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self.like.values()}.values()}
         found = dict[str, Tensor]()
         for name, parameter in self.like.items():
             dtype = dtypes[parameter.dtype]

@@ -92,35 +92,35 @@ class Capture:
         with ExitStack() as stack:
             # Compiled code ignores replaced forwards.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(self._put_back, torch.backends.mha.get_fastpath_enabled(), _AUTOGRAD._engine_run_backward)
             # Attention's kernel for inference ignores them too, and cannot be differentiated.
-            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
-            run = _AUTOGRAD._engine_run_backward
-            stack.callback(setattr, _AUTOGRAD, "_engine_run_backward", run)
-            _AUTOGRAD._engine_run_backward = partial(self._backward, run)
+            _AUTOGRAD._engine_run_backward = partial(self._backward, _AUTOGRAD._engine_run_backward)
             # Training needs no key-value cache, and a layer that fills one would hand one example's values to the next.
             for config in self.structure.once(_configurations):
                 if getattr(config, "use_cache", None) is True:
                     stack.callback(setattr, config, "use_cache", True)
                     config.use_cache = False
-            stack.callback(self._put_back)
-            stack.enter_context(replaced_in(self._buffers, self._copied))
+            if self._buffers:
+                stack.enter_context(replaced_in(self._buffers, self._copied))
             for unit in self._units:
                 own = vars(unit.module)
                 self._forwards.append((own, own.get("forward")))
                 own["forward"] = partial(self._call, unit, unit.module.forward)
             self.functions.begin()
-            stack.callback(self.functions.end)
             self._stack = stack.pop_all()
         return self
 
-    def _put_back(self) -> None:
-        """Put back the forwards."""
+    def _put_back(self, fast_path: bool, run: Any) -> None:
+        """Put back all that `__enter__` replaced, besides what has a context of its own."""
+        self.functions.end()
         for own, forward in self._forwards:
             if forward is not None:
                 own["forward"] = forward
             else:  # it is the method of the class
                 own.pop("forward", None)
+        _AUTOGRAD._engine_run_backward = run
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def __exit__(self, kind: object, *exception: object) -> None:
         with self._stack:

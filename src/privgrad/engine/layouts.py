@@ -192,13 +192,12 @@ class CallRecord:
         self._layouts, self._size, self._earlier = layouts, size, earlier
         self.is_learning = layouts is None
         self.learned = list[LearnedCall]()  # after the second pass that learns
-        self.paths = list[str]()  # of the calls so far, if layouts are known
         self.functions = list[Call]()  # all calls of functions, in the first pass that learns
         self.is_finished = False  # later calls belong to parts that are computed again
         self.is_ambiguous = False  # whether some tensor has another dimension as large as that of the examples
         self._units = list[Call]()
         self._rows = list[list[Tensor | None]]()  # for each learned call, the tensors with several rows per example
-        self._entered = list[Any]()  # the calls so far, each with the shapes of its tensors
+        self.entered = list[tuple[str, Any]]()  # the calls so far, if layouts are known, with the shapes of tensors
         self._by_shapes: dict[Any, Layout | None] | None = None
 
     def enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
@@ -210,7 +209,7 @@ class CallRecord:
             if (found := self._by_shapes.get((path, shapes))) is None:
                 raise CallSequenceChangedError(path)
             return found
-        index, layouts = len(self.paths), self._layouts or ()
+        index, layouts = len(self.entered), self._layouts or ()
         if index >= len(layouts):
             raise CallSequenceChangedError(path)
         learned_path, layout, learned_shapes = layouts[index]
@@ -225,14 +224,13 @@ class CallRecord:
                 fits = len(shape) == len(learned) and shape[examples.dim] == rows
             if not fits:
                 raise CallSequenceChangedError(path)
-        self.paths.append(path)
-        self._entered.append((path, shapes))
+        self.entered.append((path, shapes))
         return layout
 
     def _found_by_shapes(self) -> dict[Any, Layout | None]:
         """Return the layouts of all calls by path and shapes, for parts that are computed again."""
         found = dict[Any, Layout | None]()
-        for key, call in zip(self._entered, self._layouts or (), strict=False):
+        for key, call in zip(self.entered, self._layouts or (), strict=False):
             if found.setdefault(key, call.layout) != call.layout:
                 found[key] = None  # no way to know which of the two is computed again
         return found
@@ -311,7 +309,7 @@ class CallRecord:
     def finish(self) -> None:
         """End the record after the forward pass, and refuse it if it made fewer calls than were learned."""
         self.is_finished = True
-        if self._layouts is not None and len(self.paths) != len(self._layouts):
-            raise CallSequenceChangedError(self._layouts[len(self.paths)].path)
+        if self._layouts is not None and len(self.entered) != len(self._layouts):
+            raise CallSequenceChangedError(self._layouts[len(self.entered)].path)
         if self._earlier is not None and len(self._units) != len(self._earlier._units):
             raise calls_changed(CallSequenceChangedError(self._earlier._units[len(self._units)].name))

@@ -28,7 +28,7 @@ from privgrad.gradient.factor import Dense, Factor, added_up, at_least_float32
 from privgrad.gradient.functional import Structure, differentiable, preserved, require_losses, streams_kept
 from privgrad.gradient.reference import shares
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, misplaced, refused, unseen
-from privgrad.processes import is_on_processor
+from privgrad.processes import is_on_processor, without_autocast
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
@@ -207,7 +207,7 @@ class Passes:
         except Exception as error:
             # Right after `learn`, the same losses have succeeded with the unchanged layers.
             failed = is_first and not capture.record.is_finished
-            if failed and (refusal := self._refusal(capture.record.paths, error)) is not None:
+            if failed and (refusal := self._refusal([path for path, _ in capture.record.entered], error)) is not None:
                 raise refusal from error
             raise
         return self._collected(losses, capture, grads), displacements
@@ -356,7 +356,7 @@ class Passes:
         self.floats = sum(math.prod(grad.shape) for grad in given) // size
         found = dict[str, list[Factor]]()
         room = self._memory.room(self.floats) if room is None else room
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with torch.no_grad(), without_autocast([losses.device.type]):
             for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:

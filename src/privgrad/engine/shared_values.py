@@ -145,6 +145,7 @@ class Additive(TorchFunctionMode):
 
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_NONE = frozenset[int]()
 
 
 class FunctionsHiddenError(CallSequenceChangedError):
@@ -201,7 +202,8 @@ class FunctionCalls(TorchFunctionMode):
     def suspend(self) -> bool:
         """Let all calls pass until `resume`, for a unit whose parameters the engine handles itself."""
         before, self.is_paused = self.is_paused, True
-        self.end()
+        if self.gaps != _NONE:
+            self.end()
         return before
 
     def resume(self, before: bool) -> None:
@@ -213,7 +215,7 @@ class FunctionCalls(TorchFunctionMode):
 
     def see_all(self) -> None:
         """Be on between all calls from now on, if any function is expected: parts may be computed again."""
-        if self.gaps != frozenset():
+        if self.gaps != _NONE:
             self.gaps = None
             self._switch_on()
 

@@ -109,7 +109,7 @@ def refuse_reentrant(loss: Tensor) -> list[Any]:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing; return its nodes."""
     # Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.
     found = nodes([loss])
-    if any(kind.__name__ == "CheckpointFunctionBackward" for kind in {node.__class__ for node in found}):
+    if "CheckpointFunctionBackward" in {node.__class__.__name__ for node in found}:
         remedy = "pass use_reentrant=False, in transformers by gradient_checkpointing_kwargs={'use_reentrant': False}"
         raise refused("gradient checkpointing", "not to be re-entrant", "use_reentrant=True", remedy)
     return found

@@ -7,8 +7,8 @@ therefore charged at least as much as it released. `file` describes how changed 
 
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -327,15 +327,13 @@ class Ledger:
         remedy = "pass the ledger itself, or open its file with read_only=True"
         raise expected("Ledger", "a ledger", "to have one holder", "a copy or a pickle", remedy)
 
-    @contextmanager
-    def _one_at_a_time(self) -> Generator[None]:
-        """Hold the ledger's lock from lookup to write, so that no other thread charges in between."""
+    def _one_at_a_time(self) -> AbstractContextManager[object]:
+        """Return the ledger's lock, to be held from lookup to write, so that no other thread charges in between."""
         if this_process() != self._process:
             remedy = "open a ledger in the process that charges: neither would know of the other's releases"
             condition = f"to stay in process {self._process[0]}"
             raise expected("Ledger", "a ledger", condition, f"fork {os.getpid()}", remedy)
-        with self._turn:
-            yield
+        return self._turn
 
     def _checked(self, line: Mapping[str, Any]) -> Release:
         """Return the release that a line records; raise PrivacyError if its numbers are not those of the plan."""
