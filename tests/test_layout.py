@@ -35,9 +35,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1186,  # one look at a chunk, and the checked way
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7190,  # views, derivatives within the loss, recurrent kernels, the fallback, experts in blocks
+        "engine": 7191,  # views, derivatives within the loss, recurrent kernels, the fallback, experts in blocks
         "features": 1757,
-        "gradient": 2870,  # `novelty`, `state`, hooks in copies, norms that factors share
+        "gradient": 2865,  # `novelty`, `state`, hooks in copies, norms that factors share
         "heads": 845,
         "integrations": 1842,  # the task for which a head has no known loss
         "ledger": 1415,  # a budget reads each line back before it writes it
