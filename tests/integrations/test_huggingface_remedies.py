@@ -301,23 +301,18 @@ CASES: dict[str, Case] = {
     ),
     "words": Case(
         options(data=relabeled("labels", ["no", "yes"].__getitem__)),
-        r"labels of the example at index 0 to be .* from 0 to 1, got 'no', a str; number the classes.* a dict by name",
+        r"labels of the example at index 0 to be .* from 0 to 1, got 'no', a str; .*number names by dataset",
         options(data=relabeled("labels", int)),
     ),
     "a column of another name": Case(
         options(data=relabeled("target", int)), "rename it", options(data=relabeled("labels", int))
-    ),
-    "a collator's column": Case(
-        options(data_collator=lambda items: stacked(items, "label")),
-        r"let .* the data_collator return 'labels'",
-        options(data_collator=lambda items: stacked(items, "labels")),
     ),
     "fractions": Case(
         options(data=relabeled("labels", float)), "give one class per sequence", options(data=relabeled("labels", int))
     ),
     "a missing label": Case(
         options(data=relabeled("label", lambda label: label or None)),
-        "correct it, or leave out the row",
+        "correct it or leave it out",
         options(data=relabeled("label", int)),
     ),
     "one label": Case(
@@ -383,7 +378,7 @@ def test_words_of_a_dataset_are_encoded_as_the_remedy_says(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": row["input_ids"].tolist(), "label": ["no", "yes"][row["label"]]} for row in ROWS]
     data = datasets.Dataset.from_list(rows)
-    with pytest.raises(pg.PrivacyError, match=r"with dataset\.class_encode_column\('label'\)"):
+    with pytest.raises(pg.PrivacyError, match=r"by dataset\.class_encode_column\('label'\)"):
         trainer_of(tmp_path / "a", options(data=data)).train()
     trainer_of(tmp_path / "b", options(data=data.class_encode_column("label"))).train()
 
