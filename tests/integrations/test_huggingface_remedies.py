@@ -71,11 +71,6 @@ def relabeled(name: str, value: Callable[[int], Any]) -> list[dict[str, Any]]:
     return [{"input_ids": row["input_ids"], name: value(row["label"])} for row in ROWS]
 
 
-def stacked(items: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
-    ids, classes = ([item[key] for item in items] for key in ("input_ids", "label"))
-    return {"input_ids": torch.stack(cast("list[Tensor]", ids)), name: torch.tensor(classes)}
-
-
 def with_adapters(*, first: bool) -> dict[str, Any]:
     model: Any = bert_lora() if first else bert()
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
