@@ -267,7 +267,7 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         ({"adaptive_clip": "TargetFraction", "non_private": True}, "adaptive_clip to be absent for non_private"),
         ({"clip": "Automatic", "non_private": True}, "clip to be absent for non_private, got Automatic"),
         ({"clip": "Automatic", "adaptive_clip": "TargetFraction"}, "^methods.Q: PrivateGradient: expected clip"),
-        ({"filter": "EMA"}, "methods.Q.filter.weight to be given, got None; add it, such as weight = 0.3"),
+        ({"filter": "EMA"}, "methods.Q.filter.weight to be given, got None; add it"),
         ({"filter": {"use": "EMAA", "weight": 0.3}}, "methods.Q.filter.use to be one of .*; did you mean 'EMA'"),
         ({"filter": {"use": "LinearFilter", "b": [1.0, -1.0]}}, "to differ from 0"),
         (

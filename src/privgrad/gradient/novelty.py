@@ -42,23 +42,25 @@ class Novelty:
                 x, known = leaf.detach().reshape(-1, columns), None
                 if columns > _READ:
                     most = min(_READ, max(_MOST // leaf.shape[0], COLUMNS + 1))
-                    x = x.unfold(1, _RUN, _RUN * -(-columns // most)).flatten(1)
-                x = x.float()
-                if columns <= COLUMNS:
+                    x = x.unfold(1, _RUN, _RUN * -(-columns // most))
+                elif columns <= COLUMNS:
+                    x = x.float() if x.is_floating_point() else x
                     if (values := self._values.get((place, columns))) is not None:
                         known = values.known_in(x)
                     else:  # the first batch of this shape: all is new
-                        self._values[place, columns] = _Values(x)
+                        self._values[place, columns] = _Values(x.float())
                 if columns > 1 or known is None:  # of a single column, the known values say the same
+                    x = x.float()
                     measured += x.aminmax()
                 if columns > 1:
-                    measured += cast(Tensor, torch.linalg.vector_norm(x, 0, dim=1)).aminmax()
+                    nonzeros_B = cast(Tensor, torch.linalg.vector_norm(x, 0, dim=tuple(range(1, x.dim()))))
+                    measured += nonzeros_B.aminmax()
                 measured += [] if known is None else [known]
                 found.append((place, x, known is not None))
         together = [x.to(measured[0].device) for x in measured]
         numbers = iter(cast("list[float]", torch.stack(together).tolist() if together else []))
         for place, x, has_values in found:
-            columns = x.shape[1]
+            columns = x.shape[1:].numel()
             least, most = (next(numbers), next(numbers)) if columns > 1 or not has_values else (0.0, 0.0)
             fewest, nonzeros = (next(numbers), next(numbers)) if columns > 1 else (0.0, 0.0)
             now = [math.inf if math.isnan(least) else max(-least, most), columns - fewest, nonzeros - columns]
@@ -66,11 +68,11 @@ class Novelty:
             step = columns / _STEPS if columns > 1 else math.inf
             for record, limit in enumerate((2 * records[0], records[1] + step, records[2] + step)):
                 if now[record] > limit:
-                    records[record] = now[record]
-                    zeros_B = (x == 0).sum(1) * (3 - 2 * record)
-                    rows.append(int((zeros_B if record else x.abs().amax(1).nan_to_num(math.inf)).argmax()))
+                    records[record], row_BN = now[record], x.float().flatten(1)
+                    zeros_B = (row_BN == 0).sum(1) * (3 - 2 * record)
+                    rows.append(int((zeros_B if record else row_BN.abs().amax(1).nan_to_num(math.inf)).argmax()))
             if has_values and next(numbers) < (values := self._values[place, columns]).numbers(x):
-                rows += values.learn(x)
+                rows += values.learn(x.float())
         return list(dict.fromkeys(rows))
 
 
@@ -90,7 +92,7 @@ class _Values:
         self._known = self._known.to(x.device)
         is_open = [column for column, count in enumerate(self._counts) if count <= _VALUES]
         x, known = (x, self._known) if len(is_open) == len(self._counts) else (x[:, is_open], self._known[is_open])
-        return torch.count_nonzero(x[:, :, None] == known)  # the known values of a column differ
+        return (x[:, :, None] == known).sum(dtype=torch.float32)  # the known values of a column differ
 
     def numbers(self, x: Tensor) -> int:
         """Return how many numbers are in open columns."""
