@@ -576,7 +576,7 @@ class Bits:
             now = self._seen(x)
             same = now.shape == held.shape
             differ.append(now.ne(held).any() if same else held.new_ones((), dtype=torch.bool))
-        found: Any = torch.stack([one.to(differ[0].device) for one in differ]).tolist()
+        found = cast("list[bool]", torch.stack([one.to(differ[0].device) for one in differ]).tolist())
         written = [own for own, flag in zip(self._held, found, strict=True) if flag]
         for _, x, held in written:
             if (bits := self._seen(x.data, whole=True)).shape == held.shape:
