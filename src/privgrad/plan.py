@@ -35,7 +35,7 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler
-from privgrad.sampling.loading import Collate, Data, batches
+from privgrad.sampling.loading import Collate, Data, batches, refuse_habits
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
@@ -125,6 +125,10 @@ class PrivacyPlan:
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size)
+        if self.noise_on_grid not in (True, False):  # the text "no" would mean yes
+            raise expected(function, "noise_on_grid", "to be True or False", described(self.noise_on_grid))
+        if self.noise_on_grid and self.noise_multiplier == 0:
+            raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
         # All examples of a user are clipped as one anyway.
@@ -392,18 +396,20 @@ class PrivacyPlan:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         collate_fn: Collate | None = None,
+        **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         The arguments are as in sampling.BatchSampler, except those of loading (`num_workers`, `prefetch_factor` and
         `pin_memory`), which are as in sampling.batches. Workers live until the last step. `collate_fn` is another name
-        of `collate`. A DataLoader's `shuffle`, `batch_size` and `sampler` have no place: the plan decides each draw.
+        of `collate`. Other arguments of a DataLoader, such as `shuffle`, are refused with what to do instead.
 
         Raises:
             PrivacyError, SamplingError: see sampling.batches and sampling.BatchSampler.
         Privacy:
             Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
+        refuse_habits(habits)
         if collate_fn is not None:
             collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
         sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)

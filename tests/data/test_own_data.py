@@ -976,6 +976,8 @@ def test_features():
         (lambda: Bins.equal(0, math.inf), "Bins: expected edges"),
         (lambda: Bins((0, 1, 2))([float("nan")]), "Bins: expected number 0 to be given"),
         (lambda: Bins((0, 1, 2))(torch.zeros(2, 2)), "Bins: expected numbers to have shape"),
+        (lambda: OneHot(()), "OneHot: expected values"),
+        (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
         (lambda: unit_rows(torch.zeros(3)), "unit_rows: expected rows"),
     ]

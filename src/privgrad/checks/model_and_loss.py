@@ -116,6 +116,9 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield what, "use real parameters: view_as_real for complex ones"
 
 
+# Finds: layers of bitsandbytes that compute examples together, or lose gradients.
+# Cost: it reads attributes of each such layer, once for each structure of a model.
+# Refuses wrongly: a threshold that no input exceeds; it cannot be seen without the data.
 def _problems_of_few_bits(module: Any) -> Iterator[tuple[str, str]]:
     """Yield the problems of a layer of bitsandbytes, with its base of 4 or 8 bits, and the remedies."""
     weight: Any = module.weight

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info  # pyright: ignore[reportUnknownVariableType]
 
-from privgrad.errors import PrivacyError, SamplingError, expected, require_integer
+from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
 from privgrad.rng import numpy_and_python_kept, set_states
 from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
@@ -24,7 +24,24 @@ Collate = Callable[[list[Any]], Any]
 Data = Dataset[Any] | Sequence[Any]  # map-style
 
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
+_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
+_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
+    **dict.fromkeys(("shuffle", "drop_last", "batch_sampler"), _DRAWN),
+    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
+    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
+    "worker_init_fn": "leave it out: each worker has secret seeds",
+    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
+    "persistent_workers": "leave it out: workers live until the last step",
+}
 _REPEATS = 20  # number of calls after which rows that differ count as random
+
+
+def refuse_habits(options: Mapping[str, object]) -> None:
+    """Raise PrivacyError for an argument of a DataLoader, with what to do instead; TypeError for an unknown one."""
+    for name, value in options.items():
+        if name not in _HABITS:
+            raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
+        raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
 
 
 def unusable(name: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
