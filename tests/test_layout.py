@@ -1,5 +1,6 @@
 """The house: rooms and their sizes, what a reviewer reads, and imports that go one way."""
 
+import gc
 import re
 import runpy
 import sys
@@ -75,7 +76,7 @@ def test_few_lines_refuse():
     """As scripts/refusals.py counts; 7 % is the aim, and 3b053914 had 10.4 %."""
     counts = runpy.run_path(str(ROOT / "scripts/refusals.py"))["counts"]
     pairs = [pair for package in ROOMS for pair in counts(SOURCE / package).values()]
-    assert sum(refused for refused, _ in pairs) <= 0.071 * sum(every for _, every in pairs)
+    assert sum(refused for refused, _ in pairs) <= 0.07 * sum(every for _, every in pairs)
 
 
 def test_few_modules_stand_at_the_root():
@@ -153,6 +154,7 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
             found.add(Path(code.co_filename).relative_to(folder).as_posix())
 
     batch = next(plan.batches(make_data()))
+    gc.collect()  # a generator that an earlier test left unfinished is called when it is collected: not during the step
     before = sys.getprofile()
     sys.setprofile(trace)
     try:

@@ -87,8 +87,7 @@ def require_features(spec: Spec) -> None:
                 condition = f"to be false for the block {block.use!r}, which takes pixels in [0, 1]"
                 raise wrong("data.standardize", condition, "true")
         if table.weights is not None and len(table.weights) != len(table.blocks):
-            condition = f"to be {len(table.blocks)} numbers, one for each block"
-            raise wrong(f"{place}.weights", condition, len(table.weights))
+            raise wrong(f"{place}.weights", f"to be {len(table.blocks)} numbers, one each", len(table.weights))
 
 
 def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:

@@ -78,7 +78,7 @@ def test_files_that_unpack_to_far_more_than_they_say_are_not_unpacked(tmp_path: 
     path = tmp_path / "train-labels-idx1-ubyte.gz"
     header = struct.pack(">II", 0x801, 20)
     path.write_bytes(gzip.compress(header) + gzip.compress(bytes(1 << 20)) * 50_000)  # 50 GiB
-    with pytest.raises(pg.PrivacyError, match=r"got ValueError: more than .* values for the shape .* of its header"):
+    with pytest.raises(pg.PrivacyError, match=r"got ValueError: cannot reshape array of size 21 into shape"):
         data.fashion_mnist(tmp_path)
     path.write_bytes(gzip.compress(struct.pack(">I4I", 0x804, *[1 << 16] * 4)))  # 0 modulo 2**64
     with pytest.raises(pg.PrivacyError, match="more than"):

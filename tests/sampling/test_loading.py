@@ -241,11 +241,8 @@ def left() -> None:
 
 
 FAILURES = [
-    (
-        no_file,
-        r"dataset to load every example, also that at index 7, got FileNotFoundError: scan-7\.png is gone; repla",
-    ),
-    (no_index, r"dataset to load every example, also that at index 7, got IndexError: 7; .* integers from 0"),
+    (no_file, r"dataset to load each example, also at index 7, got FileNotFoundError: scan-7\.png is gone; repla"),
+    (no_index, r"dataset to load each example, also at index 7, got IndexError: 7; .* integers from 0"),
     # torch notices a dead worker by its signal or, on a busy machine, by a look at all workers.
     (killed, r"every worker to live .* got DataLoader worker .* (is killed by signal: Killed|exited .*); take few"),
     (left, r"every worker to live .* got DataLoader worker .* exited unexpectedly.*; take few"),

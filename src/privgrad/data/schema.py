@@ -482,8 +482,7 @@ def _column(function: str, name: str, table: Any) -> Column | None:
     if kind == "date" and (
         ("year" in own["as"]) != bool(years) or any(year not in range(1, 10_000) for year in years or ())
     ):
-        condition = "to be the first and the last year if as has year, else absent"
-        raise expected(function, f"{place}.range", condition, years)
+        raise expected(function, f"{place}.range", "to be the first and last year if as has year, else absent", years)
     if kind == "category":
         own["values"] = list(map(text_of, own["values"]))
     if "edges" in own:

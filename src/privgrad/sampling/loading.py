@@ -57,8 +57,7 @@ def item(data: Sequence[Any], index: int) -> Any:
         raise
     except Exception as error:  # whatever a data set of the user raises
         remedy = "replace or remove this example, or correct __getitem__, which takes integers from 0"
-        condition = f"to load every example, also that at index {index}"
-        raise unusable("dataset", condition, summary(error), remedy) from error
+        raise unusable("dataset", f"to load each example, also at index {index}", summary(error), remedy) from error
 
 
 def summary(error: Exception) -> str:

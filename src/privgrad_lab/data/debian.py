@@ -456,8 +456,7 @@ def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
                 source, maintainer = fields.get("Source", name), digest(person[1] if person else name)
                 packages.setdefault(name, Package(name, source, maintainer, fields["Section"], *text, kept))
     if not packages:
-        name = f"the number of packages with descriptions in {folder}"
-        raise expected("data", name, "to be at least 1", 0, _REMEDY)
+        raise expected("data", f"the number of packages with descriptions in {folder}", "to be at least 1", 0, _REMEDY)
     keyed = sorted((digest(package.source), name, package) for name, package in packages.items())
     train, test = (
         [package for key, _, package in keyed if (key[0] < 51) == is_test]  # 51 of 256 are a fifth
