@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map_only
 
 from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.parametrized import JacobianNorms
@@ -28,6 +27,7 @@ from privgrad.engine.shared_values import (
     FunctionCalls,
     Inputs,
     SharedValues,
+    filled,
     for_each,
     for_one_example,
     name_of,
@@ -274,18 +274,15 @@ class Capture:
             return output
         layout, count = self.record.enter(path, tensors), len(tensors)
         if any(examples is not None and examples.views > 1 for examples in layout):
-            args, kwargs = self._arranged(path, side_by_side, (args, kwargs), layout[:count])
+            own = zip(tensors, layout[:count], strict=True)
+            found = {id(x): x if at is None else side_by_side(path, x, at, self.size) for x, at in own}
+            args, kwargs = filled((args, kwargs), (found[id(x)] for x in tensors))  # equal tensors stay equal objects
         moves = {} if self._displacements is None else {"displacements": self._displacements}
         output = forward(module, partial(self._tap, path), *args, **kwargs, **moves)
-        output = self._arranged(path, set_apart, output, layout[count:])
+        each = zip(tensors_in(output), layout[count:], strict=True)
+        outputs = [x if at is None else set_apart(path, x, at, self.size) for x, at in each]
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
-        return tree_map_only(Tensor, Tensor.contiguous, output)
-
-    def _arranged(self, path: str, arrange: Any, tree: Any, layout: Layout) -> Any:
-        """Return a tree whose tensors are rearranged by their layouts; equal tensors stay equal objects."""
-        pairs = zip(tensors_in(tree), layout, strict=True)
-        found = {id(x): x if at is None else arrange(path, x, at, self.size) for x, at in pairs}
-        return tree_map_only(Tensor, lambda x: found[id(x)], tree)
+        return filled(output, map(Tensor.contiguous, outputs))
 
     def _by_vmap(self, unit: Unit, original: Any, args: Any, kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
@@ -309,7 +306,7 @@ class Capture:
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute a call of a torch function that has a shared value among its arguments."""
-        tensors = tensors_in([args, kwargs])
+        tensors = tensors_in((args, kwargs) if kwargs else args)
         unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
         path = f"{unit}[{name_of(func)}]"
         if self.record.is_learning:
@@ -323,7 +320,7 @@ class Capture:
             return output
         layout = self.record.enter(path, tensors)
         if any(layout):
-            return self._for_each(path, func, args, kwargs, layout)
+            return self._for_each(path, func, args, kwargs, tensors, layout)
         first, version = tensors[0], version_of(tensors[0])  # an operation in place returns its first tensor
         output = func(*args, **kwargs)
 
@@ -341,9 +338,8 @@ class Capture:
                 self._shared.add(x, unit, lambda index=index: once()[index], tensors)
         return output
 
-    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> Any:
+    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], layout: Layout) -> Any:
         """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
-        tensors = tensors_in([args, kwargs])
         growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
         read = READERS.get(func)
         product = None if read is None else read(*args, **kwargs)
@@ -359,10 +355,10 @@ class Capture:
         outs = layout[len(tensors) :]
         if not growing:
             args = for_one_example(func, args, *cast("Any", outs[0])[:2])
-        produced, rebuilt = self._mapped(path, func, args, kwargs, self._inputs(path, tensors, layout))
+        produced, result = self._mapped(path, func, args, kwargs, self._inputs(path, tensors, layout))
         if len(produced) != len(outs):
             raise CallSequenceChangedError(path)
-        return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
+        return filled(result, (joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)))
 
     def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
         """Return `for_each`, and refuse the function if it fails."""

@@ -167,6 +167,7 @@ class Passes:
         self.half, self.floats, self.ambiguous = False, 0, 0
         self._sees_all = False  # whether functions are seen between all calls of units: slow, but they differed
         self.losses: Tensor | None = None  # of the last pass; private
+        self._ones = torch.ones(0)  # as many as the largest pass had losses
         self._used = list[tuple[Tapped, str]]()  # the taps, each with the name of a parameter whose gradient it gives
 
     def copied(self) -> "Passes":
@@ -203,7 +204,7 @@ class Passes:
                     return {}, displacements
                 # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on an output.
                 with refusing_in_place():
-                    grads = gradients_at(edges, [losses])
+                    grads = gradients_at(edges, [losses], [self._ones_like(losses)])
         except Exception as error:
             # Right after `learn`, the same losses have succeeded with the unchanged layers.
             failed = is_first and not capture.record.is_finished
@@ -211,6 +212,12 @@ class Passes:
                 raise refusal from error
             raise
         return self._collected(losses, capture, grads), displacements
+
+    def _ones_like(self, losses: Tensor) -> Tensor:
+        ones, (size,) = self._ones, losses.shape
+        if ones.shape[0] < size or ones.dtype != losses.dtype or ones.device != losses.device:
+            self._ones = ones = torch.ones_like(losses)
+        return ones[:size]
 
     def inputs(self, examples: Any) -> dict[str, Factor]:
         """Return factors with the inputs of each layer, and zeros as gradients of its outputs; errors as `compute`."""

@@ -5,7 +5,7 @@ the examples, each example gets its own copy, and the gradients at the copies ar
 depend on example i, the model and public numbers only, and in `for_each` no example's values may reach another example.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -45,26 +45,28 @@ class SharedValues:
         self._copies_of = copies_of
         self._values: dict[int, _Value | tuple[str, Tensor]] = {**parameters}  # a parameter that was not met yet
 
-    def _value(self, tensor: object) -> _Value | None:
-        value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
-        if isinstance(value, tuple):
+    def _value(self, tensor: object) -> _Value:
+        value = self._values[id(tensor)]
+        if type(value) is tuple:
             name, p = value
             unit, sources = name.rpartition(".")[0], frozenset([id(p)])
             self._values[id(p)] = value = _Value(p, p._version, True, unit, None, sources=sources)
-        return value
+        return cast(_Value, value)
 
     def __contains__(self, tensor: object) -> bool:
+        if id(tensor) not in self._values:  # the values are kept, so no other object has such an id
+            return False
         value = self._value(tensor)
         # The forward of an autograd.Function is seen, but not its backward: its result has a graph only afterwards.
-        return value is not None and value.tensor.requires_grad == value.trained
+        return value.tensor.requires_grad == value.trained
 
     def unit(self, tensor: Tensor) -> str:
         """Return the path of the module to blame for a value: the owner of its first parameter."""
-        return cast(_Value, self._value(tensor)).unit
+        return self._value(tensor).unit
 
     def sources(self, tensor: Tensor) -> frozenset[int]:
         """Return the ids of the parameters that a value was computed from; none if it is no shared value."""
-        return cast(_Value, self._value(tensor)).sources if tensor in self else frozenset()
+        return self._value(tensor).sources if tensor in self else frozenset()
 
     def add(
         self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
@@ -89,15 +91,15 @@ class SharedValues:
         self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
     ) -> None:
         """Follow an operation in place on a value of this version; `compute` returns new copies from those before."""
-        before = cast(_Value, self._value(tensor))
+        before = self._value(tensor)
         if before.version == version:  # else another operation changed it, through a view
             del self._values[id(tensor)]
             self.add(tensor, before.unit, lambda: compute(self._computed(before)), inputs)
-            cast(_Value, self._value(tensor)).sources |= before.sources
+            self._value(tensor).sources |= before.sources
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value); refuse a value that was written to."""
-        value = cast(_Value, self._value(tensor))
+        value = self._value(tensor)
         if value.version != tensor._version:
             raise _written_to(value.unit)
         return self._computed(value)
@@ -144,6 +146,7 @@ class Additive(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_SEQUENCES, _NUMBERS = frozenset((tuple, list)), frozenset((int, float, bool, str, type(None), torch.Size))
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _NONE = frozenset[int]()
 
@@ -271,30 +274,51 @@ def name_of(func: Any) -> str:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested containers, in order."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    # torch's trees take 60 calls of Python for the arguments of a function.
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = tree.__class__
+    found = list[Tensor]()
+    if kind is not dict and kind not in _SEQUENCES:
+        return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    for part in tree.values() if kind is dict else tree:
+        if part.__class__ in _NUMBERS:
+            continue
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += tensors_in(part)
+    return found
 
 
-def filled(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the leaves of a tree, with these tensors in place of its own."""
-    remaining = iter(tensors)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return nested containers with these tensors in place of their own."""
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    kind = tree.__class__
+    if kind in _NUMBERS:
+        return tree
+    if kind in _SEQUENCES:
+        return kind([filled(part, tensors) for part in tree])
+    if kind is dict:
+        return {key: filled(part, tensors) for key, part in tree.items()}
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Tensor], Any]:
     """Compute a function for each example, by broadcasting if its inputs broadcast, else by vmap.
 
-    Return the tensors in the result, with the examples in dimension 0; and a function that puts others in their place.
+    Return the tensors in the result, with the examples in dimension 0; and the result itself.
     """
-    leaves, structure = tree_flatten((args, kwargs))
     found: Any = None
 
     def call(*tensors: Tensor) -> list[Tensor]:
         nonlocal found
-        own_args, own_kwargs = tree_unflatten(filled(leaves, tensors), structure)
-        found = tree_flatten(func(*own_args, **own_kwargs))
-        if func is Tensor.__setitem__:  # it returns nothing, but vmap needs a result
-            return [own_args[0]]
-        return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
+        own_args, own_kwargs = filled((args, kwargs), iter(tensors))
+        found = func(*own_args, **own_kwargs)
+        # It returns nothing, but vmap needs a result.
+        return [own_args[0]] if func is Tensor.__setitem__ else tensors_in(found)
 
     if func in _BROADCAST:
         dims = max(x.dim() - (dim is not None) for x, dim in inputs)
@@ -304,11 +328,7 @@ def for_each(func: Any, args: Any, kwargs: Any, inputs: Inputs) -> tuple[list[Te
     else:
         with unseen_by_checkpoints():
             produced = batched(call, tuple(dim for _, dim in inputs))(*(tensor for tensor, _ in inputs))
-
-    def rebuilt(tensors: Sequence[Tensor]) -> Any:
-        return tree_unflatten(filled(found[0], tensors), found[1])
-
-    return ([] if func is Tensor.__setitem__ else produced), rebuilt
+    return ([] if func is Tensor.__setitem__ else produced), found
 
 
 def for_one_example(func: Any, args: Any, dim: int, rows: int) -> Any:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
 from privgrad.engine.factors.outer import SMALL
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
 from privgrad.engine.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 from privgrad.engine.layers.base import Rule, Weights, add_to, find_forward, find_rule, is_built_in, require_unwritten
-from privgrad.engine.shared_values import Additive, filled
+from privgrad.engine.shared_values import Additive, filled, tensors_in
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import has_batched_rules, is_additive, sources
 from privgrad.gradient.contribution import Use
@@ -199,14 +199,13 @@ class VmappedUnit:
         self._module = module
         self._forward = forward
         self._arguments = arguments
-        self._leaves, self._structure = tree_flatten(arguments)
-        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._watched = Watched(self._leaves)
+        self.tensors = tensors_in(arguments)
+        self._watched = Watched(tree_leaves(arguments))
         # Parameters and buffers are replaced by copies meanwhile.
         self._kept = Structure(module, path, but=("_parameters", "_buffers"))
         self._unit = _Unit(module, forward)
         self._frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
-        self._found: Any = None  # the leaves and the structure of the last output
+        self._found: Any = None  # the last output
 
     def plain(self) -> Any:
         """Return the output for all examples together, without per-example gradients."""
@@ -232,14 +231,14 @@ class VmappedUnit:
         return produced
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        return tree_unflatten(filled(self._found[0], tensors), self._found[1])
+        return filled(self._found, iter(tensors))
 
     def _single(self, parameters: Mapping[str, Tensor], *inputs: Tensor) -> list[Tensor]:
         """Return the tensors in one example's output, and note its structure."""
-        args, kwargs = tree_unflatten(filled(self._leaves, inputs), self._structure)
+        args, kwargs = filled(self._arguments, iter(inputs))
         state = {f"module.{name}": p for name, p in (*parameters.items(), *self._frozen.items())}
-        self._found = tree_flatten(functional_call(self._unit, state, args, kwargs))
-        return [leaf for leaf in self._found[0] if isinstance(leaf, Tensor)]
+        self._found = functional_call(self._unit, state, args, kwargs)
+        return tensors_in(self._found)
 
     def _one_by_one(
         self, copies: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Sequence[int | None], size: int

@@ -48,12 +48,13 @@ def gradients_at(
     along: Sequence[Tensor] | None = None,
     *,
     create_graph: bool = False,
+    keep_graph: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of sum <output, along> at edges or leaves; None where the outputs do not depend on one."""
     # torch.autograd.grad would switch off the modes that see functions, also where a checkpointed part runs again.
     along = [torch.ones_like(output) for output in outputs] if along is None else along
-    run, ends = cast(Any, _engine_run_backward), tuple(edges)
-    return list(run(tuple(outputs), tuple(along), create_graph, create_graph, ends, True, accumulate_grad=False))
+    run, ends, keep = cast(Any, _engine_run_backward), tuple(edges), create_graph or keep_graph
+    return list(run(tuple(outputs), tuple(along), keep, create_graph, ends, True, accumulate_grad=False))
 
 
 def gradients_and_curvature(

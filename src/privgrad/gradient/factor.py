@@ -9,7 +9,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ TINY = 1e-15  # the square of a norm below this loses digits in float32
 TERMS = 256  # in one part
 _FEW_TERMS = 32  # in one part of a narrow product
 _NARROW = 32  # outputs or inputs
-_JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
+JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
 _SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once on the CPU
-_PRODUCT = AT_ONCE // _JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
+_PRODUCT = AT_ONCE // JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
 
 
 def examples_per_block(floats: int, like: Tensor | None = None) -> int:
@@ -65,13 +66,14 @@ def largest_entries(x: Tensor) -> Tensor:
     return x.abs().amax(-1)  # the maximum norm of torch takes 15 times as long on the CPU
 
 
-class _Masks(threading.local):
-    """The list of the `unread` that this thread is in, or None."""
+class _Look(threading.local):
+    """The masks, and the norms of tensors, that the `unread` of this thread keeps; None outside."""
 
-    found: list[Tensor] | None = None
+    masks: list[Tensor] | None = None
+    norms: dict[tuple[Any, int], tuple[Callable[[], Tensor | None], Tensor]] | None = None
 
 
-_masks = _Masks()
+_look = _Look()
 
 
 class unread:  # noqa: N801, it is called as a function is
@@ -79,11 +81,11 @@ class unread:  # noqa: N801, it is called as a function is
 
     def __enter__(self) -> list[Tensor]:
         masks: list[Tensor] = []
-        self._outer, _masks.found = _masks.found, masks
+        self._outer, _look.masks, _look.norms = (_look.masks, _look.norms), masks, {}
         return masks
 
     def __exit__(self, *_: object) -> None:
-        _masks.found = self._outer
+        _look.masks, _look.norms = self._outer
 
 
 def spoiled(mask_B: Tensor) -> Tensor | None:
@@ -93,11 +95,21 @@ def spoiled(mask_B: Tensor) -> Tensor | None:
     its other questions. If a norm may be spoiled, clipping discards what it computed, and computes it again without
     `unread`.
     """
-    if _masks.found is not None:
-        _masks.found.append(mask_B)
+    if _look.masks is not None:
+        _look.masks.append(mask_B)
         return None
     index = mask_B.nonzero()[:, 0]
     return index if index.shape[0] > 0 else None
+
+
+def once(norms: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return norms(x). Within `unread`, factors of the same tensor compute them once."""
+    if (known := _look.norms) is None:
+        return norms(x)
+    key = norms, id(x)
+    if key not in known or known[key][0]() is not x:  # else another tensor had this id
+        known[key] = ref(x), norms(x)
+    return known[key][1]
 
 
 def in_one(parts: Sequence[Tensor]) -> Tensor:
@@ -158,12 +170,17 @@ def norms_of_parts(parts: Iterable[Tensor], inverse_scales: Tensor | None = None
 
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
-    return square_B < CANCELED * terms_B.square()
+    return torch.addcmul(square_B, terms_B, terms_B, value=-CANCELED) < 0
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
     """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
     return grads_BP.flatten(1) if grads_BP.dim() > 1 else grads_BP[:, None]
+
+
+def terms_of_part(outputs: int, inputs: int) -> int:
+    """Return the most terms that a product of these widths adds up in one part."""
+    return _FEW_TERMS if outputs <= _NARROW or inputs <= _NARROW else TERMS
 
 
 def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
@@ -177,13 +194,13 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     which makes errors of repeated terms many times larger.
     """
     terms, outputs, inputs = a_NI.shape[0], b_NO.shape[1], a_NI.shape[1]
-    narrow = outputs <= _NARROW or inputs <= _NARROW
-    size = _FEW_TERMS if narrow else TERMS
+    size = terms_of_part(outputs, inputs)
+    narrow = size < TERMS
     if terms <= size or a_NI.dtype == torch.float64:
         return b_NO.mT @ a_NI
     on_processor = is_on_processor(a_NI)
     if narrow or outputs * inputs <= (_SMALL_PRODUCT if on_processor else _PRODUCT):
-        few = not narrow and not on_processor and terms <= _JOINED_PARTS * size
+        few = not narrow and not on_processor and terms <= JOINED_PARTS * size
         whole, at_once = terms // size * size, (AT_ONCE // (outputs * inputs) or 1) * size
         b_MO, a_MI = (b_NO, a_NI) if whole == terms else (b_NO[:whole], a_NI[:whole])
         total = _sum_of_parts(b_MO[:at_once], a_MI[:at_once], size, few)
@@ -191,10 +208,10 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
             part = slice(start, start + at_once)
             total += _sum_of_parts(b_MO[part], a_MI[part], size, few)
         return total if whole == terms else total.add_(b_NO[whole:].mT @ a_NI[whole:])
-    total = _joined(b_NO[: _JOINED_PARTS * size], a_NI[: _JOINED_PARTS * size], size)
+    total = _joined(b_NO[: JOINED_PARTS * size], a_NI[: JOINED_PARTS * size], size)
     rows = _CACHED // (8 * inputs) or 1  # a mixed addition in the cache takes a third of the time
-    for start in range(_JOINED_PARTS * size, terms, _JOINED_PARTS * size):
-        part = slice(start, start + _JOINED_PARTS * size)
+    for start in range(JOINED_PARTS * size, terms, JOINED_PARTS * size):
+        part = slice(start, start + JOINED_PARTS * size)
         total, more = total.double(), _joined(b_NO[part], a_NI[part], size)
         for row in range(0, outputs, rows):
             total[row : row + rows] += more[row : row + rows]
@@ -271,8 +288,8 @@ class Factor(ABC):
         most = max(1, self._terms // max(1, self.positions))
         if self.examples <= most:
             return self.weighted_sum(weight_B)
-        total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
-        for start in range(0, self.examples, most):
+        total = self[:most].weighted_sum(weight_B[:most]).double()
+        for start in range(most, self.examples, most):
             part = slice(start, start + most)
             total += self[part].weighted_sum(weight_B[part])
         return total
@@ -534,7 +551,7 @@ class Dense(LinearMapFactor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is None and (is_on_processor(self.grads_BP) or self.grads_BP.numel() <= AT_ONCE):
-            return norms_of(self.grads_BP)
+            return once(norms_of, self.grads_BP)
         return super().norms(inverse_scales)
 
     def __add__(self, other: Factor) -> Factor:

@@ -296,7 +296,7 @@ class TiedTable(Sum):
         chunks = self._split(examples_per_block(self.outer.positions * self.rows.positions, self.rows.r_BTD))
         products = [cast(TiedTable, part)._inner_products(inverse_scales) for part in chunks]
         square_B = parts_B.square().sum(0) + 2 * in_one(products)
-        norm_B = square_B.clamp(min=0).sqrt()
+        norm_B = square_B.sqrt()  # nan of a negative square, which is canceled
         if (again := spoiled(canceled(square_B, parts_B.sum(0)))) is not None:
             norm_B[again] = Factor.norms(self[again], inverse_scales)
         return norm_B

@@ -5,7 +5,7 @@ Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from privgrad.gradient.factor import (
     masked,
     native_norms,
     norms_of,
+    once,
     spoiled,
     sum_of_products,
     sum_of_rows,
@@ -100,25 +101,17 @@ def merged(x: Tensor, parts: int) -> Tensor:
 class Outer(LinearMapFactor):
     """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
 
-    Here a are the inputs, and b the gradients of the outputs. docs/mathematics.md (1.1) derives these gradients, and
-    (1.2) to (1.5) their norms, their term bound and their weighted sum.
+    Here a are the inputs, and b the gradients of the outputs, also of shape (B, O) for one position.
+    docs/mathematics.md (1.1) derives these gradients, and (1.2) to (1.5) their norms, their term bound and their
+    weighted sum.
     """
 
-    def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
-        super().__init__(a_BTI.shape[0], torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
-        self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
+    def __init__(self, a_BTI: Tensor, b: Tensor) -> None:
+        super().__init__(a_BTI.shape[0], torch.Size((b.shape[-1], a_BTI.shape[2])))
+        self.a_BTI, self._b = at_least_float32(a_BTI), at_least_float32(b)
+        self.b_BTO = self._b if len(b.shape) == 3 else self._b[:, None]
         self.keeps = False  # whether `norms` keeps the gradients for `weighted_sum` if it writes them out
         self._kept: Tensor | None = None
-        # If others share b, the norms of its positions, by the way to compute them and the version of b.
-        self._norms_of_b: dict[Any, Tensor] | None = None
-
-    def with_inputs(self, a_BTI: Tensor) -> "Outer":
-        """Return the gradients of another weight, whose outputs have the same gradients."""
-        found = Outer(a_BTI, self.b_BTO)
-        if self._norms_of_b is None:
-            self._norms_of_b = {}
-        found._norms_of_b = self._norms_of_b  # both term bounds need these norms, which are computed once
-        return found
 
     def __getitem__(self, examples: Examples) -> "Outer":
         found = Outer(self.a_BTI[examples], self.b_BTO[examples])
@@ -228,12 +221,7 @@ class Outer(LinearMapFactor):
         if inverse_scales is not None:
             of_outputs, of_inputs = bounding_product(inverse_scales)
             return norms(self.a_BTI * of_inputs), norms(self.b_BTO * of_outputs)
-        if self._norms_of_b is None or self.b_BTO.is_inference():  # those do not count writes
-            return norms(self.a_BTI), norms(self.b_BTO)
-        key = norms, self.b_BTO._version
-        if key not in self._norms_of_b:
-            self._norms_of_b[key] = norms(self.b_BTO)
-        return norms(self.a_BTI), self._norms_of_b[key]
+        return once(norms, self.a_BTI), once(norms, self.b_BTO)
 
     @property
     def positions(self) -> int:
@@ -250,7 +238,7 @@ class Outer(LinearMapFactor):
         # scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). docs/mathematics.md (1.3), (2.2) and (1.2).
         positions, inputs, outputs = *self.a_BTI.shape[1:], self.b_BTO.shape[2]
         if positions == 1 and inverse_scales is None:
-            return norms_of(self.a_BTI) * norms_of(self.b_BTO)
+            return norms_of(self.a_BTI) * once(norms_of, self._b)
         if positions == 1:
             scales = at_least_float32(cast(Tensor, inverse_scales))
             largest, square = _unit_squares(scales)
@@ -296,8 +284,8 @@ class Outer(LinearMapFactor):
         bound_B, lost_B = self.bound(a_BTT, b_BTT)
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
-        lost_B |= square_B <= CANCELED * bound_B.square()
-        norm_B = square_B.clamp(min=0).sqrt()
+        lost_B |= torch.addcmul(square_B, bound_B, bound_B, value=-CANCELED) <= 0
+        norm_B = square_B.sqrt()  # nan of a negative square, which is lost
         if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
         return norm_B
@@ -305,20 +293,25 @@ class Outer(LinearMapFactor):
     def bound(self, a_BTT: Tensor, b_BTT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum over t of |b_t| |a_t|, which is at least |g|, and `underflowing`, from Gram matrices."""
         if not is_on_processor(a_BTT):
-            a_BT, b_BT = float64_norms(self.a_BTI), float64_norms(self.b_BTO)
+            a_BT, b_BT = once(position_norms, self.a_BTI), once(position_norms, self.b_BTO)
         else:
             a_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt()
             b_BT = native_norms(self.b_BTO) if b_BTT is None else b_BTT.diagonal(dim1=1, dim2=2).sqrt()
-        return (a_BT * b_BT).sum(1, dtype=torch.float64), self.underflowing(a_BT, b_BT)
+        terms_BT = a_BT * b_BT
+        return terms_BT.sum(1, dtype=torch.float64), self.underflowing(a_BT, b_BT, terms_BT)
 
-    def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
+    def underflowing(
+        self, a_BT: Tensor | None = None, b_BT: Tensor | None = None, terms_BT: Tensor | None = None
+    ) -> Tensor:
         """Return which examples have a position whose squares underflow on one side and are large on the other."""
         # Exact zeros, as at padding, hide nothing.
         if not is_on_processor(self.b_BTO):  # a look at the answer takes longer than the work; float64 shows zeros
-            pairs = (self.a_BTI, a_BT), (self.b_BTO, b_BT)
-            a_BT, b_BT = (float64_norms(x) if n is None or n.dtype != torch.float64 else n for x, n in pairs)
-            least_BT = torch.minimum(a_BT, b_BT)
-            return torch.logical_and(least_BT, least_BT < TINY * torch.maximum(a_BT, b_BT)).any(1)
+            if terms_BT is None or terms_BT.dtype != torch.float64:
+                a_BT, b_BT = once(position_norms, self.a_BTI), once(position_norms, self.b_BTO)
+                terms_BT = a_BT * b_BT
+            least_BT = torch.minimum(cast(Tensor, a_BT), cast(Tensor, b_BT))
+            # 0 < least < TINY * largest, where terms are least * largest
+            return torch.addcmul(terms_BT, least_BT, least_BT, value=-1 / TINY).gt(0).any(1)
         a_BT = native_norms(self.a_BTI) if a_BT is None else a_BT
         b_BT = native_norms(self.b_BTO) if b_BT is None else b_BT
         lost_BT = (torch.minimum(a_BT, b_BT) < TINY) & (torch.maximum(a_BT, b_BT) > 1)
@@ -415,7 +408,7 @@ class Combined(LinearMapFactor):
         if inverse_scales is not None or self.square_BO is None:
             return super().norms(inverse_scales)
         square_B = self.square_BO.sum(1, dtype=torch.float64)
-        norm_B = square_B.clamp(min=0).sqrt()
+        norm_B = square_B.sqrt()  # nan of a negative square, which is canceled
         again = spoiled(canceled(square_B, self._term_bound) | ~torch.isfinite(square_B) | self._underflowing())
         for index in indices(again):
             norm_B[index] = Factor.norms(self[index : index + 1])[0]

@@ -20,7 +20,7 @@ from torch.func import vmap
 
 from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.outer import Combined, Outer, Rows, by_rows, largest_scale
-from privgrad.gradient.autograd_graph import has_batched_rules
+from privgrad.gradient.autograd_graph import gradients_at, has_batched_rules
 from privgrad.gradient.factor import (
     TINY,
     Dense,
@@ -297,9 +297,15 @@ class Jacobian:
         return self.product(grad, batched=batched)
 
     def product(self, grad: Tensor, *, batched: bool = False) -> Tensor:
-        if batched and has_batched_rules(self.weight):
+        if batched and self._has_batched_rules:
             return vmap(self.product)(grad)
-        return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
+        if batched:
+            return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=True)[0]
+        return cast(Tensor, gradients_at([self.parameter], [self.weight], [grad], keep_graph=True)[0])
+
+    @cached_property
+    def _has_batched_rules(self) -> bool:
+        return has_batched_rules(self.weight)
 
     @cached_property
     def norm(self) -> float | Tensor:

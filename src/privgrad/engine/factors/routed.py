@@ -16,16 +16,21 @@ from torch import Tensor
 from privgrad.engine.factors.outer import Outer, position_norms
 from privgrad.gradient.factor import (
     CANCELED,
+    JOINED_PARTS,
+    TERMS,
     Examples,
     Factor,
     at_least_float32,
     examples_per_block,
     in_one,
     masked,
+    once,
     spoiled,
     sum_of_products,
+    terms_of_part,
 )
 from privgrad.gradient.refusals import refused
+from privgrad.processes import AT_ONCE, is_slow
 
 
 class _Blocks(NamedTuple):
@@ -33,24 +38,40 @@ class _Blocks(NamedTuple):
 
     slot: Tensor  # among those of all examples, shape (B, P, size)
     is_used: Tensor  # whether there is such a slot, shape (B, P, size, 1)
-    place: Tensor  # of each block's expert among those of all examples, shape (B P,)
+    expert: Tensor  # of each block, among those of all examples, shape (B P,)
+    place: Tensor  # of each slot among the places of its example's blocks, shape (B, S)
 
 
 class Routes:
     """The expert of each slot; what follows from it alone is computed once for all stacked weights."""
 
-    def __init__(self, expert_BS: Tensor, experts: int) -> None:
-        self.expert_BS, self.experts = expert_BS, experts
-        self._merged = dict[int, Routes]()
+    def __init__(self, expert_BS: Tensor, experts: int, whole: "Routes | None" = None) -> None:
+        self.expert_BS, self.experts, self._whole = expert_BS, experts, whole
+        self._merged, self._blocks = dict[int, Routes](), dict[int, _Blocks]()
 
     def __getitem__(self, examples: Examples) -> "Routes":
         return Routes(self.expert_BS[examples], self.experts)
 
     def merge(self, parts: int) -> "Routes":
         if parts not in self._merged:
-            self._merged[parts] = Routes(self.expert_BS.reshape(len(self.expert_BS) // parts, -1), self.experts)
-            self._merged[parts].by_expert = self.by_expert  # the slots of all examples are the same, in the same order
+            expert_BS = self.expert_BS.reshape(len(self.expert_BS) // parts, -1)
+            self._merged[parts] = Routes(expert_BS, self.experts, self.whole)
         return self._merged[parts]
+
+    @cached_property
+    def whole(self) -> "Routes":
+        """The routes of all slots, in the same order, as of one example."""
+        return Routes(self.expert_BS.reshape(1, -1), self.experts) if self._whole is None else self._whole
+
+    def few_blocks(self, outputs: int, inputs: int) -> _Blocks | None:
+        """Return all slots in blocks for products with parts of weights; None where it is better to read their number.
+
+        A block holds no more terms than one part of a sum. A copy of its expert's weight goes with each block.
+        """
+        size = min(terms_of_part(outputs, inputs), -(-self.expert_BS.numel() // self.experts))
+        copies = (self.expert_BS.numel() // max(1, size) + self.experts) * outputs * inputs
+        small = copies <= AT_ONCE and not is_slow(self.expert_BS) and self.expert_BS.numel() > 0
+        return self.whole.blocks(size) if small else None
 
     @cached_property
     def by_expert(self) -> tuple[Tensor, Tensor, list[int]]:
@@ -64,11 +85,15 @@ class Routes:
             raise refused("a layer of experts", "to use its own", "a position that is routed to no expert", remedy)
         return order_M, place_M, counts
 
-    @cached_property
-    def blocks(self) -> _Blocks:
+    def blocks(self, size: int | None = None) -> _Blocks:
         # With slots / experts slots in a block, all blocks have at most twice as many places as there are slots.
         (size_B, slots), experts = self.expert_BS.shape, self.experts
-        size = max(1, -(-slots // experts))
+        size = max(1, -(-slots // experts)) if size is None else size
+        if size not in self._blocks:
+            self._blocks[size] = self._in_blocks(size_B, slots, experts, size)
+        return self._blocks[size]
+
+    def _in_blocks(self, size_B: int, slots: int, experts: int, size: int) -> _Blocks:
         most = (slots + experts * (size - 1)) // size
         sorted_BS, order_BS = self.expert_BS.sort(dim=1, stable=True)
         count_BE = sorted_BS.new_zeros(size_B, experts).scatter_add_(1, sorted_BS, torch.ones_like(sorted_BS))
@@ -81,7 +106,9 @@ class Routes:
         expert_BP = torch.searchsorted(end_BE, block_BP, right=True).clamp(max=experts - 1)
         example_B = torch.arange(size_B, device=sorted_BS.device)[:, None]
         slot_BPN = (slot_B.clamp(max=max(0, slots - 1)) + example_B * slots).view(size_B, most, size)
-        return _Blocks(slot_BPN, (slot_B < slots).view(*slot_BPN.shape, 1), (expert_BP + example_B * experts).flatten())
+        is_used = (slot_B < slots).view(*slot_BPN.shape, 1)
+        place_BS = torch.empty_like(order_BS).scatter_(1, order_BS, position_BS)
+        return _Blocks(slot_BPN, is_used, (expert_BP + example_B * experts).flatten(), place_BS)
 
 
 class Routed(Factor):
@@ -97,12 +124,15 @@ class Routed(Factor):
         return Routed(self.routes[examples], self.a_BSI[examples], self.b_BSO[examples])
 
     def dense(self) -> Tensor:
-        slot_BPN, is_used_BPN1, place = self.routes.blocks
-        a_BPNI, b_BPNO = (x.flatten(0, 1)[slot_BPN] for x in (self.a_BSI, self.b_BSO))
-        products_BPOI = torch.where(is_used_BPN1, b_BPNO, 0.0).mT @ a_BPNI
         experts, outputs, inputs = self.shape
         grads = self.a_BSI.new_zeros(self.examples * experts, outputs, inputs)
-        return grads.index_add_(0, place, products_BPOI.flatten(0, 1)).view(self.examples, *self.shape)
+        return self._added(grads, self.routes.blocks(), self.b_BSO).view(self.examples, *self.shape)
+
+    def _added(self, total: Tensor, blocks: _Blocks, b_BSO: Tensor) -> Tensor:
+        """Add the products of each block to those of its expert in `total`, and return that."""
+        a_BPNI, b_BPNO = (x.flatten(0, 1)[blocks.slot] for x in (self.a_BSI, b_BSO))
+        products_BPOI = torch.where(blocks.is_used, b_BPNO, 0.0).mT @ a_BPNI.to(b_BPNO.dtype)
+        return total.index_add_(0, blocks.expert, products_BPOI.flatten(0, 1).to(total.dtype))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self._sum(weight_B.to(self.b_BSO.dtype), self.b_BSO.dtype, lambda b_NO, a_NI: b_NO.mT @ a_NI)
@@ -114,10 +144,15 @@ class Routed(Factor):
         return self._sum(weight_B.double(), torch.float64, lambda b_NO, a_NI: b_NO.double().mT @ a_NI.double())
 
     def _sum(self, weight_B: Tensor, dtype: torch.dtype, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        order_M, _, counts = self.routes.by_expert
-        b_MO, a_MI = (x.flatten(0, 1)[order_M] for x in (self.b_BSO * weight_B[:, None, None], self.a_BSI))
+        b_BSO = self.b_BSO * weight_B[:, None, None]
+        if (blocks := self.routes.few_blocks(*self.shape[1:])) is not None:
+            few = self.examples * self.positions <= JOINED_PARTS * blocks.slot.shape[2]
+            few = few and terms_of_part(*self.shape[1:]) == TERMS  # as in `sum_of_products`
+            return self._added(b_BSO.new_zeros(self.shape, dtype=None if few else dtype), blocks, b_BSO)
+        total = b_BSO.new_zeros(self.shape, dtype=dtype)
+        order_M, _, counts = self.routes.whole.by_expert
+        b_MO, a_MI = (x.flatten(0, 1)[order_M] for x in (b_BSO, self.a_BSI))
         b_pieces, a_pieces = (cast("tuple[Tensor, ...]", x.split(counts)) for x in (b_MO, a_MI))
-        total = self.b_BSO.new_zeros(self.shape, dtype=dtype)
         for expert, (b_NO, a_NI) in enumerate(zip(b_pieces, a_pieces, strict=True)):
             total[expert] = product(b_NO, a_NI)
         return total
@@ -140,7 +175,7 @@ class Routed(Factor):
         return Routed(routes, torch.cat([self.a_BSI, other.a_BSI], 1), torch.cat([self.b_BSO, other.b_BSO], 1))
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        terms_BS = position_norms(self.a_BSI) * position_norms(self.b_BSO)
+        terms_BS = once(position_norms, self.a_BSI) * once(position_norms, self.b_BSO)
         if inverse_scales is not None:
             terms_BS = terms_BS * inverse_scales.flatten(1).amax(1)[self.routes.expert_BS]
         return terms_BS.sum(1)
@@ -173,7 +208,7 @@ class Routed(Factor):
         # At least |g|^2, as each expert's (sum of |b||a|)^2.
         most_B = (of_expert_BS * term_BS).sum(1, dtype=torch.float64)
         lost_B = (square_B <= CANCELED * most_B) | Outer(a_BSI, b_BSO).underflowing(a_BS, b_BS)
-        norm_B = square_B.clamp(min=0).sqrt()
+        norm_B = square_B.sqrt()  # nan of a negative square, which is lost
         if (again := spoiled(lost_B)) is not None:
             norm_B[again] = Factor.norms(Routed(self.routes[again], a_BSI[again].double(), b_BSO[again].double()))
         return norm_B

@@ -213,15 +213,13 @@ def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Fa
 def of_linear_maps(maps: Iterable[tuple[Tensor, Tensor | None, Tensor]], b_BTO: Tensor) -> dict[Tensor, Factor]:
     """Return the factors of trained weights and biases of maps (weight, bias, inputs) with output gradients b."""
     found: dict[Tensor, Factor] = {}
-    # The norms of positions and the sum over them depend on b alone, and are computed once.
-    outer: Outer | None = None
+    b_BTO = at_least_float32(b_BTO)  # the same tensor for all, so that its norms are computed once
     sum_BO: Tensor | None = None
     for weight, bias, a_BTI in maps:
         if is_trained(weight):
-            outer = Outer(a_BTI, b_BTO) if outer is None else outer.with_inputs(a_BTI)
-            add_to(found, {weight: outer})
+            add_to(found, {weight: Outer(a_BTI, b_BTO)})
         if is_trained(bias):  # several biases may share the sum, since no factor writes to its tensors
-            sum_BO = sum_over(at_least_float32(b_BTO), 1) if sum_BO is None else sum_BO
+            sum_BO = sum_over(b_BTO, 1) if sum_BO is None else sum_BO
             add_to(found, {bias: Dense(sum_BO)})
     return found
 

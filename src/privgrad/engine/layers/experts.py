@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from privgrad.engine.factors.displacement import Displacements, displacement_of
 from privgrad.engine.factors.routed import Routed, Routes, apply_routed
@@ -55,10 +56,15 @@ def _linear(tap: Tap, x_MI: Tensor, weights: Tensor, routes: Routes, displacemen
         require_unwritten("experts", x_MI, version)
         return {weights: Routed(routes, x_MI.detach().view(shape), grad_MO.reshape(shape))}
 
-    order_M, place_M, counts = routes.by_expert
-    inputs = cast("tuple[Tensor, ...]", x_MI.index_select(0, order_M).split(counts))
-    pieces = zip(inputs, weights.detach().unbind(), strict=True)
-    output_MO = torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces]).index_select(0, place_M)
+    if (blocks := routes.few_blocks(*weights.shape[1:])) is not None:
+        x_PNI = x_MI.index_select(0, blocks.slot.flatten()).view(*blocks.slot.shape[1:], -1)
+        output_PNO = cast("Any", _InBlocks).apply(x_PNI, weights.detach(), blocks.expert)
+        output_MO = output_PNO.flatten(0, 1).index_select(0, blocks.place[0])
+    else:
+        order_M, place_M, counts = routes.whole.by_expert
+        inputs = cast("tuple[Tensor, ...]", x_MI.index_select(0, order_M).split(counts))
+        pieces = zip(inputs, weights.detach().unbind(), strict=True)
+        output_MO = torch.cat([F.linear(x_RI, weight) for x_RI, weight in pieces]).index_select(0, place_M)
     displacement = displacement_of(weights, displacements)
     if displacement is not None:
         size = len(displacement.share)
@@ -67,3 +73,18 @@ def _linear(tap: Tap, x_MI: Tensor, weights: Tensor, routes: Routes, displacemen
             moved_BSO = apply_routed(displacement.factor, x_BSI, expert_BS) * displacement.share[:, None, None]
         output_MO = output_MO + moved_BSO.flatten(0, 1).to(output_MO.dtype)
     return tapped(tap, output_MO, factors)
+
+
+class _InBlocks(torch.autograd.Function):
+    """The product of each block with its expert's part of the weights; no copy of a part is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PNI: Tensor, weights: Tensor, expert_P: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, expert_P)
+        return x_PNI @ weights.index_select(0, expert_P).mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PNO: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights, expert_P = ctx.saved_tensors
+        return grad_PNO @ weights.index_select(0, expert_P).to(grad_PNO.dtype), None, None

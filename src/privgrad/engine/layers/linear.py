@@ -25,7 +25,8 @@ class Linear(Rule):
     def factor(self, layer: Any, name: str, parameters: Weights, x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(grad if grad.dim() == 2 else sum_over(at_least_float32(in_positions(grad)), 1))
-        return Outer(in_positions(x), in_positions(grad))
+        # Of one position, the same tensor as for the bias, so that its norms are computed once.
+        return Outer(in_positions(x), grad if grad.dim() == 2 else in_positions(grad))
 
     def delta(self, layer: Any, displacements: Moves, x: Tensor) -> Tensor:
         size = len(next(iter(displacements.values())).share)

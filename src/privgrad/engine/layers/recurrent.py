@@ -37,6 +37,7 @@ from privgrad.engine.layers.base import (
     values_of,
 )
 from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.autograd_graph import gradients_at
 from privgrad.gradient.factor import Factor, as_linear_map, examples_per_block
 from privgrad.gradient.functional import version_of
 from privgrad.processes import is_on_processor
@@ -259,7 +260,7 @@ class _Kernel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _ = ctx.saved_tensors  # torch refuses if they were written to; the factors read them too
-        return None, *cast(Grads, torch.autograd.grad(ctx.found, ctx.inputs, grads, retain_graph=True))
+        return None, *gradients_at(ctx.inputs, ctx.found, grads, keep_graph=True)
 
 
 class _LSTM(torch.autograd.Function):
