@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1184,  # one look at a chunk, and the checked way
         "data": 1475,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7113,  # views, derivatives within the loss, recurrent kernels, the fallback, norms of positions
+        "engine": 7129,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
         "features": 1757,
         "gradient": 2852,  # `novelty`, `state`, hooks in copies
         "heads": 845,

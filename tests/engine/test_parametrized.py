@@ -18,6 +18,7 @@ from privgrad.clip.clipping import Flat
 from privgrad.engine import passes
 from privgrad.engine.capture import Capture
 from privgrad.engine.factored import Factored
+from privgrad.engine.factors.conv import Convolution
 from privgrad.engine.factors.weight_standardization import Projected, WeightStandardization
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.factor import Dense
@@ -60,6 +61,38 @@ def test_norms_are_of_what_is_summed_however_far_rows_are_from_zero(offset: floa
     ):
         factor = found[ORIGINAL]
         torch.testing.assert_close(factor.norms(), factor.dense().double().flatten(1).norm(dim=1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("gain", "bias", "calls"), [(None, False, 0), (1.0, False, 0), (0.0, False, 1), (1.0, True, 1)]
+)
+def test_products_of_rows_with_gradients_are_those_of_outputs(
+    gain: float | None, bias: bool, calls: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Where a gain is zero the outputs do not tell, and a bias is in them."""
+    torch.manual_seed(0)
+    layer = ws_conv2d(64, 64, 3, padding=1, bias=bias, gain=gain is not None).to(dtype)
+    if gain is not None:
+        gains = layer.get_parameter("parametrizations.weight.0.gain").data
+        gains[: 1 if gain == 0 else None] *= gain
+    seen, real = list[Tensor](), Convolution.row_products
+
+    def noted(self: Convolution, rows: Tensor) -> Tensor:
+        seen.append(rows)
+        return real(self, rows)
+
+    examples = torch.randn(5, 64, 2, 2, dtype=dtype), torch.randn(5, 64, 2, 2, dtype=dtype)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True))
+    engine = Factored(model, products)
+    engine(examples)
+    monkeypatch.setattr(Convolution, "row_products", noted)
+    found, expected = engine(examples), Vmap(model, products)(examples)
+    assert len(seen) == calls
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    for name, factor in found.items():
+        norm_B = expected[name].dense().double().flatten(1).norm(dim=1)
+        torch.testing.assert_close(factor.norms(), norm_B, rtol=tolerance, atol=tolerance * float(norm_B.max()))
 
 
 class Again(nn.Module):

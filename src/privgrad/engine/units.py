@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
+from privgrad.engine.factors.conv import FEW, Convolution
 from privgrad.engine.factors.displacement import Displacements, PerSampleWeight
 from privgrad.engine.factors.outer import SMALL
 from privgrad.engine.factors.parametrized import Jacobian, JacobianNorms, Pulled, SharedSums
@@ -320,6 +321,7 @@ class LayerCall:
             self._standardized = {name: weight for name, weight in known.items() if weight is not None}
         # By name, the weights that a parametrization computes from each example's displaced parameters.
         self._per_sample: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
+        self._output: Tensor | None = None  # a copy, of a layer of few positions whose weight is standardized
         self._rule, self.x = rule.bilinear(layer, x) if curved else (rule, x)
         if curved and self.x.requires_grad:
             self.x = cast(Tensor, torch.ops.aten._unsafe_view(self.x, self.x.shape))  # a node for this layer only
@@ -336,7 +338,11 @@ class LayerCall:
             moved |= {name: weight.displacement() for name, weight in self._per_sample.items()}
             if moved:
                 return self._rule.moved(self._layer, self._detached, moved, self.x)
-        return self._rule.forward(self._layer, self._detached, self.x)
+        output = self._rule.forward(self._layer, self._detached, self.x)
+        is_exact = "bias" not in self._weights and output.itemsize >= 4 and is_built_in(type(self._rule))
+        if self._standardized and is_exact and output.shape[2:].numel() <= FEW and is_on_processor(output):
+            self._output = output.detach().clone()
+        return output
 
     def factors(self, grad: Tensor, terms: HvpTerms | None = None) -> dict[Tensor, Factor]:
         """Return the factors of the trained parameters, also of those from which a weight is computed."""
@@ -374,7 +380,10 @@ class LayerCall:
         if standardized is not None and terms is not None:
             return standardized.curved(factor, more, terms.displacements.of(standardized.own))
         if standardized is not None and (self._curved or standardized.takes(factor)):
-            return standardized.pull(factor)
+            # The products of rows of the weight with their gradients are those of outputs with theirs: no convolution.
+            is_own = isinstance(factor, Convolution) and factor.b is grad  # that of a transposed one has them exchanged
+            known = (self._output * grad).flatten(2).sum(2) if is_own and self._output is not None else None
+            return standardized.pull(factor, known)
         total = factor if more is None else factor + more
         if weight.grad_fn is None:
             return {weight: total}

@@ -31,7 +31,7 @@ from privgrad.gradient.factor import (
 )
 from privgrad.processes import AT_ONCE, is_on_processor
 
-_FEW = 64  # most output positions for which patches are written out
+FEW = 64  # most output positions for which patches are written out
 _FEWEST = 16  # most output positions for which products of patches are faster than a grouped convolution
 
 
@@ -55,7 +55,7 @@ class Geometry:
 
     def by_patches(self, positions: Sequence[int]) -> bool:
         """Return whether to write patches out, which pays off for few positions and one group."""
-        return self.groups == 1 and math.prod(positions) <= _FEW
+        return self.groups == 1 and math.prod(positions) <= FEW
 
     @property
     def overlap(self) -> int:

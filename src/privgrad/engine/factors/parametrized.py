@@ -167,21 +167,23 @@ class RowSums(NamedTuple):
     spoiled: Tensor  # whether squares have under- or overflowed, shape (B,)
 
     @classmethod
-    def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
-        """Return the sums for gradients with respect to a weight, and for rows u; these may have any length."""
+    def of(cls, grads: Factor, unit_OF: Tensor, along_BO: Tensor | None = None) -> "RowSums":
+        """Return the sums for gradients with respect to a weight, and for rows u of any length; `along_BO` if known."""
         # By inner products of patches or positions where these take fewer operations, as in docs/mathematics.md (3.6).
         of_patches = isinstance(grads, Convolution) and grads.by_inner_products
         outer = grads.has_few_positions if isinstance(grads, Outer) else of_patches
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
         few = examples_per_block(floats, unit_OF)
-        parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
-        sums = [cls._of_outer(part, unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
+        sums = list[RowSums]()
+        for start in range(0, grads.examples, few) or [0]:
+            part, known = slice(start, start + few), None if along_BO is None else along_BO[start : start + few]
+            sums.append(cls._of_outer(grads[part], unit_OF, known) if outer else cls._of_dense(grads[part], unit_OF))
         return cls(*map(in_one, zip(*sums, strict=True)))
 
     @classmethod
-    def _of_outer(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
+    def _of_outer(cls, grads: Factor, unit_OF: Tensor, along_BO: Tensor | None) -> "RowSums":
         if isinstance(grads, Convolution):
-            h, along_BO = grads.of_patches(), grads.row_products(unit_OF)
+            h, along_BO = grads.of_patches(), grads.row_products(unit_OF) if along_BO is None else along_BO
         else:
             h = cast(Outer, grads)
             along_BO = ((h.a_BTI @ unit_OF.mT) * h.b_BTO).sum(1)

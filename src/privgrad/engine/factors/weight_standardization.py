@@ -21,6 +21,8 @@ from privgrad.engine.factors.outer import Combined, Outer, Rows, by_rows
 from privgrad.engine.factors.parametrized import Jacobian, Projected, RowMap, RowSums, rows_of
 from privgrad.gradient.factor import Dense, Factor, LinearMapFactor, Sum, at_least_float32
 
+_LEAST = 1e-4  # of the factors k by which products are divided: smaller ones could have lost digits to underflow
+
 
 class WeightStandardization(nn.Module):
     """A parametrization that gives each output channel mean 0 and variance 1 / fan-in, times a gain that starts at 1.
@@ -140,9 +142,12 @@ class StandardizedWeight:
         """Return whether the displacements are along one gradient that `pull` returned."""
         return "original" in displacements and isinstance(displacements["original"].factor, Projected)
 
-    def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        h = grads if self.takes(grads) else rows_of(grads)
-        sums = RowSums.of(h, self.rows.flatten(1))
+    def pull(self, grads: Factor, products_BO: Tensor | None = None) -> dict[Tensor, Factor]:
+        """Return the gradients of the parameters from h; `products_BO`: w_o . h_o of each row, if they are known."""
+        h, along_BO = grads if self.takes(grads) else rows_of(grads), None
+        if products_BO is not None and bool((self.k.abs() > _LEAST).all()):  # y = w / k
+            along_BO = products_BO / self.k
+        sums = RowSums.of(h, self.rows.flatten(1), along_BO)
         return self.named(Projected(h, self.row_map, sums), sums.along / self.fan_in**0.5)
 
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
