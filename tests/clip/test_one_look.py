@@ -13,10 +13,12 @@ import privgrad as pg
 from privgrad import processes
 from privgrad.clip import clipping
 from privgrad.clip.clipping import ClippingAccumulator, RawClipping
+from privgrad.engine.factors import outer
 from privgrad.engine.factors.conv import Convolution, Geometry
 from privgrad.engine.factors.outer import Outer, RowRanges
 from privgrad.engine.factors.parametrized import Jacobian, Pulled
-from privgrad.gradient.factor import Dense, Factor, SideBySide, Sum
+from privgrad.gradient import factor as norms
+from privgrad.gradient.factor import Dense, Factor, SideBySide, Sum, float64_norms, once, unread
 from privgrad.types import ClippedSum
 
 RULES: dict[str, Any] = {
@@ -235,3 +237,30 @@ def test_it_is_one_function_of_tensors_that_torch_compile_traces(monkeypatch: py
     compiled = torch.compile(unread, fullgraph=True, backend="eager")
     for one, other in zip(compiled(given), unread(given), strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+
+
+def test_norms_are_computed_once_for_each_tensor_that_a_look_meets():
+    """Not for its memory: another tensor may be there, and have its id, as soon as it is freed."""
+    x = torch.rand(3, 4)
+    assert once(float64_norms, x) is not once(float64_norms, x)
+    with unread():
+        found = once(float64_norms, x)
+        assert once(float64_norms, x) is found
+        with unread():
+            assert once(float64_norms, x) is not found
+        for _ in range(10):
+            torch.testing.assert_close(once(float64_norms, other := torch.rand(3, 4)), other.double().norm(dim=1))
+            del other
+        assert once(float64_norms, x) is found
+
+
+def test_the_gradient_of_a_bias_has_norms_with_its_weight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_PROCESSORS", frozenset[str]())
+    x, grad, seen = torch.rand(3, 1, 4), torch.rand(3, 5), list[Any]()
+    monkeypatch.setattr(norms, "norms_of", lambda x, real=norms.norms_of: seen.append(x.shape) or real(x))
+    monkeypatch.setattr(outer, "norms_of", norms.norms_of)
+    with unread():
+        weight_B, bias_B = Outer(x, grad).norms(), Dense(grad).norms()
+    assert seen == [x.shape, grad.shape]
+    torch.testing.assert_close(bias_B, grad.double().norm(dim=1))
+    torch.testing.assert_close(weight_B, (grad[:, :, None] * x).double().flatten(1).norm(dim=1))

@@ -3,6 +3,8 @@
 `tests/engine/test_cuda.py` runs on a GPU.
 """
 
+from typing import Any
+
 import pytest
 import test_experts
 import test_factored
@@ -13,6 +15,7 @@ import test_rounding
 import test_row_map
 import torch
 import torch.nn.functional as F
+from test_rules import losses_of, one_by_one
 
 import privgrad as pg
 from conftest import make_model
@@ -20,7 +23,7 @@ from privgrad import processes
 from privgrad.clip.clipping import ClippingAccumulator
 from privgrad.engine import units
 from privgrad.engine.factored import Factored
-from privgrad.engine.factors import conv
+from privgrad.engine.factors import conv, routed
 from privgrad.engine.factors.conv import Convolution, Geometry
 from privgrad.engine.factors.embedding import Rows
 from privgrad.engine.factors.outer import Outer, position_norms
@@ -236,3 +239,20 @@ def test_a_pass_holds_more_examples_than_on_the_cpu(monkeypatch: pytest.MonkeyPa
     assert MemoryPlan(Structure(model), None).examples(256, 100_000) == 256
     monkeypatch.setattr(processes, "_PROCESSORS", frozenset({"cpu"}))
     assert MemoryPlan(Structure(model), None).examples(256, 100_000) < 256
+
+
+@pytest.mark.parametrize("few", [True, False])  # in blocks, or by the number of slots of each expert
+def test_small_experts_are_computed_without_their_numbers_of_slots(few: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routed, "AT_ONCE", 1 << 24 if few else 0)
+    asked = list[routed.Routes]()
+    by_expert: Any = routed.Routes.by_expert
+    monkeypatch.setattr(routed.Routes, "by_expert", property(lambda own: asked.append(own) or by_expert.func(own)))
+    torch.manual_seed(0)
+    model, x = test_experts.Mixture("Mixtral").double(), test_experts.texts(6)
+    found = Factored(model, losses_of)(x)
+    weights = torch.rand(6, dtype=torch.float64)
+    for name, rows in one_by_one(model, x).items():
+        total = torch.einsum("b,b...->...", weights, rows)
+        for one in (found[name].weighted_sum, found[name].sum_in_parts, found[name].exact_sum):
+            torch.testing.assert_close(one(weights), total, rtol=1e-10, atol=1e-12)
+    assert bool(asked) == (not few)

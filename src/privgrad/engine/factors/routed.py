@@ -64,14 +64,14 @@ class Routes:
         return Routes(self.expert_BS.reshape(1, -1), self.experts) if self._whole is None else self._whole
 
     def few_blocks(self, outputs: int, inputs: int) -> _Blocks | None:
-        """Return all slots in blocks for products with parts of weights; None where it is better to read their number.
+        """Return all slots in blocks, each of one part of a sum at most; None where it is better to read their numbers.
 
-        A block holds no more terms than one part of a sum. A copy of its expert's weight goes with each block.
+        Products with weights need a copy of these for each block.
         """
-        size = min(terms_of_part(outputs, inputs), -(-self.expert_BS.numel() // self.experts))
-        copies = (self.expert_BS.numel() // max(1, size) + self.experts) * outputs * inputs
-        small = copies <= AT_ONCE and not is_slow(self.expert_BS) and self.expert_BS.numel() > 0
-        return self.whole.blocks(size) if small else None
+        slots = self.expert_BS.numel()
+        size = max(1, min(terms_of_part(outputs, inputs), -(-slots // self.experts)))
+        small = (slots // size + self.experts) * outputs * inputs <= AT_ONCE
+        return self.whole.blocks(size) if slots and small and not is_slow(self.expert_BS) else None
 
     @cached_property
     def by_expert(self) -> tuple[Tensor, Tensor, list[int]]:
