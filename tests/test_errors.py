@@ -404,18 +404,12 @@ def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, 
 
 WITHOUT = {  # by the option that is missing: what the file has, and what remains of it
     "title": ('title = "test"\n', ""),
-    "model.hidden": ("hidden = 64\n", ""),
     "privacy.delta": ("delta = 1e-5\n", ""),
     "privacy.max_grad_norm": ("max_grad_norm = 1.0\n", ""),
     "privacy.expected_batch_size": ("expected_batch_size = 120\n", ""),
     "privacy.steps": ("steps = 6\n", ""),
     "methods.name": ('name = "first"\n', ""),
     "methods.optimizer": ('optimizer = { use = "AdamBC", lr = 0.01 }\n', ""),
-    "methods.perturb.radius": ("radius = 0.1, ", ""),
-    "methods.filter.weight": ("[run]", 'filter = "EMA"\n[run]'),
-    "methods.local.lr": ("[run]", "local = { batch_size = 20 }\n[run]"),
-    "methods.local.batch_size": ("[run]", "local = { lr = 0.1 }\n[run]"),
-    "methods.warm_start.epochs": ("[run]", "warm_start = { lr = 0.1, batch_size = 20 }\n[run]"),
     "tuning.seeds": ("[run]", "[tuning]\nlr = [0.1]\n[run]"),
 }
 

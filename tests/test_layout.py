@@ -27,30 +27,30 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3437,  # mappings as batches; a step may start again; threads that write, and that torch ends; ciphers
-        "accounting": 888,  # steps of a number of epochs
+        "(root)": 3414,  # mappings as batches; a step may start again; threads that write, and that torch ends; ciphers
+        "accounting": 884,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1570,  # constants for random numbers; what one pass leaves to another; one pass for several checks
-        "cli": 537,  # calibrate takes epochs and a batch size
-        "clip": 1184,  # one look at a chunk, and the checked way
-        "data": 1475,  # categories as pandas writes them, 1.0 and True
+        "checks": 1557,  # constants for random numbers; what one pass leaves to another; one pass for several checks
+        "cli": 535,  # calibrate takes epochs and a batch size
+        "clip": 1182,  # one look at a chunk, and the checked way
+        "data": 1457,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7129,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
-        "features": 1757,
-        "gradient": 2852,  # `novelty`, `state`, hooks in copies
+        "engine": 7206,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
+        "features": 1744,
+        "gradient": 2870,  # `novelty`, `state`, hooks in copies
         "heads": 845,
-        "integrations": 1842,  # the task for which a head has no known loss
-        "ledger": 1413,  # a budget reads each line back before it writes it
+        "integrations": 1814,  # the task for which a head has no known loss
+        "ledger": 1401,  # a budget reads each line back before it writes it
         "models": 172,
         "noise": 525,  # two normals of a GPU; the charge begins in here
         "optim": 1807,  # checks of decays and shares
-        "perturb": 623,
-        "precondition": 960,
-        "sampling": 782,  # visible repeats, extremes tried first, names of parts
-        "statement": 792,  # what each gradient was released with
-        "training": 1523,  # no epsilon for batches of fixed size
+        "perturb": 614,
+        "precondition": 957,
+        "sampling": 755,  # visible repeats, extremes tried first, names of parts
+        "statement": 784,  # what each gradient was released with
+        "training": 1517,  # no epsilon for batches of fixed size
     },
-    "privgrad_lab": {"(root)": 3844, "cli": 621, "data": 1953, "models": 323, "papers": 857, "report": 1223},
+    "privgrad_lab": {"(root)": 3826, "cli": 619, "data": 1943, "models": 319, "papers": 857, "report": 1223},
 }
 
 
@@ -75,7 +75,7 @@ def test_few_lines_refuse():
     """As scripts/refusals.py counts; 7 % is the aim, and 3b053914 had 10.4 %."""
     counts = runpy.run_path(str(ROOT / "scripts/refusals.py"))["counts"]
     pairs = [pair for package in ROOMS for pair in counts(SOURCE / package).values()]
-    assert sum(refused for refused, _ in pairs) <= 0.075 * sum(every for _, every in pairs)
+    assert sum(refused for refused, _ in pairs) <= 0.071 * sum(every for _, every in pairs)
 
 
 def test_few_modules_stand_at_the_root():

@@ -36,8 +36,7 @@ SIGNATURES = {
     "epochs sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation assume_poisson",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid correlation assume_poisson",
-    pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
-    "habits",
+    pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn",
     pg.PrivacyPlan.sampler: "self dataset start collate processes",
     pg.Batch.to: "self device non_blocking",
     pg.ClassRates: "dataset labels rates",

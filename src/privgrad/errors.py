@@ -71,10 +71,7 @@ def expected(
 
 
 def described(value: object) -> str:
-    """Return a value with its type, for values that look right without it: the string "1" and the number 1.
-
-    The text is cut after 60 characters. None, bools and numbers are returned without their type.
-    """
+    """Return a value, cut after 60 characters, with its type unless it is None, a bool or a number: "'1', a str"."""
     if value is None or isinstance(value, bool | int | float):
         return f"{value}"
     text = " ".join(repr(value).split())
@@ -171,10 +168,7 @@ def require_delta(function: str, value: float) -> None:
 
 
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
-    """Raise PrivacyError unless value is an integer (no bool) >= minimum, below 1e308 for float arithmetic.
-
-    -math.inf: neither minimum nor maximum.
-    """
+    """Raise PrivacyError unless value is an integer >= minimum and below 1e308, or any integer for -math.inf."""
     if type(value) is int and minimum <= value < 1e308:
         return
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
@@ -197,10 +191,3 @@ def require_callable(function: str, name: str, value: object, remedy: str = "") 
     """Raise PrivacyError unless value is callable."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
-
-
-def require_path(function: str, name: str, value: Any, remedy: str = "") -> None:
-    """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
-    path: str = os.fspath(value) if isinstance(value, str) or hasattr(value, "__fspath__") else ""
-    if not path or "\0" in path:
-        raise expected(function, name, "to be a path", described(value), remedy)

@@ -35,7 +35,7 @@ from privgrad.noise.gaussian import std_of_noise
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler
-from privgrad.sampling.loading import Collate, Data, batches, refuse_habits
+from privgrad.sampling.loading import Collate, Data, batches
 from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
@@ -125,8 +125,6 @@ class PrivacyPlan:
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size)
-        if self.noise_on_grid not in (True, False):  # the text "no" would mean yes
-            raise expected(function, "noise_on_grid", "to be True or False", described(self.noise_on_grid))
         if self.noise_on_grid and self.noise_multiplier == 0:
             raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
@@ -299,9 +297,6 @@ class PrivacyPlan:
         require_integer(function, "num_users", num_users, 1)
         require_integer(function, "rounds", rounds, 1)
         _require_part(function, "expected_cohort_size", expected_cohort_size, "num_users", num_users)
-        if sampling == "truncated":
-            remedy = 'give PrivacyPlan.for_budget(privacy_unit="user", max_batch_size=...) if each row is a person'
-            raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(sampling), remedy)
         numbers: dict[str, Any] = {
             "steps": rounds,
             "expected_batch_size": expected_cohort_size,
@@ -399,21 +394,18 @@ class PrivacyPlan:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         collate_fn: Collate | None = None,
-        **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         The arguments are as in sampling.BatchSampler, except those of loading (`num_workers`, `prefetch_factor` and
         `pin_memory`), which are as in sampling.batches. Workers live until the last step. `collate_fn` is another name
-        of `collate`. Other arguments of a DataLoader, such as `shuffle`, are refused with what to do instead.
+        of `collate`. A DataLoader's `shuffle`, `batch_size` and `sampler` have no place: the plan decides each draw.
 
         Raises:
-            PrivacyError: an option of loading is out of range.
-            SamplingError: see sampling.batches and sampling.BatchSampler.
+            PrivacyError, SamplingError: see sampling.batches and sampling.BatchSampler.
         Privacy:
             Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
-        refuse_habits(habits)
         if collate_fn is not None:
             collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
         sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
@@ -602,11 +594,10 @@ def _require_scaled(plan: PrivacyPlan, simulated: object) -> None:
         raise expected("PrivacyPlan", "simulates", "to be a plan that simulates no plan", described(simulated))
     batch_size = min(plan.expected_batch_size, simulated.expected_batch_size)
     follows = vars(simulated) | _numbers_at(simulated, batch_size, plan.num_examples)
-    if differing := [name for name, value in follows.items() if vars(plan)[name] != value]:
-        condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"
-        got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
-        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
-        raise expected("PrivacyPlan", "the numbers", condition, got, remedy)
+    for name, value in follows.items():
+        if vars(plan)[name] != value:
+            remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
+            raise expected("PrivacyPlan", name, f"to be {value}, as of the simulated plan", vars(plan)[name], remedy)
 
 
 def _calibrated(
@@ -617,11 +608,10 @@ def _calibrated(
     if isinstance(correlation, Banded):
         _require_bands("for_budget", correlation.bands, steps, 1 / sample_rate)
         correlations = [correlation]
-    elif correlation == "auto":
+    elif correlation is not None:
+        require_choice("for_budget", "correlation", correlation, ["auto"])
         smallest = _WORTH
         correlations = [Banded(bands) for bands in _CANDIDATES if bands * sample_rate <= 1 and bands <= steps]
-    elif correlation is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        raise expected("for_budget", "correlation", 'to be Banded(...), "auto" or None', described(correlation))
     independent = sigma_for(1)
     best: tuple[Banded | None, float] = None, independent
     usual = independent * math.sqrt((steps + 1) / 2)

@@ -134,8 +134,7 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     `examples` only, and no noise is added.
     """
     name = data.score if by == "accuracy" else by
-    if name is None:
-        raise expected("unit_scores", "data", "to have a score", data.name)
+    assert name is not None, "data without a score"
     (values,) = unit_values(model, examples, data, [name])
     scores = 1 - values if name == "squared_error" else values
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
@@ -258,9 +257,6 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
         suited = [other for other, kinds in _SUITS.items() if kind in kinds]
         remedy = f"choose {'loss or ' * (place == 'tuning.by')}{' or '.join(suited)}"
         raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
-    if family(name) == "recall@k" and int(name.removeprefix("recall@")) >= data.num_classes:
-        condition = f"to have a k below {data.num_classes}, the number of classes"
-        raise expected("make_data", place, condition, repr(name))
     if family(name) == "auc" and len(present := labels[labels != NO_LABEL].unique()) < 2:
         where = "the test part" if part is data.test else "the validation part"
         raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present))

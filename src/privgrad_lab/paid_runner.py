@@ -323,10 +323,6 @@ def check(spec: Spec) -> DataSet:
     return data
 
 
-def _only(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
-    yield Run(*candidates_of(spec)[0], None, "final")
-
-
 def _trials(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
     """Yield a training of each candidate with the noise of trials, and that of the one with the best noisy score."""
     candidates = candidates_of(spec)
@@ -353,7 +349,7 @@ def _select(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
 
 
 _CHOOSERS: dict[Way, Callable[[Spec, PaidFolder, Progress], Iterator[Run]]] = {
-    "none": _only,
+    "none": lambda spec, *_: iter([Run(*candidates_of(spec)[0], None, "final")]),
     "trials": _trials,
     "select": _select,
 }

@@ -150,9 +150,7 @@ class Payer(Protocol):
 
     out: Path
 
-    def spec_of(self, run: Run) -> Spec:
-        """Return the spec with the noise of a run."""
-        ...
+    def spec_of(self, run: Run) -> Spec: ...  # with the noise of the run
 
     def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
         """Call `fitted`, which is `fit` of a run and takes further options of it, and return the run's record."""

@@ -241,7 +241,7 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     ledger.close()
     assert last_json(here("epsilon", path, "--json"))["delta"] == 1e-5
     assert (
-        "--delta to be given without a ledger"
+        "delta to be in (0, 1), got None"
         in here(*("epsilon", "--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3), code=2).stderr
     )
     path.write_bytes(path.read_bytes()[:-5])

@@ -212,7 +212,7 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"unit": "age", "max_rows": 2}, "unit to be a column apart from the inputs, got 'age'"),
     ({"unit": "ill", "max_rows": 2}, "label to differ from the unit, got 'ill'"),
     ({"unit": "patient"}, "max_rows to be a whole .* got None; give the most rows .* table row_id = .patient"),
-    ({"unit": "rows"}, 'max_rows to be a whole .* got None; set unit = "row" to protect each row by itself'),
+    ({"unit": "rows"}, 'max_rows to be a whole .* got None; .* If each person has one row, set unit = "row"'),
     ({"max_rows": 2}, 'max_rows to be absent for unit "row", got 2'),
     ({"unit": "patient", "max_rows": 2, "row_id": "n"}, 'row_id to be absent unless unit is "row"'),
     ({"row_id": "age"}, "row_id to be a column apart from the inputs"),
@@ -402,12 +402,8 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
         (folder, {"size": 0}, "size to be an integer >= 1"),
         (folder, {"channels": 2}, "channels to be 1 or 3, got 2"),
         (folder, {"classes": ["zero"]}, "classes to be at least two different names"),
-        (
-            folder,
-            {"classes": ["zero", "two"]},
-            "among classes, zero, two, got 'one'; add it to classes, correct its name",
-        ),
-        (folder, {"classes": ["zero", "one", "two"]}, "sub-folders of digits to exist for each class, got 'two'"),
+        (folder, {"classes": ["zero", "two"]}, "to be the classes zero, two, got 'one'; .*orrect its name or classes"),
+        (folder, {"classes": ["zero", "one", "two"]}, "sub-folders of digits to be the classes .*, got no 'two'"),
         (
             folder,
             {"test_share": 1.0},
@@ -564,8 +560,8 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
         "data.use to name a function of clinic_module, got 'row'; did you mean 'rows'",
     ),
     (spec({"use": "clinic_module:number"}), "data.use to name a function of clinic_module, got 'number'"),
-    (spec({"use": "clinic_module:"}), 'data.use to be "package.module:function", got'),
-    (spec({"use": "clinic module:rows"}), 'data.use to be "package.module:function", got'),
+    (spec({"use": "clinic_module:"}), "data.use to name a function of clinic_module, got ''"),
+    (spec({"use": "clinic module:rows"}), "data.use to name a module in .*ModuleNotFoundError"),
     (spec({"use": "clinic_broken:rows"}), "data.use to name a module that imports, got ZeroDivisionError"),
     (spec({**CLINIC, "counts": 3}), "options to be known, got 'data.counts'; did you mean 'count'"),
     (spec({**CLINIC, "count": "3"}), "data.count to be valid"),
@@ -796,7 +792,7 @@ def test_scores_of_examples_and_of_tags():
     persons = torch.utils.data.TensorDataset(torch.zeros(3, 3, 2), several)
     owned = data.DataSet("p", persons, persons, persons, 2, (2,), by_person=True)
     assert constants(persons, owned)["most_frequent_class"] == pytest.approx((2 / 3 + 1) / 3)
-    with pytest.raises(pg.PrivacyError, match="unit_scores: expected data to have a score"):
+    with pytest.raises(AssertionError, match="data without a score"):
         unit_scores(model, classes, data.DataSet("c", classes, classes, classes, 6, (3,), score=None))
 
 
@@ -980,8 +976,6 @@ def test_features():
         (lambda: Bins.equal(0, math.inf), "Bins: expected edges"),
         (lambda: Bins((0, 1, 2))([float("nan")]), "Bins: expected number 0 to be given"),
         (lambda: Bins((0, 1, 2))(torch.zeros(2, 2)), "Bins: expected numbers to have shape"),
-        (lambda: OneHot(()), "OneHot: expected values"),
-        (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
         (lambda: unit_rows(torch.zeros(3)), "unit_rows: expected rows"),
     ]

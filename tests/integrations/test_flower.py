@@ -201,7 +201,7 @@ def test_only_an_answer_to_this_round_counts():
     with pytest.warns(UserWarning, match="8 x no reply in time"):
         strategy.aggregate_train(2, answers)
     assert strategy.arrays.object_id == first.object_id != make_strategy(make_plan()).arrays.object_id
-    with pytest.raises(pg.PrivacyError, match="to be configured first"):
+    with pytest.raises(AssertionError, match="configure_train"):
         strategy.aggregate_train(2, answers)
 
 

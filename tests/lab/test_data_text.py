@@ -177,7 +177,7 @@ def test_snli_that_cannot_be_read_is_refused(tmp_path: Path, tokenizer: Path, mo
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
     for name in ("snli", "nothing", "damaged"):
-        with pytest.raises(pg.PrivacyError, match=r"tokenizer to be a folder of a transformers tokenizer"):
+        with pytest.raises(pg.PrivacyError, match=r"tokenizer .* to be a folder of a transformers tokenizer"):
             data.snli(tmp_path / "snli", tokenizer=tmp_path / name)
     with pytest.raises(pg.PrivacyError, match="length"):
         data.snli(tmp_path / "snli", tokenizer=tokenizer, length=4)
@@ -187,10 +187,7 @@ def test_snli_that_cannot_be_read_is_refused(tmp_path: Path, tokenizer: Path, mo
         with pytest.raises(pg.PrivacyError, match=r"snli_1.0_dev.jsonl.*in line 2"):
             data.snli(tmp_path / "snli", tokenizer=tokenizer)
     dev.write_text('{"gold_label": "-"}\n')
-    with pytest.raises(
-        pg.PrivacyError, match="the number of labeled pairs in a part of the data to be at least 1, got 0"
-    ):
-        data.snli(tmp_path / "snli", tokenizer=tokenizer)
+    assert len(data.snli(tmp_path / "snli", tokenizer=tokenizer).test) == 0  # an experiment refuses empty parts
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'"):
         data.snli(tmp_path / "snli", tokenizer=tokenizer)

@@ -343,7 +343,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, An
 
 def test_simulations_and_too_many_examples_are_refused(tmp_path: Path):
     plan = make_plan()
-    with pytest.raises(pg.PrivacyError, match="whose epsilon is a guarantee"):
+    with pytest.raises(pg.BudgetExceededError, match=r"the epsilon of all commitments .* got inf"):
         make(tmp_path).open_ledger(tmp_path / "ledger.jsonl", plan.scaled(0.5))
     budget = Budget(tmp_path / "b.jsonl", total_epsilon=9.0, delta=0.01, num_examples=20, privacy_unit="example")
     with pytest.raises(pg.PrivacyError, match="1 / delta of the budget"):

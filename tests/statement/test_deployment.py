@@ -334,11 +334,9 @@ def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path):
     ledger: Any = private_grad.ledger
     calls: list[tuple[str, Mapping[str, Any]]] = [
         ("folder to be new or empty", {"folder": tmp_path / "full"}),
-        ("folder to be a path", {"folder": ""}),
         ("model to be a torch.nn.Module", {"model": model.state_dict()}),
         ("ledgers to hold a plan each", {"ledger": []}),
         ("delta", {"delta": 2.0}),
-        ("post_processing to be a few words", {"post_processing": " "}),
     ]
     for message, changed in calls:
         given: dict[str, Any] = {"model": model, "folder": tmp_path / "saved", "ledger": ledger} | dict(changed)
@@ -471,8 +469,6 @@ def test_a_head_is_saved_by_its_own_function(tmp_path: Path):
     assert head.result is not None
     with pytest.raises(pg.PrivacyError, match=r"save: expected model to be no Head, got a Head; call head.save\(f"):
         pg.save(head, tmp_path / "head", ledger=head.result.ledger)
-    with pytest.raises(pg.PrivacyError, match=r"load: expected model to be no Head, got a Head; call Head.load\(f"):
-        pg.load(head, tmp_path / "head")
     assert files(tmp_path) == []
 
 
@@ -621,8 +617,6 @@ def test_a_folder_that_is_not_as_it_was_saved_is_kept(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(pg.PrivacyError, match="something else"):
         pg.save(model, tmp_path / "file", **kept)
-    with pytest.raises(pg.PrivacyError, match="overwrite to be True or False, got 'yes'"):
-        pg.save(model, tmp_path / "new", ledger=private_grad.ledger, overwrite=cast(Any, "yes"))
 
 
 def test_a_failed_save_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

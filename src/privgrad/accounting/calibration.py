@@ -32,11 +32,9 @@ def noise_within(cost: Callable[[float, str], float], target: float) -> float | 
 def _root(
     cost: Callable[[float, str], float], accountant: str, target: float, start: float, slope: float
 ) -> tuple[float, float] | None:
-    """Find a sigma whose cost is at most the target, and at most _TOLERANCE below it if the cost is continuous.
-
-    A secant search for log cost over log sigma, which is nearly linear, between the largest sigma known to cost too
-    much and the smallest one known not to. `slope` is a guess, < 0; the last one is returned, too.
-    """
+    """Find a sigma whose cost is at most the target, and at most _TOLERANCE below it if the cost is continuous."""
+    # A secant search for log cost over log sigma, which is nearly linear, between the largest sigma known to cost too
+    # much and the smallest one known not to. `slope` is a guess, < 0; the last one is returned, too.
     aim, widest = math.log(target * (1 - _TOLERANCE / 2)), math.log(4)
     safe, unsafe, before = math.inf, 0.0, None
     sigma = max(start, _SMALLEST_NOISE_MULTIPLIER)

@@ -142,11 +142,9 @@ def _safe_costs(accountant: rdp.RdpAccountant, mechanisms: Iterable[Mechanism]) 
 
 
 def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
-    """Return by how much rounding may lower the RDP of an order, divided by the order.
-
-    Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
-    relative error of 2^-39. This matters at rates below about 1e-10. `_event` adds that of a Selection itself.
-    """
+    """Return by how much rounding may lower the RDP of an order, divided by the order."""
+    # Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
+    # relative error of 2^-39. This matters at rates below about 1e-10. `_event` adds that of a Selection itself.
     sampled = (one for one in mechanisms if isinstance(one, Release) and one.sample_rate < 1)
     return 2.0**-36 * sum(one.sample_rate * one.count for one in sampled)
 

@@ -62,10 +62,8 @@ def _are_equal(values: Tensor, bound: float) -> Tensor:
 # Cost: it compares addresses, and reads no row.
 # Refuses wrongly: no case is known. It cannot see copies.
 def share_rows(one: object, other: object) -> bool:
-    """Return whether two data sets have a row in common, as far as objects and memory tell.
-
-    A row in several tensors is common if the widest of them are. Tensors that are expanded from one row do not count.
-    """
+    """Return whether two data sets have a row in common, as far as objects and memory tell."""
+    # A row in several tensors is common if the widest of them are. Tensors that are expanded from one row do not count.
     if one is None or other is None:
         return False
     for (base, rows), (other_base, other_rows) in product(origins(one), origins(other)):

@@ -130,12 +130,7 @@ def require_supported(model: nn.Module | Structure) -> None:
 # Cost: 6 to 36 forward passes of a few examples, and 2 to 4 of at most 64, in the first step and after changes.
 # Refuses wrongly: experts, if the first 64 examples all reach the same ones; `freeze_unused` or zero rows help.
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
-    """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains.
-
-    Privacy:
-        This reveals only success or an error, like any exception raised on private data. Each loss must depend on its
-        own example only: the privacy guarantee rests on that. It is tried here, not proven.
-    """
+    """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains."""
     few = four_of(few_of(examples, fill=False))
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
@@ -305,10 +300,7 @@ def _nonzero(value: Tensor) -> object:
 def require_apart(
     model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness, *, seen: Sequence[Observed] = ()
 ) -> None:
-    """Raise PrivacyError if the first or the last loss depends on the other examples or on their number.
-
-    `seen`: passes of these, which are then FOUR examples, with salts 0 and 1; without draws, the first.
-    """
+    """Raise PrivacyError if the first or the last loss depends on the others; `seen`: passes with salts 0 and 1."""
     few, rows = few if seen else four_of(few), (0, FOUR - 1)
     copies = [rows_of(few, [row] * FOUR) for row in rows]
 
@@ -359,10 +351,7 @@ def require_same_losses_in_half(
     *,
     known: Tensor | None = None,
 ) -> None:
-    """Raise PrivacyError if the first half's losses depend on the second half, which holds the `novel` rows.
-
-    `known`: the losses of all examples, if only dropout draws.
-    """
+    """Raise PrivacyError if losses depend on those of the `novel` rows; `known`: all losses, if only dropout draws."""
     rows = leading_rows(examples, _HALVED, novel)
     examples, half = rows_of(examples, rows), (len(rows) + 1) // 2
     for number in randomness.compared:

@@ -51,10 +51,8 @@ def epsilon(
         got = ", ".join(["LEDGER"] * bool(ledger) + given) or "no arguments"
         raise expected(function, "the arguments", condition, got)
     if not ledger:
-        if delta is None:
-            raise expected(function, "--delta", "to be given without a ledger", None)
         plan: Any = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
-        cost = _epsilons_of([Release(**plan, count=cast(int, steps))], delta)
+        cost = _epsilons_of([Release(**plan, count=cast(int, steps))], cast(float, delta))
         print_answer({"delta": delta, **plan, "steps": steps, **cost}, as_json=as_json)
         return
     for path in filter(is_budget, ledger):

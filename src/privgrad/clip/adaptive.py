@@ -37,6 +37,7 @@ class AdaptiveClip:
     statistic: NormStatistic
     _limits: tuple[float, float]
     is_public = True
+    _takes_bins = True
 
     def __repr__(self) -> str:
         """Return a text that the ledger and checkpoints record; a resumed run must have the same."""
@@ -58,6 +59,8 @@ class AdaptiveClip:
         """
         if math.isinf(max_grad_norm):
             raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm)
+        if norm_bins is not None and not self._takes_bins:
+            raise expected("PrivateGradient", "norm_bins", "to be None for a rule with its own release", norm_bins)
         begun = copy.copy(self)
         least, most = limits_of_norm(noise_multiplier)
         begun.max_grad_norm = float(max_grad_norm)
@@ -94,11 +97,6 @@ class AdaptiveClip:
         """Multiply C by a factor, within the limits."""
         least, most = self._limits
         self.max_grad_norm = min(max(self.max_grad_norm * factor, least), most)
-
-    def _refuse_bins(self, norm_bins: NormBins) -> None:
-        """Raise PrivacyError if norm_bins is given to a rule with a statistic of its own."""
-        if norm_bins is not None:
-            raise expected("PrivateGradient", "norm_bins", "to be None for a rule with its own release", norm_bins)
 
 
 class TargetFraction(AdaptiveClip):
@@ -176,6 +174,8 @@ class Quantile(AdaptiveClip):
         Andrew et al. 2021 (arXiv 1905.03871).
     """
 
+    _takes_bins = False
+
     def __init__(self, quantile: float = 0.25, *, rate: float = 0.2, count_std: float | None = None) -> None:
         require_in("Quantile", "quantile", quantile, "(0, 1)", "clip.Automatic() normalizes every gradient")
         require_positive("Quantile", "rate", rate)
@@ -187,7 +187,6 @@ class Quantile(AdaptiveClip):
         return f"{type(self).__name__}({self._quantile:g}, rate={self._rate:g}, count_std={self._count_std})"
 
     def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
-        self._refuse_bins(bins)
         count_std = max(divisor / 20, noise_multiplier) if self._count_std is None else self._count_std
         left = 1 - (noise_multiplier / (2 * count_std)) ** 2
         if left <= 0:
@@ -217,6 +216,8 @@ class SquaredError(AdaptiveClip):
         DC-SGD-E (arXiv 2503.22988).
     """
 
+    _takes_bins = False
+
     def __init__(self, weight: float = 0.2) -> None:
         require_positive("SquaredError", "weight", weight)
         self._weight = float(weight)
@@ -228,7 +229,6 @@ class SquaredError(AdaptiveClip):
         self._noise_per_norm = self.statistic.sensitivity(1.0) * noise_multiplier * math.sqrt(size) / divisor
 
     def _statistic(self, max_grad_norm: float, noise_multiplier: float, divisor: int, bins: NormBins) -> NormStatistic:
-        self._refuse_bins(bins)
         return Histogram(_EDGES, self._weight)
 
     def update(self, distribution: NormDistribution) -> None:

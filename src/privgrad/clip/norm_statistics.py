@@ -148,11 +148,9 @@ class Histogram:
 def rows_and_sensitivity(
     statistic: NormStatistic, norm_B: Tensor, length_B: Tensor, max_grad_norm: float
 ) -> tuple[Tensor, float]:
-    """Return the rows of a statistic and its sensitivity; refuse rows that break the bound.
-
-    Each row is compared with the stated sensitivity, whatever the proof of its class says. A class of the user's is
-    asked again for each half, since its rows may not depend on other contributions.
-    """
+    """Return the rows of a statistic and its sensitivity; refuse rows that break the bound."""
+    # Each row is compared with the stated sensitivity, whatever the proof of its class says. A class of the user's is
+    # asked again for each half, since its rows may not depend on other contributions.
     rows_BK, bound = statistic.rows(norm_B, length_B, max_grad_norm), statistic.sensitivity(max_grad_norm)
     name, remedy = type(statistic).__name__, "correct the statistic: nothing was released"
     if not max_grad_norm <= bound:

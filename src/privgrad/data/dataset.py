@@ -189,10 +189,7 @@ def split(
     num_classes: int | None = None,
     **options: Any,
 ) -> DataSet:
-    """Return a DataSet whose validation part is the end of the training part, of `validation` examples.
-
-    num_classes = None is one more than the largest training label. `test` may be `train`; then nothing is held out.
-    """
+    """Return a DataSet whose validation part is the end of the training part; nothing is held out if it is `test`."""
     inputs, labels = train
     most, kept = 0 if test is train else len(labels) - 1, len(labels) - validation
     if not 0 <= validation <= most:

@@ -142,13 +142,10 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
         raise expected("image_folder", "path", "to be a folder with one sub-folder per class", folder)
     present = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
     folders = f"sub-folders of {folder.name}"
-    if unknown := [name for name in present if name not in classes]:
-        remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
-        remedy = did_you_mean(unknown[0], classes, remedy)
-        raise expected("image_folder", folders, f"to be among classes, {', '.join(classes)}", repr(unknown[0]), remedy)
-    if absent := [name for name in classes if name not in present]:
-        remedy = did_you_mean(absent[0], present, "create it, even if it is empty, or correct classes")
-        raise expected("image_folder", folders, "to exist for each class", repr(absent[0]), remedy)
+    for name in sorted({*present} ^ {*classes}):
+        others, no = ([*classes], "") if name in present else (present, "no ")
+        remedy = did_you_mean(name, others, "correct its name or classes, move it away, or create it, even if empty")
+        raise expected("image_folder", folders, f"to be the classes {', '.join(classes)}", f"{no}{name!r}", remedy)
     files = [
         Image(file, label)
         for label, name in enumerate(classes)

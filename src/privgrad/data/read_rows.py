@@ -30,10 +30,7 @@ class Frame(Protocol):
 def read_columns(
     function: str, given: Any, names: Sequence[str], *, table: str | None = None, others: bool = False
 ) -> tuple[str, dict[str, list[str]]]:
-    """Return the name of a table for errors, and the texts of each named column, or also of the `others`.
-
-    `given` is as in `data.table`; `table` names the table of an SQLite file.
-    """
+    """Return the name of a table, given as in `data.table`, and the texts of each named column, or also of `others`."""
     path = Path(given) if hasattr(given, "__fspath__") or isinstance(given, str) else None
     name = f"the {type(given).__name__}" if path is None else path.name
     is_sqlite = path is not None and path.suffix.lower() in (".sqlite", ".db")

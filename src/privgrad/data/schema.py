@@ -382,8 +382,6 @@ def require_unit(function: str, unit: Any, max_rows: int | None, row_id: str | N
     if unit != ROW and not _is_whole(max_rows, 1):
         remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped. "
         remedy += f'If each person has one row, set unit = "row", and for a table row_id = "{unit}"'
-        if unit.lower() in ("rows", "example", "examples"):  # hardly a column
-            remedy = f'set unit = "row" to protect each row by itself; for a column {unit!r}, give max_rows'
         raise expected(function, "max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
         raise expected(function, "row_id", 'to be absent unless unit is "row"', repr(row_id))

@@ -78,14 +78,10 @@ def width_of(schema: Schema) -> int:
 
 
 def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0) -> None:
-    """Raise PrivacyError unless inputs (..., width) can be codes of this schema: one in each block, or a row of zeros.
-
-    Codes of other columns with the same widths are not noticed, and a column of text is not checked.
-    """
-    names = [column.name for column in schema.columns.values() for _ in column.blocks]
-    if not names:
-        return
+    """Raise PrivacyError unless inputs (..., width) can be codes of a schema: one in each block, or a row of zeros."""
     widths = [block.width for column in schema.columns.values() for block in column.blocks]
+    if not widths:  # a column of text, which is not checked
+        return
     rows: Any = inputs.reshape(len(inputs), -1, width_of(schema)).float()
     parts = rows.split(widths, dim=-1)
     counts = torch.stack([(part != 0).sum(-1) for part in parts], -1)  # (n, rows of a person, blocks)
@@ -93,13 +89,10 @@ def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0)
     are_equal = (sizes - sizes[..., :1]).abs().amax(-1) <= _EQUAL * sizes[..., 0]
     fits = ((counts == 1).all(-1) & are_equal) | (counts == 0).all(-1)
     if not bool(fits.all()):
-        row, own = (int(place) for place in (~fits).nonzero()[0])
-        block = int((counts[row, own] != 1).int().argmax())
-        number = int(counts[row, own, block])
-        got = f"{number} codes in the place of {names[block]!r}" if number != 1 else "codes of several sizes"
+        row = int((~fits).nonzero()[0, 0])
         condition = f"to have one code for each of the columns {', '.join(schema.columns)}, in this order"
         remedy = f'give rows by name, such as [{{"{schema.inputs[0]}": ...}}], and the head encodes them'
-        raise expected(function, f"row {first + row}", condition, got, remedy)
+        raise expected(function, f"row {first + row}", condition, f"codes {counts[row].tolist()}", remedy)
 
 
 def declaration_of(schema: Schema) -> dict[str, Any]:

@@ -83,8 +83,6 @@ class OneHot:
         values: the public categories, at least one, all different.
         other: whether all unknown categories share a code, after those of `values`. Otherwise they are errors.
         missing: whether None has a code, the last one. Otherwise None is an error.
-    Raises:
-        PrivacyError: there are no values, or two are equal.
     Privacy:
         Values must not come from the private column: a category that only one person has would identify this person.
     """
@@ -94,10 +92,7 @@ class OneHot:
     missing: bool = False
 
     def __post_init__(self) -> None:
-        values = tuple(self.values)
-        if not values or len(set(values)) < len(values):
-            raise expected("OneHot", "values", "to be at least one value, all different", list(values))
-        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "values", tuple(self.values))
 
     @property
     def width(self) -> int:

@@ -144,13 +144,12 @@ class Extractor(nn.Module, ABC):
             assert isinstance(rows, Tensor)
             return self._features(rows / 255 if rows.dtype == torch.uint8 else rows).float()
         name = type(self).__name__
-        if len(rows) == 0 or (isinstance(rows, Tensor) and rows.ndim < 2):
-            got = tuple(rows.shape) if isinstance(rows, Tensor) else (0,)
-            raise expected(name, "rows", "to have shape (n, ...), n >= 1", got, "give one row as rows[None]")
         # One text would be taken letter by letter, and an array as the texts of its rows.
-        if isinstance(rows, str) or not (isinstance(rows, Tensor) or isinstance(next(iter(rows)), str)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = f"a {type(rows).__name__}", "give texts as [text, ...], and anything else by torch.as_tensor"
-            raise expected(name, "rows", "to be a tensor, or a list of texts", got, remedy)
+        is_known = rows.ndim > 1 if isinstance(rows, Tensor) else isinstance(next(iter(rows), 0), str)
+        if len(rows) == 0 or isinstance(rows, str) or not is_known:  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+            remedy = "give rows of numbers by torch.as_tensor, texts as [text, ...], and one row as rows[None]"
+            raise expected(name, "rows", "to be a tensor (n, ...), or a list of n texts, n >= 1", got, remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()  # of one row; () for texts
         if shape not in self._tried:
             self._try(rows)

@@ -116,7 +116,7 @@ class Patches(Extractor):
         seed: of the choice of patches, which is public.
         source: where bare public images come from.
     Raises:
-        PrivacyError: a number is out of its range, or the images are no images in [0, 1] or too small.
+        PrivacyError: a number is out of its range, or the images are no images in [0, 1].
     Reference:
         Coates, Ng 2011 (the importance of encoding versus training); Thiry et al. 2021.
     """
@@ -137,8 +137,6 @@ class Patches(Extractor):
             require_integer("Patches", name, value, least)
         given = public_rows("Patches", public, source)
         images = require_images("Patches", given.rows)
-        if min(images.shape[2:]) < size:
-            raise expected("Patches", "public images", f"to be at least {size} wide and high", tuple(images.shape[2:]))
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(images), (_PATCHES,), generator=generator)
         tops = torch.randint(images.shape[2] - size + 1, (_PATCHES,), generator=generator)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from privgrad.errors import PrivacyError, described, did_you_mean, expected, readable, require_path
+from privgrad.errors import PrivacyError, did_you_mean, expected, readable
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
 
@@ -22,9 +22,6 @@ def require_place(
     function: str, folder: str | os.PathLike[str], *, overwrite: bool, is_own: Callable[[Path], bool]
 ) -> Path:
     """Return the path of a folder that may be written: new, empty, or with `overwrite` one that `is_own`."""
-    if not isinstance(overwrite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise expected(function, "overwrite", "to be True or False", described(overwrite))  # "no" would replace it
-    require_path(function, "folder", folder)
     place = Path(folder)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return place

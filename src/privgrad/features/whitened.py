@@ -41,8 +41,6 @@ class Scaled(Extractor):
 
     def features(self, rows: Any) -> Tensor:
         low, high = self.get_buffer("low"), self.get_buffer("high")
-        if not isinstance(rows, Tensor):
-            raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", "give a tensor or an array")
         if low.ndim and rows.shape[1:] != low.shape:  # one column would be scaled by all bounds
             raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", tuple(rows.shape))
         moved = (2 * rows.float() - low - high) / (high - low)

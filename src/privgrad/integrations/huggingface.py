@@ -190,9 +190,6 @@ class PrivateTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
         """Train as the Trainer does; resuming takes the last complete checkpoint and continues its ledger."""
-        if trial is not None:
-            remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
-            raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
         refuse(  # they may have changed since
             "PrivateTrainer",
             arguments.step_conflicts(self.args, self.private_grad.plan),

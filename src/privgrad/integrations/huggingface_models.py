@@ -73,12 +73,9 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
         number = cast("object", value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value)
-        is_text = isinstance(number, str)
-        if number is None or is_text or (isinstance(number, int) and number != _IGNORED and not 0 <= number < count):
+        if isinstance(number, str | None) or (isinstance(number, int) and number not in (_IGNORED, *range(count))):
             name, condition = f"{label} of the example at index {row}", f"to be a class number from 0 to {count - 1}"
-            remedy = "correct it, or leave out the row"
-            if is_text:
-                remedy = f"number the classes, with dataset.class_encode_column({label!r}) or a dict by name"
+            remedy = f"correct it or leave it out; number names by dataset.class_encode_column({label!r})"
             raise expected("PrivateTrainer", name, condition, described(number), remedy)
 
 
@@ -97,13 +94,6 @@ def _columns_of(data: Any) -> list[str]:
     return cast("list[str]", names) if isinstance(names, list) and not is_transformed else []
 
 
-def _labels_of(batch: Mapping[str, Tensor]) -> Tensor:
-    if "labels" not in batch:
-        remedy = "let the data set have a column labels or label, or the data_collator return 'labels'"
-        raise expected("PrivateTrainer", "the batch", "to hold labels", f"columns {', '.join(batch)}", remedy)
-    return batch["labels"]
-
-
 def _names(mapping: Mapping[str, Any]) -> set[str]:
     """Return the class names in one of transformers' tables; an entry is one name or several."""
     return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
@@ -111,19 +101,16 @@ def _names(mapping: Mapping[str, Any]) -> set[str]:
 
 def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute the cross-entropy of each sequence's label, shape (B,)."""
-    if _labels_of(batch).is_floating_point():  # transformers would read them as several labels per sequence
+    if batch["labels"].is_floating_point():  # transformers would read them as several labels per sequence
         remedy = "give one class per sequence, or pass loss_fn"
         raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
-    if (ids := batch.get("input_ids")) is not None and ids.dim() > 2:
-        remedy = "give loss_fn for rows with several texts, as docs/integrations.md does for several texts per person"
-        raise expected("PrivateTrainer", "input_ids", "to be one text per row", f"{ids.dim()} dimensions", remedy)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
 
 
 def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute each sequence's mean cross-entropy over its own next tokens, without labels of -100, shape (B,)."""
-    labels = _labels_of(batch)
+    labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs).logits.float()
     prompt = logits.shape[1] - labels.shape[1]  # virtual tokens that PEFT prepends

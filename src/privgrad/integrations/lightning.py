@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
-from privgrad.errors import SamplingError, expected
+from privgrad.errors import expected
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import ledgers_of, note_loaded
 from privgrad.plan import PrivacyPlan
@@ -188,9 +188,6 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Batch, *further: Any) -> Tensor:
         """Release one gradient. The loss stays private: the returned value is always nan."""
-        if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give trainer.fit the training data as strategy.batches(train_set)"
-            raise expected("PrivateStrategy", "batch", "to be a Batch", type(batch).__name__, remedy, SamplingError)
         self._further = further
         if (steps := self._trainer.max_steps) != self._plan.steps:
             condition, remedy = f"to stay at the plan's {self._plan.steps}", "leave out searches for a learning rate"

@@ -23,7 +23,6 @@ from privgrad.errors import (
     require_choice,
     require_delta,
     require_integer,
-    require_path,
     require_positive,
     require_rate,
 )
@@ -103,7 +102,6 @@ class Budget:
         num_examples: int | None = None,
         privacy_unit: PrivacyUnit | None = None,
     ) -> None:
-        require_path("Budget", "path", path, "give budget.jsonl in a folder that the team shares")
         self.path = Path(path).absolute()
         self._head = ""  # the checksum of the last line that this object has seen
         given: dict[str, Any] = {
@@ -250,11 +248,7 @@ class Budget:
             not by `Ledger(path)`: the first step notes in the budget that the ledger has begun.
         """
         function = "Budget.open_ledger"
-        require_path(function, "path", path, "give ledger.jsonl in a run's folder")
         self.require_covered(function, plan.num_examples, plan.privacy_unit)
-        if plan.simulates is not None:
-            condition, got = "to be one whose epsilon is a guarantee", "a plan made by scaled()"
-            raise expected(function, "plan", condition, got, "simulate without a budget")
         if plan.sampling != "poisson":  # the filter of a budget adds up RDP, which is known for no other batches
             raise expected(function, "plan", "to draw Poisson batches", f"sampling {plan.sampling!r}")
         place = Path(path).absolute()

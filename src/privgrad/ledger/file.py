@@ -48,10 +48,7 @@ def is_in_use(path: Path) -> bool:
 
 
 class LedgerFile:
-    """The lines of a ledger on disk, and the lock of their one writer, for which it waits `patience` seconds.
-
-    `accept` gets the number and the content of each line of the file, and raises an error if it is not valid.
-    """
+    """The lines of a ledger on disk, which `accept` reads, and the lock of their writer, awaited `patience` seconds."""
 
     def __init__(
         self, kind: Kind, path: Path, *, read_only: bool, accept: Accept, patience: float = _WAIT, create: bool = True

@@ -23,7 +23,6 @@ from privgrad.errors import (
     require_choice,
     require_integer,
     require_nonnegative,
-    require_path,
     require_rate,
 )
 from privgrad.ledger.file import TWO_LEDGERS, VERSION, LedgerFile, not_open
@@ -76,8 +75,6 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
-        if path is not None:
-            require_path("Ledger", "path", path, "give ledger.jsonl in a run's folder")
         self.plan_facts: dict[str, Any] = {}
         self._refuses = read_only
         self._kind: Release | None = None  # of all releases, because they follow one plan

@@ -129,7 +129,7 @@ class SAT(Perturbation):
     Args:
         radius: as in Perturbation; 0 is DP-SGD.
     Raises:
-        PrivacyError: the radius is invalid; in use, the loaded state does not fit the model.
+        PrivacyError: the radius is invalid.
     Privacy:
         p was released before, so its use costs nothing. Other threads must not use the model during a step.
     Reference:
@@ -148,7 +148,6 @@ class SAT(Perturbation):
 
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        _require_of(parameters, "SAT", self._direction)
         with _moved(parameters, self._direction, self.radius(step), self._points):
             yield
 
@@ -178,7 +177,7 @@ class DiSK(Contribution):
     Args:
         weight: kappa in (0, 1], the same as that of the filter; 1 is DP-SGD.
     Raises:
-        PrivacyError: weight is out of its range; in use, the loaded state does not fit the model.
+        PrivacyError: weight is out of its range.
     Privacy:
         The weights were computed from released gradients, so the use of their last update is post-processing.
     Reference:
@@ -204,7 +203,6 @@ class DiSK(Contribution):
 
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        _require_of(parameters, "DiSK", self._before)
         self._now = _cloned(parameters)
         factor = (1 - self.weight) / self.weight
         # theta_{t-1} + (1 + factor) (theta_t - theta_{t-1}) = theta_t + factor (theta_t - theta_{t-1})
@@ -241,13 +239,6 @@ class RawSAM(Perturbation):
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         with _moved(parameters, raw_mean(), self.radius(step), {}):
             yield
-
-
-def _require_of(parameters: Mapping[str, nn.Parameter], kind: str, held: Mapping[str, Tensor]) -> None:
-    for name, value in held.items():
-        if name not in parameters or value.shape != parameters[name].shape:
-            remedy = "load the state into the same model, or freeze parameters before the first step"
-            raise expected(kind, "its state", "to be of this model", f"{name!r} of shape {tuple(value.shape)}", remedy)
 
 
 def _cloned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -73,10 +73,7 @@ class PublicGradient:
         self._processes = processes
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        """Return the mean gradient on the batch of a step, by parameter name.
-
-        Each pass takes the examples in a new random order, and drops the remainder that fills no batch.
-        """
+        """Return the mean gradient on the batch of a step, of a pass in random order without an incomplete batch."""
         passed, place = divmod(step, self._count // self._batch_size)
         return self._gradient(self._order(passed)[place * self._batch_size :][: self._batch_size], step)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info  # pyright: ignore[reportUnknownVariableType]
 
-from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
+from privgrad.errors import PrivacyError, SamplingError, expected, require_integer
 from privgrad.rng import numpy_and_python_kept, set_states
 from privgrad.types import Batch, Sampling, count_examples, map_examples, named_leaves
 
@@ -24,26 +24,7 @@ Collate = Callable[[list[Any]], Any]
 Data = Dataset[Any] | Sequence[Any]  # map-style
 
 _SAMPLED, _SECONDS = 512, 0.25  # the most items, and seconds, that are loaded to find the extremes
-_DRAWN = "leave it out: each step draws every example with the public rate of the plan"
-_HABITS = {  # arguments of a DataLoader that plan.batches does not take, with the remedy
-    "shuffle": _DRAWN,
-    "drop_last": _DRAWN,
-    "batch_size": "give expected_batch_size to the plan: batches have random sizes around it",
-    "sampler": f"{_DRAWN}; for rates of classes, give ClassRates(dataset, labels, rates)",
-    "batch_sampler": _DRAWN,
-    "worker_init_fn": "leave it out: each worker has secret seeds",
-    "generator": "leave it out, or give the plan a research seed: PrivacyPlan(seed=...)",
-    "persistent_workers": "leave it out: workers live until the last step",
-}
 _REPEATS = 20  # number of calls after which rows that differ count as random
-
-
-def refuse_habits(options: Mapping[str, object]) -> None:
-    """Raise PrivacyError for an argument of a DataLoader, with what to do instead; TypeError for an unknown one."""
-    for name, value in options.items():
-        if name not in _HABITS:
-            raise TypeError(f"PrivacyPlan.batches() got an unexpected keyword argument {name!r}")
-        raise expected("plan.batches", name, "to be left out", described(value), _HABITS[name])
 
 
 def unusable(name: str, condition: str, got: object, remedy: str = "") -> PrivacyError:
@@ -251,15 +232,6 @@ class Examples(Dataset[Batch]):
         return tuple(self._whole)
 
 
-def require_loading(function: str, num_workers: object, prefetch_factor: object) -> None:
-    """Raise PrivacyError unless a DataLoader takes these options."""
-    require_integer(function, "num_workers", num_workers, 0)
-    if prefetch_factor is not None:  # torch takes 0, and then yields no batches
-        require_integer(function, "prefetch_factor", prefetch_factor, 1)
-        if num_workers == 0:
-            raise expected(function, "prefetch_factor", "to be None without workers", prefetch_factor)
-
-
 def batches(
     sampler: Any, *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
 ) -> Generator[Batch]:
@@ -277,13 +249,14 @@ def batches(
         cost nothing. Leave a batch out only by a rule that does not look at it: to skip empty batches, for example,
         would release which draws were empty.
     Raises:
-        PrivacyError: raised by the call: an option is out of range.
+        PrivacyError, ValueError: raised by the call: an option is out of range.
         SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
             examples; an example cannot be loaded; or a worker process died.
     Privacy:
         As BatchSampler. Workers get the indices and the keys of single steps.
     """
-    require_loading("plan.batches", num_workers, prefetch_factor)
+    if prefetch_factor is not None:  # torch takes 0, and then yields no batches
+        require_integer("plan.batches", "prefetch_factor", prefetch_factor, 1)
     dataset = sampler.dataset
     loader: DataLoader[Any] = DataLoader(
         _Reported(dataset) if num_workers else dataset,

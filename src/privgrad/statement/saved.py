@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.accounting.accountant import rounded_up
-from privgrad.errors import described, expected, readable
+from privgrad.errors import expected, readable
 from privgrad.features.saving import require_place, safetensors, written_whole
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
@@ -71,8 +71,6 @@ def save(
         remedy = "call head.save(folder): it also writes the extractor and the statement"
         raise expected("save", "model", "to be no Head", "a Head", remedy)
     place = require_place("save", folder, overwrite=overwrite, is_own=_is_saved)
-    if post_processing is not None and not post_processing.strip():
-        raise expected("save", "post_processing", "to be a few words", described(post_processing))
     given = [ledger] if isinstance(ledger, Ledger | Budget | str | os.PathLike) else ledger
     records = [opened(record) for record in given]
     said = statement_of("save", records, delta, about)
@@ -119,8 +117,6 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
             tensors.
     """
     require_model("load", model)
-    if getattr(model, "saves_itself", False):
-        raise expected("load", "model", "to be no Head", "a Head", "call Head.load(folder), which returns the head")
     place = Path(folder)
     with readable("load", f"{place}", "to hold a saved model", "give the folder that pg.save wrote"):
         facts = json.loads((place / FACTS).read_text(encoding="utf-8"))

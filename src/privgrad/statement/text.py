@@ -11,7 +11,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from privgrad.accounting.accountant import rounded_up
-from privgrad.errors import described, expected
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.statement.facts import Facts, budget_facts, has_random_runs, ledger_facts, released_beside, words_of
@@ -97,14 +96,11 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None, about: A
     Returns:
         Statement.
     Raises:
-        PrivacyError: there is no ledger, or something else, such as a path; the ledgers protect different units; no
-            delta is known; or a budget holds the releases of a ledger. Its statement is `budget_statement`.
+        PrivacyError: there is no ledger; the ledgers protect different units; no delta is known; or a budget holds the
+            releases of a ledger. Its statement is `budget_statement`.
     Privacy:
         It holds public numbers only.
     """
-    if not isinstance(ledgers, list | tuple) or any(type(one) is not Ledger for one in ledgers):
-        remedy = "open the file by pg.Ledger, or call budget_statement"
-        raise expected("statement", "ledgers", "to be a list of Ledger", described(ledgers), remedy)
     return written(ledger_facts(ledgers, delta), about)
 
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.accounting.accountant import two_decimals_up
-from privgrad.errors import expected, require_callable, require_in, require_integer, require_path
+from privgrad.errors import expected, require_callable, require_in, require_integer
 from privgrad.gradient.functional import evaluating
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_separate
@@ -26,7 +26,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows
-from privgrad.sampling.loading import Collate, require_loading
+from privgrad.sampling.loading import Collate
 from privgrad.training.checkpoint import NEW_FOLDER, settings_of
 from privgrad.training.run import EarlyStopping, FitResult, TrainingRun, require_optimizer
 from privgrad.training.schedule import Decay, Schedule
@@ -109,9 +109,6 @@ def fit(
     if on_evaluate is not None:
         require_callable("fit", "on_evaluate", on_evaluate)
     require_integer("fit", "num_evaluations", num_evaluations, 0)
-    require_loading("fit", num_workers, prefetch_factor)
-    if output_dir is not None:
-        require_path("fit", "output_dir", output_dir)
     if not save_seconds >= 0:  # NaN would never save
         raise expected("fit", "save_seconds", "to be >= 0", save_seconds)
     averaged = None if ema_decay is None else _average_of(model, ema_decay)

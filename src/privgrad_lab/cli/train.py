@@ -73,7 +73,7 @@ def compare(
     total. Otherwise it is research: several seeds, which are public, and no privacy.
     """
     if dry_run:
-        raise typer.Exit(_check(load_spec(spec), as_json=as_json))
+        raise typer.Exit(_dry_run(load_spec(spec), as_json=as_json))
     loaded, folder = load_spec(spec), out or Path("runs") / spec.stem
     if loaded.privacy.total_epsilon is not None:
         _compare_privately(loaded, folder, restart=restart, as_json=as_json)
@@ -103,9 +103,7 @@ def reproduce(
     """Reproduce a table or figure of a paper, or resume it."""
     from privgrad_lab.papers import reproduce as papers
 
-    if as_list and item is not None:
-        raise expected("privgrad reproduce", "--list or PAPER/ITEM", "to be given alone", f"--list and {item}")
-    if item is None:
+    if as_list or item is None:
         if as_json:
             print_json({"items": papers.items()})
         else:
@@ -145,7 +143,7 @@ def move_aside(folder: Path) -> None:
         STDERR.print(text)
 
 
-def _check(spec: Spec, *, as_json: bool) -> int:
+def _dry_run(spec: Spec, *, as_json: bool) -> int:
     """Check a comparison, and print what it would cost; return 1 if the shared budget has no room. Write nothing."""
     from privgrad_lab.report.paid import price_table
 

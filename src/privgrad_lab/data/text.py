@@ -107,15 +107,11 @@ class _Encoder:
         require_integer(function, "length", length, 5)
         library = optional(function, "transformers", "transformers", "pip install 'privgrad[hf]'")
         folder = Path(tokenizer).absolute()
-        try:
+        remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
+        with readable(function, f"tokenizer {folder}", "to be a folder of a transformers tokenizer", remedy):
             self._tokenizer: Any = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # a damaged folder can raise anything
-            first_line = str(error).partition(chr(10))[0]
-            got = f"{folder}: {first_line}" if folder.is_dir() else f"{folder}, which is not a folder"
-            remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
-            raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
         self.vocabulary = len(self._tokenizer)
-        self._function, self._length = function, length
+        self._length = length
 
 
 class PairEncoder(_Encoder):
@@ -123,11 +119,8 @@ class PairEncoder(_Encoder):
 
     def labeled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
         """Return inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
-        if not pairs:
-            name = "the number of labeled pairs in a part of the data"
-            raise expected(self._function, name, "to be at least 1", 0)
         inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
-        labels = torch.tensor([label for *_, label in pairs])
+        labels = torch.tensor([label for *_, label in pairs], dtype=torch.int64)
         for start in range(0, len(pairs), 4096):  # so that the tokenizer's lists stay small
             few = pairs[start : start + 4096]
             encoded = self._tokenizer(
@@ -241,7 +234,4 @@ def _snli_pair(pair: dict[str, Any]) -> list[tuple[str, str, int]]:
     """Return (premise, hypothesis, label) of a line of SNLI; nothing without a gold label."""
     if pair["gold_label"] == "-":
         return []
-    sentences = pair["sentence1"], pair["sentence2"]
-    if not all(isinstance(sentence, str) for sentence in sentences):
-        raise TypeError("a sentence is not a string")
-    return [(*sentences, _SNLI_LABELS.index(pair["gold_label"]))]
+    return [(pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(pair["gold_label"]))]

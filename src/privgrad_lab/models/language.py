@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import readable
 from privgrad.plugins import optional
 
 
@@ -87,13 +87,11 @@ class LoraLanguageModel(nn.Module):
     def __init__(self, path: str, *, rank: int = 4, alpha: int = 32) -> None:
         super().__init__()
         transformers, peft = _library("transformers"), _library("peft")
-        try:
+        remedy = "give the folder of a causal language model that PEFT supports"
+        with readable("LoraLanguageModel", "path", "to hold a model", remedy):
             base = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
             config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
             self.adapted: Any = peft.get_peft_model(base, config)
-        except (OSError, ValueError) as error:
-            remedy = "give the folder of a causal language model that PEFT supports"
-            raise expected("LoraLanguageModel", "path", "to hold a model", error, remedy) from error
 
     def forward(self, ids: Tensor) -> Tensor:
         # Padding follows the example, so causal attention hides it from all tokens of the example.
@@ -168,11 +166,9 @@ class PairClassifier(nn.Module):
 
 
 def _encoder(where: str, path: str) -> Any:
-    try:
+    with readable(where, "path", "to hold an encoder", "give the folder of a BERT-like encoder"):
         encoder = _library("transformers").AutoModel.from_pretrained(path, local_files_only=True)
         _ = encoder.encoder.layer[-1], encoder.pooler  # others have no such parts
-    except (OSError, ValueError, AttributeError) as error:
-        raise expected(where, "path", "to hold an encoder", error, "give the folder of a BERT-like encoder") from error
     return encoder.requires_grad_(False)
 
 
