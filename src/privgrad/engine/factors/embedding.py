@@ -253,9 +253,9 @@ class Rows(LinearMapFactor):
 
     def _by_word(self, values_BT: Tensor) -> Tensor:
         """Add up the values of each word at its place in an example, and put 0 at all other places."""
-        values = values_BT.flatten(0, 1)
         if self.positions == 1:
             return values_BT
+        values = values_BT.flatten(0, 1)
         return torch.zeros_like(values).index_add_(0, self._words[1], values).view_as(values_BT)
 
 
