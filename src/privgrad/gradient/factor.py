@@ -27,8 +27,8 @@ CANCELED = 1e-3  # a squared norm from inner products below this share of its te
 TINY = 1e-15  # the square of a norm below this loses digits in float32
 
 TERMS = 256  # in one part
-_FEW_TERMS = 32  # in one part of a narrow product
-_NARROW = 32  # outputs or inputs
+FEW_TERMS = 32  # in one part of a narrow product
+NARROW = 32  # outputs or inputs
 JOINED_PARTS = 8  # parts of a large product that are joined in float32, which costs less than a sum in float64
 _SMALL_PRODUCT = 1 << 15  # entries of a product of which all parts are computed at once on the CPU
 _PRODUCT = AT_ONCE // JOINED_PARTS  # and elsewhere, where one large kernel takes less time than one for each part
@@ -178,11 +178,6 @@ def flattened(grads_BP: Tensor) -> Tensor:
     return grads_BP.flatten(1) if grads_BP.dim() > 1 else grads_BP[:, None]
 
 
-def terms_of_part(outputs: int, inputs: int) -> int:
-    """Return the most terms that a product of these widths adds up in one part."""
-    return _FEW_TERMS if outputs <= _NARROW or inputs <= _NARROW else TERMS
-
-
 def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     """Return b^T a, shape (O, I), added in parts of at most 256 terms; in float64 if there are many parts.
 
@@ -194,8 +189,8 @@ def sum_of_products(b_NO: Tensor, a_NI: Tensor) -> Tensor:
     which makes errors of repeated terms many times larger.
     """
     terms, outputs, inputs = a_NI.shape[0], b_NO.shape[1], a_NI.shape[1]
-    size = terms_of_part(outputs, inputs)
-    narrow = size < TERMS
+    narrow = outputs <= NARROW or inputs <= NARROW
+    size = FEW_TERMS if narrow else TERMS
     if terms <= size or a_NI.dtype == torch.float64:
         return b_NO.mT @ a_NI
     on_processor = is_on_processor(a_NI)

@@ -16,7 +16,9 @@ from torch import Tensor
 from privgrad.engine.factors.outer import Outer, position_norms
 from privgrad.gradient.factor import (
     CANCELED,
+    FEW_TERMS,
     JOINED_PARTS,
+    NARROW,
     TERMS,
     Examples,
     Factor,
@@ -27,7 +29,6 @@ from privgrad.gradient.factor import (
     once,
     spoiled,
     sum_of_products,
-    terms_of_part,
 )
 from privgrad.gradient.refusals import refused
 from privgrad.processes import AT_ONCE, is_slow
@@ -69,7 +70,7 @@ class Routes:
         Products with weights need a copy of these for each block.
         """
         slots = self.expert_BS.numel()
-        size = max(1, min(terms_of_part(outputs, inputs), -(-slots // self.experts)))
+        size = max(1, min(FEW_TERMS if min(outputs, inputs) <= NARROW else TERMS, -(-slots // self.experts)))
         small = (slots // size + self.experts) * outputs * inputs <= AT_ONCE
         return self.whole.blocks(size) if slots and small and not is_slow(self.expert_BS) else None
 
@@ -147,7 +148,7 @@ class Routed(Factor):
         b_BSO = self.b_BSO * weight_B[:, None, None]
         if (blocks := self.routes.few_blocks(*self.shape[1:])) is not None:
             few = self.examples * self.positions <= JOINED_PARTS * blocks.slot.shape[2]
-            few = few and terms_of_part(*self.shape[1:]) == TERMS  # as in `sum_of_products`
+            few = few and min(self.shape[1:]) > NARROW  # as in `sum_of_products`
             return self._added(b_BSO.new_zeros(self.shape, dtype=None if few else dtype), blocks, b_BSO)
         total = b_BSO.new_zeros(self.shape, dtype=dtype)
         order_M, _, counts = self.routes.whole.by_expert
