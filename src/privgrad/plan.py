@@ -125,8 +125,6 @@ class PrivacyPlan:
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size)
-        if self.noise_on_grid and self.noise_multiplier == 0:
-            raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
         # All examples of a user are clipped as one anyway.

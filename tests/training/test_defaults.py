@@ -180,9 +180,9 @@ def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
             {"public_batch": make_data().tensors[0][:0], "loss_fn": None},
             "number of public examples to be an integer >= 1, got 0",
         ),
-        ({"public_batch": data}, r"got TensorDataset; give one batch: public_set\[:256\]"),
-        ({"public_batch": DataLoader(data)}, r"got DataLoader; give one batch: .* or next\(iter\(loader\)\)"),
-        ({"public_batch": [data[0], data[1]]}, "got a number for an example; give one batch"),
+        ({"public_batch": data}, "one entry per example, got TensorDataset"),
+        ({"public_batch": DataLoader(data)}, "one entry per example, got DataLoader"),
+        ({"public_batch": [data[0], data[1]]}, "one entry per example, got a tensor without dimensions"),
         ({"public_batch": data.tensors, "loss_fn": None}, "positional argument"),
         (
             {"plan": make_plan(noise_multiplier=0.0)},

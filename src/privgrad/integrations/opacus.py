@@ -10,13 +10,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DistributedDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privgrad.accounting.mechanisms import Release
-from privgrad.errors import expected
+from privgrad.errors import SamplingError, expected
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import forget_training, note_training
 from privgrad.optim import PrivateOptimizer
@@ -64,6 +65,9 @@ def connect(optimizer: Any) -> Any:
         got, remedy = type(optimizer).__name__, "pass what make_private returns, with clipping='flat' or 'per_layer'"
         raise expected("connect", "optimizer", "to be an Opacus optimizer of known noise", got, remedy)
     inner = optimizer.original_optimizer
+    if not isinstance(inner, PrivateOptimizer):
+        remedy = "give make_private an optimizer of privgrad.optim, created from model.named_parameters()"
+        raise expected("connect", "the inner optimizer", "to be of privgrad.optim", type(inner).__name__, remedy)
 
     def give(within: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         return (within,), {"grad": _released(optimizer)}
@@ -100,6 +104,9 @@ def plan_of(
         got = f"{type(optimizer).__name__} with loss_reduction {getattr(optimizer, 'loss_reduction', None)!r}"
         condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
         raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
+    if not isinstance(data_loader, DPDataLoader):
+        got, remedy = type(data_loader).__name__, "call make_private with poisson_sampling=True"
+        raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
     plan = PrivacyPlan(
         sample_rate=data_loader.sample_rate,
         steps=epochs * len(data_loader),

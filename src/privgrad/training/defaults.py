@@ -21,7 +21,7 @@ from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
 from privgrad.training.schedule import Decay, Schedule
-from privgrad.types import Batch, LossFunction, count_examples, map_examples, named_leaves
+from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 # Noise step times input norm. docs/choosing.md reports how these were chosen.
 _LINEAR = 0.06
@@ -112,7 +112,8 @@ def suggest(
     if plan.privacy_unit == "user":
         remedy = "tune the server's noise step and the local rate: no rule is known for the updates of users"
         raise expected("suggest", "plan", "to be for examples", "privacy_unit 'user'", remedy)
-    examples = _count(public_batch)
+    examples = count_examples(public_batch)
+    require_integer("suggest", "the number of public examples", examples, 1)
     norms = _input_norms(model, public_batch, loss_fn, examples)
     matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
     # The layer whose outputs the noise moves most decides.
@@ -139,18 +140,6 @@ def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
     """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay."""
     step = _NUMBER if of_numbers else _LINEAR
     return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
-
-
-def _count(public_batch: Any) -> int:
-    """Return the number of public examples; raise PrivacyError unless they are a batch of tensors."""
-    for _, leaf in named_leaves("public_batch", public_batch):
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-            remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
-            got = "a number for an example" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
-    count = count_examples(public_batch)
-    require_integer("suggest", "the number of public examples", count, 1)
-    return count
 
 
 def _clipping(
