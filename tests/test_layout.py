@@ -27,19 +27,19 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3414,  # mappings as batches; a step may start again; threads that write, and that torch ends; ciphers
+        "(root)": 3412,  # mappings as batches; a step may start again; threads that write, and that torch ends; ciphers
         "accounting": 884,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1557,  # constants for random numbers; what one pass leaves to another; one pass for several checks
+        "checks": 1578,  # constants for random numbers; what one pass leaves to another; one pass for several checks
         "cli": 535,  # calibrate takes epochs and a batch size
         "clip": 1182,  # one look at a chunk, and the checked way
         "data": 1457,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7206,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
+        "engine": 7187,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
         "features": 1744,
-        "gradient": 2870,  # `novelty`, `state`, hooks in copies
+        "gradient": 2921,  # `novelty`, `state`, hooks in copies
         "heads": 845,
-        "integrations": 1814,  # the task for which a head has no known loss
+        "integrations": 1821,  # the task for which a head has no known loss
         "ledger": 1401,  # a budget reads each line back before it writes it
         "models": 172,
         "noise": 525,  # two normals of a GPU; the charge begins in here
@@ -163,4 +163,4 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
     assert len(read) == len(set(read)) <= 18
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_570
+    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_600

@@ -97,6 +97,8 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
     if is_wrapper and not any(getattr(module, off, False) for off in ("merged", "disable_adapters")):
         what = "adds peft's adapter to a parameter by writing to it in each forward pass"
         yield what, "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
+    if type(module).__module__.startswith("bitsandbytes."):
+        yield from _problems_of_few_bits(module)
     hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
     if any("grad_sample" in str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks):
         what = "has the hooks of another library that computes a gradient for each example"
@@ -112,6 +114,25 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
         if parameter.requires_grad and not parameter.is_floating_point():
             what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
             yield what, "use real parameters: view_as_real for complex ones"
+
+
+def _problems_of_few_bits(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield the problems of a layer of bitsandbytes, with its base of 4 or 8 bits, and the remedies."""
+    weight: Any = module.weight
+    is_trained_on_cpu = weight.is_cpu and module.training  # there, 8 bits have a kernel that quantizes no inputs
+    if getattr(getattr(module, "state", None), "threshold", 0) > 0 and not is_trained_on_cpu:
+        what = "computes a column of all examples in 16 bits if one of them exceeds a threshold there"
+        yield what, "load the model with BitsAndBytesConfig(..., llm_int8_threshold=0.0)"
+    if weight.requires_grad and type(weight).__name__ == "Int8Params":
+        what = "trains a weight that it rounds to 8 bits in each pass"
+        yield what, "set has_fp16_weights=False, which freezes it, and train adapters"
+    # bitsandbytes then has a product without a gradient for the inputs, in ordinary training too.
+    is_packed = getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
+    packs = weight.is_cpu and not module.training and getattr(module, "support_avx512bf16_for_cpu", False)
+    if is_packed or packs:
+        what = "packs its 4 bits for inference when it evaluates on this processor, and no gradient passes it then"
+        remedy = "set support_avx512bf16_for_cpu = False on it before you evaluate; model.state_dict() unpacks weights"
+        yield what, remedy
 
 
 def require_supported(model: nn.Module | Structure) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from privgrad.engine.passes import Found, Passes, Point
-from privgrad.errors import UnsupportedModuleError
+from privgrad.errors import PrivacyError
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import Structure, gradients, seeded
+from privgrad.gradient.functional import Bits, Structure, gradients, seeded
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
@@ -167,37 +167,17 @@ def require_same_draws(passes: Passes, few: Any, seed: int) -> None:
 def restored(structure: Structure) -> Generator[None]:
     """Run a check; if it wrote to parameters, even unseen by autograd, raise an error.
 
-    It puts trained ones back bit by bit. Of frozen ones, which may be most of a model, it keeps sums of bits only;
-    `functional.parameters_kept` puts small ones back.
+    It puts back trained and small ones bit by bit. Of large frozen ones, `Bits` compares some numbers only.
     """
-    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in structure.parameters]
-    refusal: UnsupportedModuleError | None = None
+    before = Bits(structure.parameters)
+    refusal: PrivacyError | None = None
     try:
         yield
-    except UnsupportedModuleError as error:  # the write may be its cause
+    except PrivacyError as error:  # the write may be its cause
         refusal = error
     finally:
-        pairs = [
-            (place, *pair) for place, (_, x, held) in enumerate(before) for pair in zip(_trace(x), held, strict=True)
-        ]
-        changed = torch.stack([(now != then).any().to(before[0][1].device) for _, now, then in pairs])
-        places = [pairs[index][0] for index in cast("list[int]", changed.nonzero().flatten().tolist())]
-        written = [before[place] for place in dict.fromkeys(places)]
-        for _, parameter, held in written:
-            if parameter.requires_grad:
-                _bits(parameter.data).copy_(held[0])
+        written = before.undo()
     if written:
-        raise written_to(", ".join(name for name, _, _ in written)) from refusal
+        raise written_to(", ".join(written)) from refusal
     if refusal is not None:
         raise refusal
-
-
-def _trace(parameter: Tensor) -> list[Tensor]:
-    """Return the bits of a trained parameter; of a frozen one, their sums over the first and the last dimension."""
-    bits = _bits(parameter)
-    return [bits] if parameter.requires_grad else [bits.sum(dim, dtype=torch.int64) for dim in (0, -1)]
-
-
-def _bits(x: Tensor) -> Tensor:
-    # As integers, so that NaN equals itself.
-    return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

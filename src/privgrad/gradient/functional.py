@@ -1,11 +1,13 @@
 """Read a model's parameters and state, replace them for a while, or compute with copies of them."""
 
+import math
 import operator
 import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any, TypeVar, cast
 
@@ -33,7 +35,8 @@ from privgrad.types import LossFunction, count_examples
 Result = TypeVar("Result")
 
 _NOTE = "privgrad called it with a few examples, or with part of a batch; batches have any size from 0."
-_COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a frozen parameter, and of an array, compared at each step
+_COMPARED, _BYTES = 2**17, 4096  # largest sizes: of a buffer, and of an array, compared at each step
+_SAMPLED = 1024  # most numbers of a frozen parameter that are compared
 
 
 def advanced(model: "nn.Module | Structure", *, keep: bool) -> AbstractContextManager[None]:
@@ -542,13 +545,49 @@ def version_of(x: Any) -> Any:
     return x.tobytes() if x.nbytes <= _BYTES else 0
 
 
+class Bits:
+    """The bits of parameters at one time: all of trained and small ones; of a large frozen one, _SAMPLED places."""
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self._held = [(name, x, _bits(x, x.requires_grad).clone()) for name, x in parameters]
+
+    def undo(self) -> list[str]:
+        """Return the names of those that were written to, by one read; put back those whose bits are all held."""
+        differ = list[Tensor]()
+        for _, x, held in self._held:
+            now = _bits(x, x.requires_grad or held.numel() == x.numel())
+            same = now.shape == held.shape
+            differ.append(now.ne(held).any() if same else held.new_ones((), dtype=torch.bool))
+        found: Any = torch.stack([one.to(differ[0].device) for one in differ]) if differ else torch.zeros(0)
+        written = [own for own, flag in zip(self._held, found.tolist(), strict=True) if flag]
+        for _, x, held in written:
+            if (bits := _bits(x.data, whole=True)).shape == held.shape:
+                bits.copy_(held)
+        return [name for name, _, _ in written]
+
+
+def _bits(x: Tensor, whole: bool) -> Tensor:
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    # As integers, so that NaN equals itself.
+    bits = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return bits if whole or x.numel() <= _SAMPLED else bits.take(_places(x.numel(), x.device))
+
+
+@lru_cache(maxsize=64)
+def _places(size: int, device: torch.device) -> Tensor:
+    # Multiples of the golden ratio are spread evenly, and in step with no length of a row.
+    spread = torch.arange(_SAMPLED, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+    return (spread * size).long().to(device)
+
+
 class parameters_kept:  # noqa: N801, it is called as a function is
     """Undo what a step's passes leave on parameters and buffers, and refuse writes to what is not trained.
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
-    numpy, so the values of frozen parameters and buffers are compared: those on the CPU with up to 131,072 numbers.
-    Other frozen parameters are compared at checked steps only. Other buffers are refused after a write that autograd
-    counts, but keep the written values. Passes compute with copies of buffers, but an object of the user may hold one.
+    numpy, so values of frozen parameters and of buffers are compared: on the CPU, `Bits` of each frozen parameter, and
+    each buffer of up to 131,072 numbers. Checked steps compare frozen parameters on any device. Other buffers are
+    refused after a write that autograd counts, but keep the written values. Passes compute with copies of buffers, but
+    an object of the user may hold one.
     """
 
     def __init__(self, model: nn.Module | Structure) -> None:
@@ -557,17 +596,19 @@ class parameters_kept:  # noqa: N801, it is called as a function is
     def __enter__(self) -> None:
         structure = self._structure
         buffers = [(name, holder[own]) for name, holder, own in structure.buffers]
-        self._frozen, self._own = Contents(), Contents()
-        self._frozen.read((name, x) for name, x in structure.parameters if not x.requires_grad and _is_compared(x))
+        frozen = (own for own in structure.parameters if not own[1].requires_grad and is_on_processor(own[1]))
+        self._frozen = Bits((name, x) for name, x in frozen if x.layout is torch.strided)
+        self._own = Contents()
         self._own.read((name, x) for name, x in buffers if _is_compared(x))
         self._others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
         self._grads = _take_grads([x for _, x in (*structure.parameters, *buffers)])
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _give_grads(self._grads)
         written = self._frozen.undo()
         changed = self._own.undo() | {name for name, x, version in self._others if version_of(x) != version}
-        if kind is None and (written or changed):
+        # The write may be the cause of a refusal.
+        if (written or changed) and (kind is None or issubclass(kind, PrivacyError)):
             raise written_to(", ".join(sorted(written or changed)), "parameters" if written else "buffers")
 
 
@@ -619,7 +660,7 @@ def losses_on_copies(
     seed: int | None = 0,
     copied: bool = True,
 ) -> Any:
-    """Return the losses, or a function of them, computed with copies of parameters and buffers.
+    """Return the losses, or a function of them, computed with copies of trained parameters and of buffers.
 
     `parameters` replace some, by name. A `seed` of None continues torch's streams. A backward pass belongs in `result`:
     it may run code of the modules, such as hooks, which needs the copies.
@@ -630,13 +671,16 @@ def losses_on_copies(
     for _, now, _ in structure.attributes:
         for kind in ("_parameters", "_buffers"):
             owner = now[kind]
-            places += [(owner, name, x) for name, x in owner.items() if x is not None]
-            for x in owner.values():
-                if x is not None and id(x) not in copies:
-                    is_parameter = kind == "_parameters"
+            is_parameter = kind == "_parameters"
+            for name, x in owner.items():
+                # Frozen parameters stay: they may be most of a model, and of types that hold more than numbers.
+                if x is None or (is_parameter and not x.requires_grad and id(x) not in copies):
+                    continue
+                places.append((owner, name, x))
+                if id(x) not in copies:
                     copy = x.detach().clone() if copied or not is_parameter else x.detach()
                     # With gradients, because the forward pass may hook the gradients of its values.
-                    copies[id(x)] = copy.requires_grad_(is_parameter and x.requires_grad)
+                    copies[id(x)] = copy.requires_grad_(is_parameter)
     # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(structure), torch.compiler.set_stance("force_eager"), replaced_in(places, copies):

@@ -143,19 +143,22 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
             return
         wide = _Precision(widened_on=next(model.parameters()).device.type)
 
-        def widened(model: nn.Module, examples: Any) -> Tensor:
+        def widened(model: nn.Module, examples: Any, *, graph: bool) -> Tensor:
             named = (*model.named_parameters(), *model.named_buffers())
-            own = {f"model.{name}": x.float() for name, x in named if _is_half(x)}
+            own = {f"model.{name}": x.float() for name, x in named if _is_half(x) and not _is_frozen(x)}
             examples = map_examples(lambda leaf: leaf.float() if _is_half(leaf) else leaf, examples)
-            with wide:
+            with wide, torch.set_grad_enabled(graph):
                 return functional_call(BoundLoss(model, loss_fn), own, (examples,))
 
-        try:
-            losses_on_copies(model, widened, examples)
-        except Exception:  # for instance a loss that accepts half precision only
+        for graph in (False, True):  # a graph would keep all frozen weights in float32; few losses need one
+            loss = partial(widened, graph=graph)
+            try:
+                losses_on_copies(model, loss, examples)
+            except Exception:  # for instance a loss that accepts half precision only
+                continue
+            if not wide.half:  # a loss that converts to half precision by itself is compared as it is only
+                compare(model, loss, examples, *args)
             return
-        if not wide.half:  # a loss that converts to half precision by itself is compared as it is only
-            compare(model, widened, examples, *args)
 
     return compared
 
@@ -172,7 +175,7 @@ class _Precision(TorchFunctionMode):
         if self._device is None:
             result = func(*args, **(kwargs or {}))
         else:
-            inputs = tree_map_only(torch.dtype, lambda x: torch.float32 if x in _HALF else x, (args, kwargs or {}))
+            inputs = tree_map_only((torch.dtype, Tensor), _widened, (args, kwargs or {}))
             func = Tensor.float if func in (Tensor.half, Tensor.bfloat16) else func
             with torch.autocast(self._device, enabled=False):
                 result = func(*inputs[0], **inputs[1])
@@ -184,6 +187,17 @@ class _Precision(TorchFunctionMode):
 
 def _is_half(x: Tensor) -> bool:
     return x.is_floating_point() and x.itemsize < 4
+
+
+def _is_frozen(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) and not x.requires_grad
+
+
+def _widened(x: Any) -> Any:
+    """Return float32 for a dtype of half precision, and a frozen weight in it, for one function; others unchanged."""
+    if isinstance(x, torch.dtype):
+        return torch.float32 if x in _HALF else x
+    return x.float() if _is_half(x) and _is_frozen(x) else x
 
 
 def freeze_unused(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> list[str]:

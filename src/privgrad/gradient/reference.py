@@ -130,15 +130,13 @@ def per_sample_gradients(
     """
     structure = structure_of(model)
     model, parameters = structure.model, {name: parameter.detach() for name, parameter in structure.trained.items()}
-    rest = {name: parameter.detach() for name, parameter in structure.parameters if name not in parameters}
     buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
-    rest |= buffers
     bound, moves = BoundLoss(model, loss_fn), along or {}
     with differentiable(twice=exact):
         try:
             before = numpy_and_python_states()
             with preserved(structure):
-                of_one = _gradient_of_one(bound, rest, exact)
+                of_one = _gradient_of_one(bound, buffers, exact)
                 rows = batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
             # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.
             _require_unwritten([name for name, copy in buffers.items() if copy._version])
