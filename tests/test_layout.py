@@ -37,7 +37,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 685,
         "engine": 7187,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
         "features": 1744,
-        "gradient": 2921,  # `novelty`, `state`, hooks in copies
+        "gradient": 2931,  # `novelty`, `state`, hooks in copies
         "heads": 845,
         "integrations": 1821,  # the task for which a head has no known loss
         "ledger": 1401,  # a budget reads each line back before it writes it

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_plan
+from privgrad.gradient.functional import Bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),
@@ -173,3 +174,16 @@ def test_gradients_that_a_loss_leaves_on_tensors_of_the_modules_are_undone(engin
     step(model, engine, adversarial)
     assert model.delta.grad is held
     assert torch.equal(held, torch.ones(5))
+
+
+@pytest.mark.parametrize("shape", [(5000,), (70, 33), (1500, 1), (2049,)])
+@pytest.mark.parametrize("place", [0, 1337, -1])
+def test_sums_of_bits_see_a_write_to_any_number_of_a_large_frozen_weight(shape: tuple[int, ...], place: int):
+    weight = nn.Parameter(torch.randn(shape), requires_grad=False)
+    before = Bits([("weight", weight)], sums=True)
+    assert before.undo() == []
+    weight.data.view(-1)[place] += 1e-3
+    assert before.undo() == ["weight"]
+    before = Bits([("weight", weight)], sums=True)
+    weight.data.copy_(weight.data.roll(1, 0))  # a queue, whose numbers have the same sum
+    assert before.undo() == ["weight"]

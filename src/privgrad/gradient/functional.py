@@ -546,31 +546,41 @@ def version_of(x: Any) -> Any:
 
 
 class Bits:
-    """The bits of parameters at one time: all of trained and small ones; of a large frozen one, _SAMPLED places."""
+    """The bits of parameters at one time: all of trained and small ones; of a large frozen one, _SAMPLED places.
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._held = [(name, x, _bits(x, x.requires_grad).clone()) for name, x in parameters]
+    With `sums`, of a large frozen one the sums of its runs and of its columns instead, which read all of it.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], *, sums: bool = False) -> None:
+        self._sums = sums
+        self._held = [(name, x, self._seen(x).clone()) for name, x in parameters]
+
+    def _seen(self, x: Tensor, *, whole: bool = False) -> Tensor:
+        x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        # As integers, so that NaN equals itself.
+        bits = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        if whole or x.requires_grad or bits.numel() <= _SAMPLED:
+            return bits
+        if not self._sums:
+            return bits.take(_places(bits.numel(), bits.device))
+        flat = bits.reshape(-1)
+        rows = flat[: len(flat) // _SAMPLED * _SAMPLED]
+        views = rows.view(_SAMPLED, -1), rows.view(-1, _SAMPLED).t(), flat[len(rows) :, None]
+        return torch.cat([view.sum(1, dtype=torch.int64) for view in views])
 
     def undo(self) -> list[str]:
         """Return the names of those that were written to, by one read; put back those whose bits are all held."""
         differ = list[Tensor]()
         for _, x, held in self._held:
-            now = _bits(x, x.requires_grad or held.numel() == x.numel())
+            now = self._seen(x)
             same = now.shape == held.shape
             differ.append(now.ne(held).any() if same else held.new_ones((), dtype=torch.bool))
         found: Any = torch.stack([one.to(differ[0].device) for one in differ]) if differ else torch.zeros(0)
         written = [own for own, flag in zip(self._held, found.tolist(), strict=True) if flag]
         for _, x, held in written:
-            if (bits := _bits(x.data, whole=True)).shape == held.shape:
+            if (bits := self._seen(x.data, whole=True)).shape == held.shape:
                 bits.copy_(held)
         return [name for name, _, _ in written]
-
-
-def _bits(x: Tensor, whole: bool) -> Tensor:
-    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    # As integers, so that NaN equals itself.
-    bits = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    return bits if whole or x.numel() <= _SAMPLED else bits.take(_places(x.numel(), x.device))
 
 
 @lru_cache(maxsize=64)
@@ -585,9 +595,9 @@ class parameters_kept:  # noqa: N801, it is called as a function is
 
     loss_fn may call backward itself, which leaves raw gradients in `.grad`. Autograd counts no write by `.data` or
     numpy, so values of frozen parameters and of buffers are compared: on the CPU, `Bits` of each frozen parameter, and
-    each buffer of up to 131,072 numbers. Checked steps compare frozen parameters on any device. Other buffers are
-    refused after a write that autograd counts, but keep the written values. Passes compute with copies of buffers, but
-    an object of the user may hold one.
+    each buffer of up to 131,072 numbers. Checked steps compare sums of frozen parameters, on any device. Other
+    buffers are refused after a write that autograd counts, but keep the written values. Passes compute with copies of
+    buffers, but an object of the user may hold one.
     """
 
     def __init__(self, model: nn.Module | Structure) -> None:
