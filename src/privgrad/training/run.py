@@ -237,6 +237,8 @@ class TrainingRun:
             if self.private_grad.state_dict()["step"] == plan.steps:
                 got = f"all {plan.steps} taken by private_grad before this call"
                 remedy = "use the model as it is, or make a plan with more steps, at a higher epsilon"
+            elif self.checkpoint is None:
+                remedy = "give this training a ledger of its own and add up epsilons and deltas, or use a pg.Budget"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         skip_lost_steps(self.private_grad, self.result.updates)
         if self.scheduler is not None:
