@@ -4,6 +4,7 @@ Two sizes of the frozen base tell whether anything grows with it. What the model
 same in the ordinary step; only what is made of frozen weights alone (copies, sums, comparisons) counts here.
 """
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -77,8 +78,7 @@ class OnFrozen(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.read = self.made = 0
-        frozen = (p.untyped_storage() for p in model.parameters() if not p.requires_grad)
-        self._from = {storage._cdata: storage for storage in frozen}
+        self._from = {p.untyped_storage()._cdata for p in model.parameters() if not p.requires_grad}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -98,7 +98,9 @@ class OnFrozen(TorchDispatchMode):
         if made := [x.untyped_storage() for x in out if x.untyped_storage()._cdata not in self._from]:
             self.read += read
             self.made += sum(storage.nbytes() for storage in made)
-            self._from |= {storage._cdata: storage for storage in made}  # held, so that no other gets its place
+            for storage in made:  # until it is freed, and another gets its place
+                self._from.add(storage._cdata)
+                weakref.finalize(storage, self._from.discard, storage._cdata)
 
 
 def count(setup: Adapted, method: str, step: Which, *, device_paths: bool) -> tuple[Counts, OnFrozen]:
