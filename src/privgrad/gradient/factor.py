@@ -20,8 +20,7 @@ from privgrad.processes import AT_ONCE, is_on_processor
 Summand = TypeVar("Summand", Tensor, "Factor")
 _norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
-_WIDENED = 64  # entries of a gradient whose squares are added up in float64 on the CPU
-_WIDENED_ELSEWHERE = 1 << 20
+_WIDENED, _WIDENED_ELSEWHERE = 64, 1 << 20  # entries of a gradient whose squares are added up in float64: on the CPU
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
 CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32

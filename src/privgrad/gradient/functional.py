@@ -501,9 +501,8 @@ def equal(one: Any, other: Any) -> bool:
         if one.is_meta:
             return True
         now, then = (x.detach().to_dense() for x in (one, other))
-        if now.shape != then.shape or now.dtype != then.dtype:
-            return False
-        return torch.equal(now, then) or bool(((now == then) | ((now != now) & (then != then))).all())
+        same = now.shape == then.shape and now.dtype == then.dtype
+        return same and (torch.equal(now, then) or bool(((now == then) | ((now != now) & (then != then))).all()))
     if type(one) is not type(other) or one is other:
         return one is other
     if isinstance(one, TENSORS):
