@@ -37,7 +37,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "diagnostics": 685,
         "engine": 7187,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
         "features": 1744,
-        "gradient": 2931,  # `novelty`, `state`, hooks in copies
+        "gradient": 2929,  # `novelty`, `state`, hooks in copies
         "heads": 845,
         "integrations": 1821,  # the task for which a head has no known loss
         "ledger": 1401,  # a budget reads each line back before it writes it
@@ -163,4 +163,4 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
     assert len(read) == len(set(read)) <= 18
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_600
+    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_620
