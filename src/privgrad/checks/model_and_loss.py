@@ -32,7 +32,7 @@ from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
+from privgrad.gradient.functional import Structure, leaf_of, losses_on_copies, own_parameters, structure_of, trainable
 from privgrad.gradient.probes import (
     FOUR,
     doubled,
@@ -137,7 +137,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         own example only: the privacy guarantee rests on that. It is tried here, not proven.
     """
     few = four_of(few_of(examples, fill=False))
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    parameters = {name: leaf_of(p, copied=True) for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     reach = partial(_reach, model, tried, parameters)
     try:

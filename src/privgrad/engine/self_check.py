@@ -17,8 +17,10 @@ from privgrad.gradient.functional import Structure, gradients, seeded
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
+from privgrad.processes import Gathered
 from privgrad.types import count_examples, map_examples, part_of
 
+Measured = tuple[str, list[float], list[float]]  # a name, and by row, the norm of a gradient and of its change
 _AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
 
@@ -30,16 +32,27 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     factors, moves = found
     structure, loss_fn, tolerance = passes.structure, passes.loss_fn, passes.tolerance
     parameters, differences, largest = structure.trained, list[tuple[str, float, float]](), 0.0
-    together = max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
+    is_sharded = any(isinstance(p, Gathered) for p in parameters.values())
+    together = 1 if is_sharded else max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
-        singles = list[dict[str, Tensor]]()
+        singles, measured = list[dict[str, Tensor]](), list[Measured]()
+
+        def compare(name: str, grad: Tensor, some: Sequence[int] = some, measured: list[Measured] = measured) -> None:
+            measured += _compared({name: grad[None]}, factors, some)
+
         for index in some:
             row = slice(index, index + 1)
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
             own = part_of(examples, row)
-            singles.append(gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False))
-        wanted = {name: torch.stack([single[name] for single in singles]) for name in parameters}
-        measured = list(_compared(wanted, factors, some))
+            each = compare if is_sharded else None  # no gradient of a whole model is held
+            found = gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False, each=each)
+            singles.append(found)
+        if is_sharded:
+            for name in parameters.keys() - {name for name, *_ in measured}:
+                compare(name, torch.zeros_like(parameters[name]))
+        else:
+            wanted = {name: torch.stack([single[name] for single in singles]) for name in parameters}
+            measured += _compared(wanted, factors, some)
         for place in range(len(some)):
             whole = math.hypot(*(norms[place] for _, norms, _ in measured))
             found_now = ((name, changes[place], norms[place] + 0.1 * whole) for name, norms, changes in measured)
@@ -61,7 +74,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
 
 def _compared(
     wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], rows: Sequence[int]
-) -> Iterator[tuple[str, list[float], list[float]]]:
+) -> Iterator[Measured]:
     """Yield names, the norm of each row of `wanted`, and of its change; about _AT_ONCE numbers by one read."""
     # A factor has other rows than these; a tensor has these rows only.
     index, names, own, others = torch.tensor(rows), list[str](), list[Tensor](), list[Tensor]()
@@ -170,7 +183,9 @@ def restored(structure: Structure) -> Generator[None]:
     It puts trained ones back bit by bit. Of frozen ones, which may be most of a model, it keeps sums of bits only;
     `functional.parameters_kept` puts small ones back.
     """
-    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in structure.parameters]
+    # What is written to a gathered parameter is gone with its memory.
+    own = [(name, parameter) for name, parameter in structure.parameters if not isinstance(parameter, Gathered)]
+    before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in own]
     refusal: UnsupportedModuleError | None = None
     try:
         yield
@@ -180,8 +195,9 @@ def restored(structure: Structure) -> Generator[None]:
         pairs = [
             (place, *pair) for place, (_, x, held) in enumerate(before) for pair in zip(_trace(x), held, strict=True)
         ]
-        changed = torch.stack([(now != then).any().to(before[0][1].device) for _, now, then in pairs])
-        places = [pairs[index][0] for index in cast("list[int]", changed.nonzero().flatten().tolist())]
+        differ = [(now != then).any().to(before[0][1].device) for _, now, then in pairs]
+        changed = torch.stack(differ).nonzero().flatten().tolist() if differ else []
+        places = [pairs[index][0] for index in cast("list[int]", changed)]
         written = [before[place] for place in dict.fromkeys(places)]
         for _, parameter, held in written:
             if parameter.requires_grad:

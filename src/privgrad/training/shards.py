@@ -1,0 +1,426 @@
+"""Private steps of a sharded model: no process holds all weights, a whole sum or a whole noise.
+
+fully_shard (FSDP2) is data parallel. Each process computes whole examples, so norms and clip factors are local, and no
+norm travels. In a step each sharded parameter is a `Gathered` one: a plain parameter, always the same object, whose
+memory comes before its block computes, forward or backward, and goes after it. So the engine sees a plain model.
+
+FSDP's own hooks gather in lockstep: all processes must compute the same passes. Ours do not. Poisson batches differ in
+size and may be empty, and checks, retries and errors come in one process alone. So ours take the places of FSDP's, and
+no process acts without a meeting:
+- A process that needs a block, or has the sum of a parameter, asks. One that has nothing to do rests, and meets on.
+- Each meeting tells all processes what all ask. They serve the first in order: all take part in it. Others ask again.
+- Each meeting serves a process or ends the part of the step, so nobody waits forever. Equal passes are in step: one
+  that is ahead waits until the others ask the same.
+
+Sums: once the norms are known, clipping adds up one parameter at a time. Its sum is reduce-scattered at once; who has
+no examples for it gives zeros. If a process must compute again (`StepChangedError`), all do, from zero.
+Noise: all processes draw from the key of the first process. A sum's coordinates are numbered over the whole model, and
+each process keeps those of its shard (`types.Place`). So the noise is that of one process, cut: none is shared or
+skipped, on any number of processes. Other devices than the CPU have a generator for each process.
+Charge: the first process charges before any process returns its shard.
+A parameter that is used in two blocks stays in memory for the step, as the parameters of the root do.
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from privgrad.clip.clipping import sum_dtype
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.functional import weight_hooks
+from privgrad.processes import DONE, Gathered
+from privgrad.types import Place
+
+# Version 2.13 of torch gave these functions new names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Part:
+    """A sharded parameter: its shard in this process, and the memory that holds all of it for a while."""
+
+    def __init__(self, name: str, shard: DTensor, group: dist.ProcessGroup | None) -> None:
+        self.name, self.number, self.shard, self._group = name, -1, shard, group
+        self.rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
+        rows, *rest = shard.shape
+        self.rows = -(-rows // self.processes)  # of each process; the last ones may have fewer, or none
+        self.whole = torch.empty(self.rows * self.processes, *rest, dtype=shard.dtype, device=shard.device)
+        self._bytes = self.whole.untyped_storage().nbytes()
+        nothing = torch.full((), float("nan") if shard.is_floating_point() else 0, dtype=shard.dtype)
+        self._nothing = nothing.to(shard.device).expand(shard.shape)
+        self.gathered = Gathered(self._nothing, requires_grad=shard.requires_grad)
+        self.owners: list[dict[str, Any]] = []  # the `_parameters` of modules, with the name in each
+        self.names: list[str] = []
+        self.whole.untyped_storage().resize_(0)
+
+    @property
+    def place(self) -> Place:
+        """Where this process's shard is among the numbers of the parameter."""
+        rows = self.shard.shape[0]
+        return Place(min(self.rank * self.rows, rows) * (self.shard.numel() // max(1, rows)), self.shard.numel())
+
+    def fetch(self, *, keep: bool) -> None:
+        """Gather all shards; keep them in the parameter, or only give this process's own."""
+        own = self.shard.to_local()
+        if len(own) < self.rows:  # collectives take parts of one size
+            own = torch.cat([own, own.new_zeros(self.rows - len(own), *own.shape[1:])])
+        whole = self.whole
+        if keep:  # the same storage, because the graph of the forward pass has it
+            whole.untyped_storage().resize_(self._bytes)
+        else:
+            whole = torch.empty_like(whole)
+        _all_gather(whole, own.contiguous(), group=self._group)
+        if keep:
+            self.gathered.data = whole[: self.shard.shape[0]]
+            self.gathered.is_here = True
+
+    def forget(self) -> None:
+        """Free the memory of the whole parameter. A read outside of its block then gives NaN."""
+        self.gathered.data = self._nothing
+        self.gathered.is_here = False
+        self.whole.untyped_storage().resize_(0)
+
+    def scattered(self, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return this process's shard of the sum over all processes; None stands for zeros."""
+        own = self.whole.new_empty(self.rows, *self.whole.shape[1:], dtype=dtype)
+        if total is None or len(total) < len(self.whole):
+            padded = torch.zeros(self.whole.shape, dtype=dtype, device=own.device)
+            total = padded if total is None else torch.cat([total.to(dtype), padded[len(total) :]])
+        _reduce_scatter(own, total.to(dtype).contiguous(), group=self._group)
+        return own[: len(self.shard.to_local())]
+
+
+class _Block:
+    """The parameters that are gathered together, before their module computes."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.number, self.path, self.parts = number, path, list[Part]()
+        self.is_here, self.open = False, 0  # in how many backward passes it is
+
+
+class _Call:
+    """A forward call of a block: it opens the block when its backward pass begins, and closes it when that has ended.
+
+    The gradients of all inputs are known only after the gradients of all that is between.
+    """
+
+    def __init__(self, shards: "Shards", block: _Block, inputs: int) -> None:
+        self._shards, self._block, self._left, self._is_open = shards, block, inputs, False
+
+    def begin(self, _: Tensor) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._block.open += 1
+            self._shards.gather(self._block)
+
+    def end(self, _: Tensor) -> None:
+        self._left -= 1
+        if self._left == 0 and self._is_open:
+            self._block.open -= 1
+            if self._block.open <= 0:
+                self._shards.free(self._block)
+
+
+class Sums:
+    """The sums of the sharded parameters in one attempt at a step, each process with its shard."""
+
+    def __init__(self, shards: "Shards", like: Mapping[str, Tensor], expected_size: int) -> None:
+        self._shards = shards
+        self.names = {name: p.number for name, p in like.items() if isinstance(p, Gathered)}
+        self._dtypes = {number: sum_dtype(like[name], expected_size) for name, number in self.names.items()}
+        self._held = dict[int, Tensor]()  # by the number of the part
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def add(self, name: str, total: Tensor) -> None:
+        """Add this process's sum of one parameter to those of all."""
+        self._shards.give(self.names[name], total)
+
+    def serve(self, number: int, total: Tensor | None) -> None:
+        """Add the sums that all processes have of a parameter now."""
+        own = self._shards.parts[number].scattered(total, self._dtypes[number])
+        # As `clipping._Sums.join`: what is added to a total is added in float64.
+        held = self._held.get(number)
+        self._held[number] = own if held is None else held.double().add_(own)
+
+    def result(self, name: str) -> tuple[Tensor, Place]:
+        """Return the shard of a sum, and its place."""
+        number = self.names[name]
+        part, dtype = self._shards.parts[number], self._dtypes[number]
+        own = self._held.pop(number, None)
+        if own is None:  # no example of any process reaches it
+            own = torch.zeros(part.shard.to_local().shape, dtype=dtype, device=part.shard.device)
+        return own.to(dtype), part.place
+
+
+class Shards:
+    """A model that fully_shard has split over all processes, and the meetings of these."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.model, self._group, self._device = model, group, device
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._modules = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self._require_supported()
+        self.root = _Block(0, "")
+        self.blocks = [self.root]
+        self.parts: list[Part] = []
+        self._find()
+        self._kept = list[Callable[[], None]]()
+        self._hooks = {path: (self._before(block), self._after(block)) for path, block in self._by_path.items()}
+        self._running = list[tuple[_Block, _Call | None]]()
+        self.sums: Sums | None = None
+        self._given: Tensor | None = None
+        self.is_open = False
+
+    def _require_supported(self) -> None:
+        """Raise UnsupportedModuleError for what cannot be computed exactly from shards."""
+
+        def refusal(condition: str, got: str, remedy: str) -> UnsupportedModuleError:
+            error = expected("PrivateGradient", "the sharded model", condition, got, remedy, UnsupportedModuleError)
+            return cast(UnsupportedModuleError, error)
+
+        below = tuple(f"{path}." if path else "" for path, _ in self._modules)
+        ranks = list(range(dist.get_world_size())) if self._group is None else dist.get_process_group_ranks(self._group)
+        whole = "give Distributed a whole model"
+        for path, module in self._modules:
+            if len(cast(Any, module)._get_fsdp_state()._modules) > 1:
+                got, remedy = f"a list with '{path}'", "call fully_shard for each module by itself"
+                raise refusal("to have one module in each call of fully_shard", got, remedy)
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if not name.startswith(below):
+                got = f"'{name}' without fully_shard, as tensor parallel places it"
+                raise refusal("to be sharded by fully_shard alone", got, whole)
+            if mesh.ndim != 1 or mesh.mesh.tolist() != ranks or [type(one) for one in placements] != [Shard]:
+                got = f"'{name}' on a mesh of shape {tuple(mesh.mesh.shape)} by {placements}"
+                remedy = (
+                    f"use no tensor parallel or hybrid shards: init_device_mesh(device, ({len(ranks)},)), or {whole}"
+                )
+                raise refusal("to be split over all processes in one dimension", got, remedy)
+            if cast(Any, placements[0]).dim != 0:
+                raise refusal(
+                    "to be split along dimension 0", f"'{name}' by {placements}", "give no shard_placement_fn"
+                )
+            if parameter.device.type != self._device.type:
+                got = f"'{name}' on {parameter.device}"
+                raise refusal(f"to have its shards on {self._device.type}", got, f"give no offload_policy, or {whole}")
+        for path, module in self.model.named_modules():
+            if parametrize.is_parametrized(module) or weight_hooks(vars(module)):
+                condition = (
+                    "to hold its weights, and not to compute them (weight_norm, spectral_norm, parametrizations)"
+                )
+                raise refusal(condition, f"'{path}'", whole)
+
+    def _find(self) -> None:
+        """Find the block of each parameter: that of all its uses, or the root."""
+        paths = [path for path, _ in self._modules if path]
+        self._by_path = {path: _Block(number, path) for number, path in enumerate(paths, 1)}
+        self.blocks += self._by_path.values()
+        if any(module is self.model for _, module in self._modules):
+            self._by_path[""] = self.root
+        found, home = dict[int, Part](), dict[int, _Block]()
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            above = [one for one in paths if path == one or path.startswith(f"{one}.")]
+            block = self._by_path[max(above, key=len)] if above else self.root
+            own = cast("dict[str, Any]", vars(module)["_parameters"])
+            for name, parameter in own.items():
+                if not isinstance(parameter, DTensor):
+                    continue
+                if id(parameter) not in found:
+                    found[id(parameter)] = Part(f"{path}.{name}" if path else name, parameter, self._group)
+                    home[id(parameter)] = block
+                part = found[id(parameter)]
+                if home[id(parameter)] is not block:
+                    home[id(parameter)] = self.root
+                if not any(
+                    own is owner and name == other for owner, other in zip(part.owners, part.names, strict=True)
+                ):
+                    part.owners.append(own)
+                    part.names.append(name)
+        self.parts = list(found.values())
+        for number, (key, part) in enumerate(found.items()):
+            part.number = part.gathered.number = number
+            home[key].parts.append(part)
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Return whether they are the shards that the model holds now."""
+        pairs = ((part, pair) for part in self.parts for pair in zip(part.owners, part.names, strict=True))
+        return model is self.model and (self.is_open or all(own.get(name) is p.shard for p, (own, name) in pairs))
+
+    def begin_sums(self, like: Mapping[str, Tensor], expected_size: int) -> Sums:
+        """Begin the sums of an attempt; those of an earlier one are forgotten."""
+        self.sums = Sums(self, like, expected_size)
+        return self.sums
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the parameters whose sums are shards."""
+        return () if self.sums is None else self.sums.names
+
+    def as_shards(self, values: Mapping[str, Tensor], places: Mapping[str, Place]) -> Mapping[str, Tensor]:
+        """Return the values that have a place as shards like those of the parameters."""
+        own, found = cast(Sums, self.sums).names, dict(values)
+        for name in places:
+            like = self.parts[own[name]].shard
+            shape = {"shape": like.shape, "stride": like.stride()}
+            found[name] = DTensor.from_local(values[name], like.device_mesh, like.placements, run_check=False, **shape)
+        return found
+
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """Put plain parameters in place of the shards, and our hooks in place of FSDP's."""
+        if self.is_open:  # a gradient of public examples within a step
+            yield
+            return
+        for path, module in self._modules:
+            kind, state = cast(Any, type(module)), cast(Any, module)._get_fsdp_state()
+            mine = self._hooks[path]
+            for held, hook in zip((module._forward_pre_hooks, module._forward_hooks), mine, strict=True):
+                hooks = cast("dict[int, Any]", held)
+                for key, theirs in list(hooks.items()):
+                    if getattr(theirs, "__self__", None) is state:
+                        hooks[key] = hook
+                        self._kept.append(lambda hooks=hooks, key=key, theirs=theirs: hooks.update({key: theirs}))
+            self._kept.append(lambda module=module, kind=kind: setattr(module, "__class__", kind))
+            module.__class__ = kind.__mro__[2]  # the engine knows layers by their types
+        for part in self.parts:
+            part.gathered.requires_grad_(part.shard.requires_grad)
+            for own, name in zip(part.owners, part.names, strict=True):
+                own[name] = part.gathered
+        self.is_open = True
+        try:
+            self._serve(0, keep=True)
+            yield
+        finally:
+            try:
+                self.rest(DONE)
+            finally:
+                self.is_open, self.sums = False, None
+                self._free_all()
+                self.root.is_here = False
+                for part in self.root.parts:
+                    part.forget()
+                for part in self.parts:
+                    for own, name in zip(part.owners, part.names, strict=True):
+                        own[name] = part.shard
+                for undo in self._kept:
+                    undo()
+                self._kept.clear()
+
+    def _before(self, block: _Block) -> Callable[..., None]:
+        def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if block is self.root:
+                return
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                if _in_backward():  # a checkpointed part is computed again
+                    self.gather(block)
+                    self._running.append((block, None))
+                    return
+                for other in self.blocks[1:]:
+                    if other.is_here and other is not block and all(other is not one for one, _ in self._running):
+                        self.free(other)
+                self.gather(block)
+            call = None
+            if torch.is_grad_enabled():
+                with torch._C.DisableTorchFunction():
+                    inputs = list({id(x): x for x in _needing(tree_leaves((args, kwargs)))}.values())
+                    call = _Call(self, block, len(inputs))
+                    for x in inputs:
+                        x.register_hook(call.end)
+            self._running.append((block, call))
+
+        return gather
+
+    def _after(self, block: _Block) -> Callable[..., None]:
+        def free(module: nn.Module, args: Any, output: Any) -> None:
+            if block is self.root:
+                return
+            while self._running and self._running[-1][0] is not block:  # a call in it has failed
+                self._running.pop()
+            _, call = self._running.pop() if self._running else (block, None)
+            if _in_backward():
+                return
+            with torch._C.DisableTorchFunction():
+                for x in _needing(tree_leaves(output)) if call is not None else ():
+                    x.register_hook(call.begin)
+            if all(block is not one for one, _ in self._running):
+                self.free(block)
+
+        return free
+
+    def gather(self, block: _Block) -> None:
+        """Have the parameters of a block in memory."""
+        if not block.is_here:
+            self._ask(block.number, None)
+
+    def free(self, block: _Block) -> None:
+        if block.is_here and block is not self.root:
+            block.is_here = False
+            for part in block.parts:
+                part.forget()
+
+    def _free_all(self) -> None:
+        self._running.clear()
+        for block in self.blocks[1:]:
+            block.open = 0
+            self.free(block)
+
+    def give(self, number: int, total: Tensor) -> None:
+        """Add this process's sum of a parameter."""
+        self._ask(len(self.blocks) + number, total)
+
+    def rest(self, code: int) -> list[int]:
+        """Serve the others until all rest; return the code of each process."""
+        self._free_all()
+        while True:
+            asked = self._meet(code)
+            if all(one < 0 for one in asked):
+                return asked
+            self._serve(min(one for one in asked if one >= 0), keep=False)
+
+    def _ask(self, wanted: int, total: Tensor | None) -> None:
+        """Meet until what this process wants was served."""
+        while True:
+            first = min(one for one in self._meet(wanted) if one >= 0)
+            self._serve(first, keep=first == wanted, total=total if first == wanted else None)
+            if first == wanted:
+                return
+
+    def _meet(self, code: int) -> list[int]:
+        """Tell all processes what this one wants, and return what each wants."""
+        asked = torch.empty(self.count, dtype=torch.int64, device=self._device)
+        mine = torch.tensor([code], dtype=torch.int64, device=self._device)
+        with torch.no_grad():
+            _all_gather(asked, mine, group=self._group)
+        return cast("list[int]", asked.tolist())
+
+    def _serve(self, wanted: int, *, keep: bool, total: Tensor | None = None) -> None:
+        """Take part in what a process wants: the weights of a block, or the sum of a parameter."""
+        with torch.no_grad():
+            if wanted < len(self.blocks):
+                block = self.blocks[wanted]
+                for part in block.parts:
+                    part.fetch(keep=keep)
+                block.is_here = block.is_here or keep
+            else:
+                cast(Sums, self.sums).serve(wanted - len(self.blocks), total)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _needing(leaves: list[Any]) -> Iterator[Tensor]:
+    """Yield the tensors through which gradients flow."""
+    return (x for x in leaves if isinstance(x, Tensor) and x.requires_grad)
