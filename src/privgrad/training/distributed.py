@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 from privgrad.errors import UnsupportedModuleError, expected, readable
 from privgrad.gradient.functional import named_modules
-from privgrad.processes import DONE, Attempt, Processes, Sums, failed_elsewhere
-from privgrad.training.shards import Shards
+from privgrad.processes import DONE, Attempt, Gathered, Processes, Sums, failed_elsewhere
+from privgrad.training.shards import Shards, resharded
 from privgrad.types import NoisyGradient, Place
 
 _any = cast(Any, dist)  # torch types its collectives only in part
@@ -135,8 +135,7 @@ class Distributed(Processes):
         return self._shards.opened()
 
     def is_sharded(self, model: nn.Module) -> bool:
-        is_own = self._shards is not None and self._shards.is_open and self._shards.model is model
-        return is_own or any(isinstance(module, FSDPModule) for module in model.modules())
+        return any(isinstance(parameter, DTensor | Gathered) for parameter in resharded(model).parameters())
 
     def attempt(self, changed: type[Exception]) -> Attempt:
         return Attempt(changed, self._rest)

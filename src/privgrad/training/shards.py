@@ -162,6 +162,14 @@ class Sums:
         return own.to(dtype), part.place
 
 
+def resharded(model: nn.Module) -> nn.Module:
+    """Return the model, sharded again where an evaluation has left parameters whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
+
+
 class Shards:
     """A model that fully_shard has split over all processes, and the meetings of these."""
 
