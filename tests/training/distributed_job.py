@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
+from by_blocks import by_blocks as by_blocks  # a job
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from torch import Tensor, nn

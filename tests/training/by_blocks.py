@@ -1,0 +1,191 @@
+"""Jobs on sharded models of several kinds, which the tests compare with one process."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import make_plan
+from privgrad.processes import ALONE, Attempt, Processes
+from privgrad.training import shards
+
+WORDS, WIDTH, LENGTH = 23, 8, 5
+TEXTS = torch.randint(0, WORDS - 1, (32, LENGTH), generator=torch.Generator().manual_seed(1))
+TEXTS[6, 0] = WORDS - 1  # a rare word: one process has it
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x if self.inner is None else self.inner(x)
+
+
+class Joined(nn.Module):
+    """Examples side by side with a parameter, which the engine cannot attribute: it takes the module whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.randn(1, LENGTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, self.shift])
+        return x + self.layer(both[:-1] + both[-1:])
+
+
+class Split(nn.Module):
+    """One layer by two ways: the way that the engine takes whole if a batch has the rare word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.rare = torch.tensor(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.isinf().any()):
+            x = x.nan_to_num(posinf=0.0)
+            return torch.cat([F.linear(x, self.layer.weight), self.layer.bias.expand(1, LENGTH, -1)])[:-1]
+        return F.linear(x, self.layer.weight)
+
+
+class Texts(nn.Module):
+    """A language model of layers, each of which is sharded by itself."""
+
+    def __init__(self, layers: list[nn.Module], *, tied: bool = False, recomputed: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers, self.recomputed = nn.ModuleList(layers), recomputed
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, texts: Tensor) -> Tensor:
+        x = self.words(texts)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+        return self.head(x)
+
+
+class Routed(nn.Module):
+    """Two experts of which each example reaches one, by its first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1, :1] > 1.5  # few
+        return x + torch.where(chosen, self.rare(x), self.usual(x))
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up" in name)
+    return model
+
+
+class Inner(Layer):
+    """A layer that is sharded by itself within another one."""
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: Texts([Layer() for _ in range(3)]),
+    "tied": lambda: Texts([Layer()], tied=True),
+    "recomputed": lambda: Texts([Layer(), Layer()], recomputed=True),
+    "nested": lambda: Texts([Layer(Inner()), Layer(Inner())]),
+    "whole": lambda: Texts([Joined(), Layer()]),
+    "frozen": lambda: frozen(Texts([Layer(), Layer()])),
+    "routed": lambda: Texts([Routed()]),
+    "attention": lambda: Texts([nn.TransformerEncoderLayer(WIDTH, 2, 11, dropout=0.0, batch_first=True)]),
+    "recurrent": lambda: Texts([Recurrent()]),
+    "one layer": lambda: Texts([nn.Linear(WIDTH, WIDTH)]),
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def split(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in model.modules():
+        if isinstance(part, Inner):
+            fully_shard(part, mesh=mesh)
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def of_texts(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    (texts,) = batch
+    return F.cross_entropy(model(texts)[:, :-1].mT, texts[:, 1:], reduction="none").mean(1)
+
+
+def of_two_views(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return of_texts(model, batch) + of_texts(model, (batch[0].flip(1),))
+
+
+def ends(
+    name: str,
+    processes: Processes,
+    loss: Any = of_texts,
+    *,
+    evaluated: bool = False,
+    numbers: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The parameters after three steps."""
+    model = made(name) if processes is ALONE else split(made(name))
+    plan = make_plan(**{"steps": 3, "seed": 3, "noise_multiplier": 0.5, **(numbers or {})})
+    private_grad = pg.PrivateGradient(model, loss, plan, processes=processes, **options)
+    optimizer = pg.optim.AdamBC([pair for pair in model.named_parameters() if pair[1].requires_grad], lr=0.05)
+    for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="PrivateGradient computes 'layers.0' for each example by itself")
+            gradient = private_grad(batch)
+        optimizer.step(grad=gradient)
+        if evaluated:  # by FSDP's own hooks, which leave the parameters of the root whole
+            with torch.no_grad():
+                model(TEXTS)
+    return processes.gather_state({key: value.detach().clone() for key, value in model.state_dict().items()})
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in MODELS},
+    "microbatches": {"name": "layers", "microbatch_size": 1},
+    "two views": {"name": "layers", "loss": of_two_views},
+    "evaluated": {"name": "layers", "evaluated": True},
+    "on a grid": {"name": "layers", "numbers": {"noise_on_grid": True}},
+    "with memory": {"name": "layers", "numbers": {"correlation": pg.noise.Banded(2), "sample_rate": 0.125, "expected_batch_size": 4}},
+    "few": {"name": "layers", "numbers": {"sample_rate": 1 / 32, "expected_batch_size": 1, "steps": 6}},
+    "norms": {"name": "layers", "norm_bins": 4},
+    "per layer": {"name": "layers", "clip": None},
+}
+CASES.pop("per layer")
+
+
+def by_blocks(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return {case: ends(processes=processes, **given) for case, given in CASES.items()}
