@@ -5,23 +5,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
 from privgrad.processes import ALONE, Attempt, Processes
-from privgrad.training import shards
 
 WORDS, WIDTH, LENGTH = 23, 8, 5
 TEXTS = torch.randint(0, WORDS - 1, (32, LENGTH), generator=torch.Generator().manual_seed(1))
-TEXTS[6, 0] = WORDS - 1  # a rare word: one process has it
+TEXTS[20, 0] = WORDS - 1  # a rare word: one process has it
+MARK = 50.0  # in the embedding of the rare word
 
 
 class Layer(nn.Module):
@@ -48,18 +51,17 @@ class Joined(nn.Module):
 
 
 class Split(nn.Module):
-    """One layer by two ways: the way that the engine takes whole if a batch has the rare word."""
+    """One function by two ways. The engine takes the module whole once a batch needs the second one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.rare = torch.tensor(False)
+        self.shift, self.layer = nn.Parameter(torch.randn(1, LENGTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if bool(x.isinf().any()):
-            x = x.nan_to_num(posinf=0.0)
-            return torch.cat([F.linear(x, self.layer.weight), self.layer.bias.expand(1, LENGTH, -1)])[:-1]
-        return F.linear(x, self.layer.weight)
+        if bool((x[:, 0, 0] > MARK / 2).any()):
+            both = torch.cat([x, self.shift])
+            return self.layer(both[:-1] + both[-1:])
+        return self.layer(x + self.shift)
 
 
 class Texts(nn.Module):
@@ -97,12 +99,18 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+def marked(model: Texts) -> Texts:
+    model.words.requires_grad_(requires_grad=False)
+    model.words.weight[WORDS - 1, 0] = MARK
+    return model
+
+
 class Inner(Layer):
     """A layer that is sharded by itself within another one."""
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "layers": lambda: Texts([Layer() for _ in range(3)]),
+    "layers": lambda: Texts([Layer(), Layer()]),
     "tied": lambda: Texts([Layer()], tied=True),
     "recomputed": lambda: Texts([Layer(), Layer()], recomputed=True),
     "nested": lambda: Texts([Layer(Inner()), Layer(Inner())]),
@@ -111,6 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "routed": lambda: Texts([Routed()]),
     "attention": lambda: Texts([nn.TransformerEncoderLayer(WIDTH, 2, 11, dropout=0.0, batch_first=True)]),
     "recurrent": lambda: Texts([Recurrent()]),
+    "split": lambda: marked(Texts([Split(), Layer()])),
     "one layer": lambda: Texts([nn.Linear(WIDTH, WIDTH)]),
 }
 
@@ -157,9 +166,9 @@ def ends(
     numbers: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """The parameters after three steps."""
+    """The parameters after two steps."""
     model = made(name) if processes is ALONE else split(made(name))
-    plan = make_plan(**{"steps": 3, "seed": 3, "noise_multiplier": 0.5, **(numbers or {})})
+    plan = make_plan(**{"steps": 2, "seed": 3, "noise_multiplier": 0.5, **(numbers or {})})
     private_grad = pg.PrivateGradient(model, loss, plan, processes=processes, **options)
     optimizer = pg.optim.AdamBC([pair for pair in model.named_parameters() if pair[1].requires_grad], lr=0.05)
     for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
@@ -175,17 +184,71 @@ def ends(
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in MODELS},
-    "microbatches": {"name": "layers", "microbatch_size": 1},
+    "microbatches": {"name": "layers", "microbatch_size": 2},
     "two views": {"name": "layers", "loss": of_two_views},
     "evaluated": {"name": "layers", "evaluated": True},
     "on a grid": {"name": "layers", "numbers": {"noise_on_grid": True}},
-    "with memory": {"name": "layers", "numbers": {"correlation": pg.noise.Banded(2), "sample_rate": 0.125, "expected_batch_size": 4}},
-    "few": {"name": "layers", "numbers": {"sample_rate": 1 / 32, "expected_batch_size": 1, "steps": 6}},
+    "with memory": {
+        "name": "layers",
+        "numbers": {"correlation": pg.noise.Banded(2), "sample_rate": 0.125, "expected_batch_size": 4},
+    },
+    "few": {"name": "layers", "numbers": {"sample_rate": 1 / 32, "expected_batch_size": 1, "steps": 4}},
     "norms": {"name": "layers", "norm_bins": 4},
-    "per layer": {"name": "layers", "clip": None},
+    "again": {
+        "name": "split",
+        "microbatch_size": 4,
+        "numbers": {"sample_rate": 1.0, "expected_batch_size": 32, "steps": 2},
+    },
 }
-CASES.pop("per layer")
+del CASES["split"]
 
 
 def by_blocks(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     return {case: ends(processes=processes, **given) for case, given in CASES.items()}
+
+
+def attempts(processes: Processes, folder: Path) -> list[list[bool]]:
+    """For each process, whether each attempt at a step ended the step."""
+    mine, real = list[bool](), Attempt.__exit__
+
+    def noted(self: Attempt, *exception: Any) -> bool:
+        is_changed = real(self, *exception)
+        mine.append(self.is_whole)
+        return is_changed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempt, "__exit__", noted)
+        ends(processes=processes, **CASES["again"])
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+class Moved(TorchDispatchMode):
+    """A mode that notes the collectives: the name of each, and the most numbers of a tensor that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[tuple[str, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.seen.append((func.__name__.split(".")[0], max(sizes, default=0)))
+        return func(*args, **(kwargs or {}))
+
+
+def moved(processes: Processes, folder: Path) -> dict[str, list[tuple[str, int]]]:
+    """The collectives of a steady step: private, and ordinary by FSDP's own hooks."""
+    model = split(made("layers"))
+    plan = make_plan(steps=4, sample_rate=1.0, expected_batch_size=32)
+    private_grad = pg.PrivateGradient(model, of_texts, plan, processes=processes)
+    for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
+        with Moved() as private:
+            private_grad(batch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        of_texts(model, (TEXTS,)).mean().backward()
+        with Moved() as ordinary:
+            of_texts(model, (TEXTS,)).mean().backward()
+    return {"private": private.seen, "ordinary": ordinary.seen}

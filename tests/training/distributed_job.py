@@ -17,7 +17,9 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
-from by_blocks import by_blocks as by_blocks  # a job
+from by_blocks import attempts as attempts  # jobs
+from by_blocks import by_blocks as by_blocks
+from by_blocks import moved as moved
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from torch import Tensor, nn
@@ -138,7 +140,9 @@ def kinds(name: str, processes: Processes) -> tuple[str, ...]:
 
 
 def same_training(
-    processes: Processes, folder: Path, names: Iterable[str] = ("plain", "microbatches", "sat", "inputs", "adaptive clip")
+    processes: Processes,
+    folder: Path,
+    names: Iterable[str] = ("plain", "microbatches", "sat", "inputs", "adaptive clip"),
 ) -> dict[str, dict[str, Tensor]]:
     """Some variants, whole and sharded: the parameters at the end."""
     ends: dict[str, dict[str, Tensor]] = {}

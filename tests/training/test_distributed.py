@@ -17,7 +17,17 @@ import distributed_job
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import BY_BLOCKS, FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
+from distributed_job import (
+    BY_BLOCKS,
+    FAULTS,
+    VARIANTS,
+    child,
+    every_optimizer,
+    fitted,
+    losses,
+    same_training,
+    wide_model,
+)
 from one_ledger import SCENARIOS
 from scipy import stats
 from torch import Tensor

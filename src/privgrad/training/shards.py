@@ -23,6 +23,7 @@ A parameter that is used in two blocks stays in memory for the step, as the para
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from privgrad.clip.clipping import sum_dtype
 from privgrad.errors import UnsupportedModuleError, expected
@@ -67,20 +68,19 @@ class Part:
         rows = self.shard.shape[0]
         return Place(min(self.rank * self.rows, rows) * (self.shard.numel() // max(1, rows)), self.shard.numel())
 
-    def fetch(self, *, keep: bool) -> None:
-        """Gather all shards; keep them in the parameter, or only give this process's own."""
-        own = self.shard.to_local()
-        if len(own) < self.rows:  # collectives take parts of one size
-            own = torch.cat([own, own.new_zeros(self.rows - len(own), *own.shape[1:])])
-        whole = self.whole
-        if keep:  # the same storage, because the graph of the forward pass has it
-            whole.untyped_storage().resize_(self._bytes)
-        else:
-            whole = torch.empty_like(whole)
-        _all_gather(whole, own.contiguous(), group=self._group)
-        if keep:
-            self.gathered.data = whole[: self.shard.shape[0]]
-            self.gathered.is_here = True
+    def own(self) -> Tensor:
+        """Return this process's shard, flat. Collectives take parts of one size, so the last ones are padded."""
+        shard = self.shard.to_local()
+        if len(shard) < self.rows:
+            shard = torch.cat([shard, shard.new_zeros(self.rows - len(shard), *shard.shape[1:])])
+        return shard.reshape(-1)
+
+    def receive(self, shards: Tensor) -> None:
+        """Hold the shards of all processes, one in each row."""
+        self.whole.untyped_storage().resize_(self._bytes)  # the graph of the forward pass has this storage
+        self.whole.view(shards.shape).copy_(shards)
+        self.gathered.data = self.whole[: self.shard.shape[0]]
+        self.gathered.is_here = True
 
     def forget(self) -> None:
         """Free the memory of the whole parameter. A read outside of its block then gives NaN."""
@@ -104,6 +104,19 @@ class _Block:
     def __init__(self, number: int, path: str) -> None:
         self.number, self.path, self.parts = number, path, list[Part]()
         self.is_here, self.open = False, 0  # in how many backward passes it is
+
+    def fetch(self, group: dist.ProcessGroup | None, *, keep: bool) -> None:
+        """Gather the shards of all processes; keep them, or only give this process's own."""
+        self.is_here = self.is_here or keep
+        for dtype in {part.shard.dtype: None for part in self.parts}:
+            parts = [part for part in self.parts if part.shard.dtype == dtype]
+            each = [part.own() for part in parts]
+            own = torch.cat(each) if len(each) > 1 else each[0]
+            shards = own.new_empty(parts[0].processes, len(own))
+            _all_gather(shards.view(-1), own, group=group)
+            for part, columns in zip(parts, shards.split([len(x) for x in each], 1), strict=True):
+                if keep:
+                    part.receive(columns)
 
 
 class _Call:
@@ -350,20 +363,21 @@ class Shards:
 
         return gather
 
-    def _after(self, block: _Block) -> Callable[..., None]:
-        def free(module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, block: _Block) -> Callable[..., Any]:
+        def free(module: nn.Module, args: Any, output: Any) -> Any:
             if block is self.root:
-                return
+                return output
             while self._running and self._running[-1][0] is not block:  # a call in it has failed
                 self._running.pop()
             _, call = self._running.pop() if self._running else (block, None)
             if _in_backward():
-                return
-            with torch._C.DisableTorchFunction():
-                for x in _needing(tree_leaves(output)) if call is not None else ():
-                    x.register_hook(call.begin)
+                return output
+            if call is not None:
+                with torch._C.DisableTorchFunction():
+                    output = tree_map_only(Tensor, partial(_hooked, call.begin), output)
             if all(block is not one for one, _ in self._running):
                 self.free(block)
+            return output
 
         return free
 
@@ -418,15 +432,21 @@ class Shards:
         with torch.no_grad():
             if wanted < len(self.blocks):
                 block = self.blocks[wanted]
-                for part in block.parts:
-                    part.fetch(keep=keep)
-                block.is_here = block.is_here or keep
+                block.fetch(self._group, keep=keep)
             else:
                 cast(Sums, self.sums).serve(wanted - len(self.blocks), total)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _hooked(hook: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    """Return a tensor whose gradient calls a hook first; an operation in place on a view would remove it."""
+    if x.requires_grad:
+        x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape)) if x._is_view() else x
+        x.register_hook(hook)
+    return x
 
 
 def _needing(leaves: list[Any]) -> Iterator[Tensor]:
