@@ -207,6 +207,25 @@ def by_blocks(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]
     return {case: ends(processes=processes, **given) for case, given in CASES.items()}
 
 
+def one_sharded(processes: Processes, folder: Path) -> dict[str, Tensor]:
+    return ends("layers", processes)
+
+
+def noise_of_shards(processes: Processes, folder: Path) -> Tensor:
+    """Two releases of noise only: all numbers of a weight whose rows are spread over the processes, by step."""
+    model = nn.Sequential(nn.Linear(1000, 1024, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (processes.count,)))
+
+    def nothing(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        return 0.0 * model(batch[0]).sum(1)
+
+    plan = make_plan(steps=2)
+    private_grad = pg.PrivateGradient(model, nothing, plan, processes=processes)
+    data = TensorDataset(torch.randn(32, 1000))
+    releases = [private_grad(batch)["0.weight"] for batch in plan.batches(data, processes=processes)]
+    return torch.stack(processes.gather_state(releases))
+
+
 def attempts(processes: Processes, folder: Path) -> list[list[bool]]:
     """For each process, whether each attempt at a step ended the step."""
     mine, real = list[bool](), Attempt.__exit__

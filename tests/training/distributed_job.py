@@ -20,13 +20,15 @@ import torch.distributed as dist
 from by_blocks import attempts as attempts  # jobs
 from by_blocks import by_blocks as by_blocks
 from by_blocks import moved as moved
+from by_blocks import noise_of_shards as noise_of_shards
+from by_blocks import one_sharded as one_sharded
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
@@ -236,8 +238,12 @@ def empty_batches(processes: Processes, folder: Path) -> Any:
 
 
 def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
-    """The last process' loss raises in the third step; then all go on with the fourth."""
-    calls = 0
+    """The last process' loss raises in the third step; then all go on with the fourth. Whole, and sharded."""
+    return [_failing(processes, folder, kind) for kind in ("whole", "sharded")]
+
+
+def _failing(processes: Processes, folder: Path, kind: str) -> Any:
+    calls, model = 0, sharded(small_model()) if kind == "sharded" else small_model()
 
     def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if calls == 2 and processes.rank == processes.count - 1:
@@ -245,9 +251,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
         return loss_fn(model, batch)
 
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
-    private_grad = pg.PrivateGradient(
-        small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes
-    )
+    private_grad = pg.PrivateGradient(model, breaking, plan, ledger=folder / f"{kind}.jsonl", processes=processes)
     outcomes: list[str] = []
     for calls, batch in enumerate(plan.batches(DATA, processes=processes)):  # noqa: B007
         try:

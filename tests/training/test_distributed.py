@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
+import by_blocks
 import distributed_job
 import pytest
 import torch
@@ -46,6 +47,8 @@ JOBS = [
     "a_failure_is_everyones",
     "refusals",
     "input_maps",
+    "noise_of_shards",
+    "one_sharded",
 ]
 
 
@@ -187,13 +190,27 @@ def test_processes_without_examples_take_part(together: tuple[int, dict[str, Any
 
 def test_a_failure_in_one_process_stops_the_step_in_all_and_charges_nothing(together: tuple[int, dict[str, Any]]):
     count, results = together
-    outcomes, releases = results["a_failure_is_everyones"]
-    assert releases == 4
-    for rank, told in enumerate(outcomes):
-        assert told[:2] + told[3:] == ["released"] * 4
-        assert told[2].startswith(
-            "ArithmeticError" if rank == count - 1 else "PrivacyError: PrivateGradient: expected each"
-        )
+    for outcomes, releases in results["a_failure_is_everyones"]:
+        assert releases == 4
+        for rank, told in enumerate(outcomes):
+            assert told[:2] + told[3:] == ["released"] * 4
+            assert told[2].startswith(
+                "ArithmeticError" if rank == count - 1 else "PrivacyError: PrivateGradient: expected each"
+            )
+
+
+def test_each_process_draws_its_own_part_of_one_noise(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    shards = [step.double() * 8 for step in results["noise_of_shards"].flatten(1).view(2 * count, -1)]  # sigma C / B
+    size = shards[0].numel()
+    for one in shards:
+        assert abs(float(one.square().mean()) - 1) < 4 * math.sqrt(2 / size) < 0.01
+    apart = torch.corrcoef(torch.stack(shards)) - torch.eye(2 * count)
+    assert float(apart.abs().max()) < 5 / size**0.5
+
+
+def test_shards_are_clipped_and_added_as_the_whole(together: tuple[int, dict[str, Any]]):
+    require_equal(by_blocks.ends("layers", ALONE), together[1]["one_sharded"])
 
 
 _UPDATE = "call optimizer.step, scheduler.step and load_state_dict in all processes"
