@@ -82,14 +82,14 @@ def _work(rank: int, given: argparse.Namespace, store: str) -> None:
     texts = torch.randint(0, _WORDS, (_BATCH * given.processes, _LENGTH), generator=torch.Generator().manual_seed(0))
     private_grad = pg.PrivateGradient(model, _losses, plan, processes=processes)
     if rank == 0:
-        print(f"model {size:.0f} MiB, largest block {largest:.0f}; process without it {without:.0f}", flush=True)
+        print(f"model {size:.0f} MiB, largest block {largest:.0f}; process without it {without:.0f}", flush=True)  # noqa: T201
     for step, batch in enumerate(plan.batches(TensorDataset(texts), processes=processes)):
         before = _forget_peak() - without
         gradient = private_grad(batch)
         peak = _resident("VmHWM") - without
         del gradient
         if rank == 0:
-            print(f"step {step}: before {before:.0f}, peak {peak:.0f} MiB, {peak / size:.2f} of the model", flush=True)
+            print(f"step {step}: before {before:.0f}, peak {peak:.0f} MiB, {peak / size:.2f} of the model", flush=True)  # noqa: T201
     dist.barrier()
     dist.destroy_process_group()
 

@@ -58,7 +58,7 @@ class RawStep:
 
     step: int  # the index of the release, from 0
     # Clipped sum / divisor, by parameter name: the released gradient without its noise. With several processes, the
-    # first has the sum of all; each other process has its own sum.
+    # first has the sum of all; each other process has its own sum. Of a sharded parameter, each has its shard.
     raw_mean: Mapping[str, Tensor]
     clipping: RawClipping  # of this process' examples
     released: NoisyGradient

@@ -119,6 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "routed": lambda: Texts([Routed()]),
     "attention": lambda: Texts([nn.TransformerEncoderLayer(WIDTH, 2, 11, dropout=0.0, batch_first=True)]),
     "recurrent": lambda: Texts([Recurrent()]),
+    "whole over blocks": lambda: Texts([Joined()]),
     "split": lambda: marked(Texts([Split(), Layer()])),
     "one layer": lambda: Texts([nn.Linear(WIDTH, WIDTH)]),
 }
@@ -200,7 +201,7 @@ CASES: dict[str, dict[str, Any]] = {
         "numbers": {"sample_rate": 1.0, "expected_batch_size": 32, "steps": 2},
     },
 }
-del CASES["split"]
+del CASES["split"], CASES["whole over blocks"]
 
 
 def by_blocks(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
+from by_blocks import TEXTS, made, of_texts
 from by_blocks import attempts as attempts  # jobs
 from by_blocks import by_blocks as by_blocks
 from by_blocks import moved as moved
@@ -351,6 +352,19 @@ def refusals(processes: Processes, folder: Path) -> Any:
         fully_shard([model[0], model[2]], mesh=mesh)
         by_blocks(fully_shard(model, mesh=mesh))
 
+    def tied_blocks() -> None:
+        mesh, model = init_device_mesh("cpu", (processes.count,)), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[1].weight = model[0].weight
+        fully_shard(model[0], mesh=mesh)
+        by_blocks(fully_shard(model, mesh=mesh))
+
+    def whole_over_blocks() -> None:
+        """A module that the engine must take whole, with a block in it."""
+        mesh, model = init_device_mesh("cpu", (processes.count,)), made("whole over blocks")
+        fully_shard(model.get_submodule("layers.0.layer"), mesh=mesh)
+        private_grad = pg.PrivateGradient(fully_shard(model, mesh=mesh), of_texts, plan, processes=processes)
+        private_grad(next(plan.batches(TensorDataset(TEXTS), processes=processes)))
+
     def computed_weight() -> None:
         model = small_model()
         nn.utils.parametrizations.weight_norm(model[0])
@@ -480,7 +494,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
     ]
     cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
     cases += [vmap_by_blocks, perturbed_by_blocks, preconditioned_by_blocks, tensor_parallel, two_dimensions]
-    cases += [other_dimension, a_list_of_modules, computed_weight]
+    cases += [other_dimension, a_list_of_modules, computed_weight, tied_blocks, whole_over_blocks]
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
     cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
     for case in cases:

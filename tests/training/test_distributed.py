@@ -239,6 +239,8 @@ REFUSED = {
     "other_dimension": "to be split along dimension 0",
     "a_list_of_modules": "call fully_shard for each module by itself",
     "computed_weight": "to hold its weights",
+    "tied_blocks": "to have no weight in two blocks",
+    "whole_over_blocks": "to have its parameters in one block",
     "fixed": "to be 'poisson' for ClassRates, and in several processes",
     "update_in_one": _UPDATE,
     "update_in_all_but_one": _UPDATE,

@@ -22,7 +22,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_processes_with_shards_train_as_one_with_all(found: dict[str, Any], case: str):
     for name, value in by_blocks.ends(processes=ALONE, **by_blocks.CASES[case]).items():
         torch.testing.assert_close(
-            found["by_blocks"][case][name], value, rtol=1e-9, atol=1e-10, msg=lambda text: f"{name}: {text}"
+            found["by_blocks"][case][name], value, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -40,7 +40,7 @@ def test_no_collective_moves_a_whole_gradient_and_few_bytes_more_than_fsdp(found
     private = [pair for pair in found["moved"]["private"] if pair[0] in names]
     assert max(size for name, size in found["moved"]["private"]) <= 1.1 * most < whole / 2
     # Others than all-gather and reduce-scatter hold the steps, the keys and a few weights; the norms are in no other.
-    assert sum(size for name, size in found["moved"]["private"] if name not in names) < whole / 4
+    assert sum(size for name, size in found["moved"]["private"] if name not in names) < whole / 2
     assert sum(size for _, size in private) <= 1.1 * sum(size for _, size in ordinary)
     for name in names:
         assert sum(size for kind, size in private if kind == name and size > count) == sum(

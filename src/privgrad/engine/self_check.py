@@ -36,10 +36,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     together = 1 if is_sharded else max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
         singles, measured = list[dict[str, Tensor]](), list[Measured]()
-
-        def compare(name: str, grad: Tensor, some: Sequence[int] = some, measured: list[Measured] = measured) -> None:
-            measured += _compared({name: grad[None]}, factors, some)
-
+        compare = partial(_compare, measured, factors, some)
         for index in some:
             row = slice(index, index + 1)
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
@@ -88,6 +85,13 @@ def _compared(
             sizes = [[next(norms) for _ in rows] for _ in (*own, *changes)]
             yield from zip(names, sizes[: len(names)], sizes[len(names) :], strict=True)
             names, own, others = list[str](), list[Tensor](), list[Tensor]()
+
+
+def _compare(
+    measured: list[Measured], found: Mapping[str, Factor], rows: Sequence[int], name: str, grad: Tensor
+) -> None:
+    """Measure the gradient of one example by one parameter, so that it need not be kept."""
+    measured += _compared({name: grad[None]}, found, rows)
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
@@ -183,7 +187,7 @@ def restored(structure: Structure) -> Generator[None]:
     It puts trained ones back bit by bit. Of frozen ones, which may be most of a model, it keeps sums of bits only;
     `functional.parameters_kept` puts small ones back.
     """
-    # What is written to a gathered parameter is gone with its memory.
+    # A gathered parameter loses with its memory what was written to it.
     own = [(name, parameter) for name, parameter in structure.parameters if not isinstance(parameter, Gathered)]
     before = [(name, parameter, [x.clone() for x in _trace(parameter)]) for name, parameter in own]
     refusal: UnsupportedModuleError | None = None

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,12 +162,13 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     return grid, sensitivity
 
 
-class _Block(NamedTuple):
+@dataclass
+class _Block:
     """A block of at most BLOCK numbers of the whole sum, in order, and what of it this process has."""
 
     number: int
-    size: int
-    pieces: list[tuple[int, np.ndarray]]  # the place in the block, and a view of the sum's memory
+    size: int = 0
+    pieces: list[tuple[int, np.ndarray]] = field(default_factory=list[tuple[int, np.ndarray]])  # places and views
 
 
 def _release_on_cpu(
@@ -226,32 +228,24 @@ def _blocks(values: Sequence[Tensor], places: Sequence[Place | None]) -> list[_B
     One numbering for all tensors, dtypes and processes: no two numbers of a sum share words of the stream.
     """
     blocks, number, size, dtype = list[_Block](), -1, BLOCK, None  # the size of the block so far
-    pieces = list[tuple[int, np.ndarray]]()
-
-    def finish() -> None:
-        if pieces:
-            blocks.append(_Block(number, size, [*pieces]))
-            pieces.clear()
-
     for value, place in zip(values, places, strict=True):
         flat = value.view(-1).numpy()
         start, of = place or Place(0, flat.size)
-        if flat.dtype != dtype and of:
-            dtype = flat.dtype
-            if number >= 0:
-                finish()
-            size = BLOCK
-        done = 0  # of the numbers of this value
+        if of and flat.dtype != dtype:
+            dtype, size = flat.dtype, BLOCK
+        done = 0  # numbers of this value
         while done < of:
             if size == BLOCK:
-                finish()
                 number, size = number + 1, 0
             length = min(BLOCK - size, of - done)
             first, last = max(done, start), min(done + length, start + flat.size)
             if first < last:
-                pieces.append((size + first - done, flat[first - start : last - start]))
+                if not blocks or blocks[-1].number != number:
+                    blocks.append(_Block(number))
+                blocks[-1].pieces.append((size + first - done, flat[first - start : last - start]))
             done, size = done + length, size + length
-    finish()
+            if blocks and blocks[-1].number == number:
+                blocks[-1].size = size
     return blocks
 
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from privgrad.errors import UnsupportedModuleError, expected, readable
+from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.functional import named_modules
 from privgrad.processes import DONE, Attempt, Gathered, Processes, Sums, failed_elsewhere
-from privgrad.training.shards import Shards, resharded
+from privgrad.training.shards import Shards, answered, resharded
 from privgrad.types import NoisyGradient, Place
 
 _any = cast(Any, dist)  # torch types its collectives only in part
@@ -95,7 +95,7 @@ class Distributed(Processes):
 
     def broadcast_object(self, value: T) -> T:
         held = [value]
-        with _answered():
+        with answered():
             dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
         return held[0]
 
@@ -153,7 +153,7 @@ class Distributed(Processes):
         def whole(leaf: Any) -> Any:
             return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
-        with _answered():
+        with answered():
             return cast(T, tree_map(whole, state))
 
     @property
@@ -169,8 +169,7 @@ class Distributed(Processes):
         """Serve the other processes until all rest, and return how the attempt ended in each."""
         if self._shards is None or not self._is_open:
             return (end,)
-        with _answered():
-            return self._shards.rest(end)
+        return self._shards.rest(end)
 
     def _any_failed(self, *, failed: bool, step: int, weights: Sequence[float]) -> bool:
         """Return whether any process failed; raise PrivacyError if their steps or their weights differ."""
@@ -178,7 +177,7 @@ class Distributed(Processes):
         own = [failed, step, *weights, *[0.0] * (1 + _LOOKS - len(weights))]
         signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)  # the smallest is minus the largest of the negative
         shared = (signs * torch.tensor(own, dtype=torch.float64)).to(self._device)
-        with _answered():
+        with answered():
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = cast("list[list[float]]", (signs * shared.cpu()).tolist())
         any_failed, last, changes, *most = largest
@@ -208,13 +207,8 @@ def _let_gloo_finish() -> None:
     atexit.register(time.sleep, _LAST_SECONDS)
 
 
-def _answered() -> AbstractContextManager[None]:
-    remedy = "start the run again: it resumes from its checkpoint and ledger"
-    return readable("Distributed", "every process", "to answer", remedy)
-
-
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
-    with _answered():
+    with answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
 

@@ -21,8 +21,8 @@ Charge: the first process charges before any process returns its shard.
 A parameter that is used in two blocks stays in memory for the step, as the parameters of the root do.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from privgrad.clip.clipping import sum_dtype
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import UnsupportedModuleError, expected, readable
 from privgrad.gradient.functional import weight_hooks
 from privgrad.processes import DONE, Gathered
-from privgrad.types import Place
+from privgrad.types import Place, map_examples
 
 # Version 2.13 of torch gave these functions new names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -89,7 +89,7 @@ class Part:
         self.whole.untyped_storage().resize_(0)
 
     def scattered(self, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return this process's shard of the sum over all processes; None stands for zeros."""
+        """Return this process's shard of the sum over all processes; None means zeros."""
         own = self.whole.new_empty(self.rows, *self.whole.shape[1:], dtype=dtype)
         if total is None or len(total) < len(self.whole):
             padded = torch.zeros(self.whole.shape, dtype=dtype, device=own.device)
@@ -101,9 +101,18 @@ class Part:
 class _Block:
     """The parameters that are gathered together, before their module computes."""
 
-    def __init__(self, number: int, path: str) -> None:
-        self.number, self.path, self.parts = number, path, list[Part]()
+    def __init__(self, shards: "Shards", number: int) -> None:
+        self._shards, self.number, self.parts = shards, number, list[Part]()
         self.is_here, self.open = False, 0  # in how many backward passes it is
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do what comes before the forward of the block's module; the root stays gathered."""
+        if self.number:
+            self._shards.enter(self, (args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Do what comes after it."""
+        return self._shards.leave(self, output) if self.number else output
 
     def fetch(self, group: dist.ProcessGroup | None, *, keep: bool) -> None:
         """Gather the shards of all processes; keep them, or only give this process's own."""
@@ -175,6 +184,12 @@ class Sums:
         return own.to(dtype), part.place
 
 
+def answered() -> AbstractContextManager[None]:
+    """Return a context that turns errors of the network into one that says what to do."""
+    remedy = "start the run again: it resumes from its checkpoint and ledger"
+    return readable("Distributed", "every process", "to answer", remedy)
+
+
 def resharded(model: nn.Module) -> nn.Module:
     """Return the model, sharded again where an evaluation has left parameters whole."""
     for module in model.modules():
@@ -188,18 +203,18 @@ class Shards:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.model, self._group, self._device = model, group, device
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.count = dist.get_world_size(group)
         self._modules = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
         self._require_supported()
-        self.root = _Block(0, "")
+        self.root = _Block(self, 0)
         self.blocks = [self.root]
         self.parts: list[Part] = []
         self._find()
         self._kept = list[Callable[[], None]]()
-        self._hooks = {path: (self._before(block), self._after(block)) for path, block in self._by_path.items()}
+        # Kept, because the engine notices other hooks than before.
+        self._hooks = {path: (block.before, block.after) for path, block in self._by_path.items()}
         self._running = list[tuple[_Block, _Call | None]]()
         self.sums: Sums | None = None
-        self._given: Tensor | None = None
         self.is_open = False
 
     def _require_supported(self) -> None:
@@ -212,10 +227,17 @@ class Shards:
         below = tuple(f"{path}." if path else "" for path, _ in self._modules)
         ranks = list(range(dist.get_world_size())) if self._group is None else dist.get_process_group_ranks(self._group)
         whole = "give Distributed a whole model"
+        seen = dict[object, str]()
         for path, module in self._modules:
-            if len(cast(Any, module)._get_fsdp_state()._modules) > 1:
+            state = cast(Any, module)._get_fsdp_state()
+            if len(state._modules) > 1:
                 got, remedy = f"a list with '{path}'", "call fully_shard for each module by itself"
                 raise refusal("to have one module in each call of fully_shard", got, remedy)
+            for known in _parameters_of(state):
+                if known in seen:
+                    got, remedy = f"one in '{seen[known]}' and '{path}'", "call fully_shard for a module that has both"
+                    raise refusal("to have no weight in two blocks", got, remedy)
+                seen[known] = path
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
@@ -246,7 +268,7 @@ class Shards:
     def _find(self) -> None:
         """Find the block of each parameter: that of all its uses, or the root."""
         paths = [path for path, _ in self._modules if path]
-        self._by_path = {path: _Block(number, path) for number, path in enumerate(paths, 1)}
+        self._by_path = {path: _Block(self, number) for number, path in enumerate(paths, 1)}
         self.blocks += self._by_path.values()
         if any(module is self.model for _, module in self._modules):
             self._by_path[""] = self.root
@@ -339,47 +361,40 @@ class Shards:
                     undo()
                 self._kept.clear()
 
-    def _before(self, block: _Block) -> Callable[..., None]:
-        def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if block is self.root:
-                return
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                if _in_backward():  # a checkpointed part is computed again
-                    self.gather(block)
-                    self._running.append((block, None))
-                    return
+    def enter(self, block: _Block, given: Any) -> None:
+        """Gather a block before its module computes; in a backward pass, a checkpointed part is computed again."""
+        call, is_again = None, _in_backward()
+        with torch._C.DisableTorchFunction():
+            if not is_again:
                 for other in self.blocks[1:]:
-                    if other.is_here and other is not block and all(other is not one for one, _ in self._running):
+                    if other is not block and not self._computes(other):
                         self.free(other)
-                self.gather(block)
-            call = None
-            if torch.is_grad_enabled():
-                with torch._C.DisableTorchFunction():
-                    inputs = list({id(x): x for x in _needing(tree_leaves((args, kwargs)))}.values())
-                    call = _Call(self, block, len(inputs))
-                    for x in inputs:
-                        x.register_hook(call.end)
-            self._running.append((block, call))
+            self.gather(block)
+            if torch.is_grad_enabled() and not is_again:
+                inputs = {id(x): x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad}
+                call = _Call(self, block, len(inputs))
+                for x in inputs.values():
+                    x.register_hook(call.end)
+        self._running.append((block, call))
 
-        return gather
-
-    def _after(self, block: _Block) -> Callable[..., Any]:
-        def free(module: nn.Module, args: Any, output: Any) -> Any:
-            if block is self.root:
-                return output
-            while self._running and self._running[-1][0] is not block:  # a call in it has failed
-                self._running.pop()
-            _, call = self._running.pop() if self._running else (block, None)
-            if _in_backward():
-                return output
-            if call is not None:
-                with torch._C.DisableTorchFunction():
-                    output = tree_map_only(Tensor, partial(_hooked, call.begin), output)
-            if all(block is not one for one, _ in self._running):
-                self.free(block)
+    def leave(self, block: _Block, output: Any) -> Any:
+        """Free a block after its module has computed; return the output, whose gradient gathers it again."""
+        call = None
+        while self._running:
+            last, call = self._running.pop()
+            if last is block:  # others have failed in it
+                break
+        if _in_backward():
             return output
+        if call is not None:
+            with torch._C.DisableTorchFunction():
+                output = map_examples(partial(_hooked, call.begin), output)
+        if not self._computes(block):
+            self.free(block)
+        return output
 
-        return free
+    def _computes(self, block: _Block) -> bool:
+        return any(block is one for one, _ in self._running)
 
     def gather(self, block: _Block) -> None:
         """Have the parameters of a block in memory."""
@@ -423,13 +438,13 @@ class Shards:
         """Tell all processes what this one wants, and return what each wants."""
         asked = torch.empty(self.count, dtype=torch.int64, device=self._device)
         mine = torch.tensor([code], dtype=torch.int64, device=self._device)
-        with torch.no_grad():
+        with torch.no_grad(), answered():
             _all_gather(asked, mine, group=self._group)
         return cast("list[int]", asked.tolist())
 
     def _serve(self, wanted: int, *, keep: bool, total: Tensor | None = None) -> None:
         """Take part in what a process wants: the weights of a block, or the sum of a parameter."""
-        with torch.no_grad():
+        with torch.no_grad(), answered():
             if wanted < len(self.blocks):
                 block = self.blocks[wanted]
                 block.fetch(self._group, keep=keep)
@@ -437,18 +452,20 @@ class Shards:
                 cast(Sums, self.sums).serve(wanted - len(self.blocks), total)
 
 
+def _parameters_of(state: Any) -> list[object]:
+    """Return what identifies the parameters that fully_shard was given; fully_shard has untied those in two blocks."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
+    found = [getattr(one, "_orig_param_uid", None) for group in groups if group for one in group.fsdp_params]
+    return [uid for uid in found if uid is not None]  # older versions do not have it
+
+
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _hooked(hook: Callable[[Tensor], None], x: Tensor) -> Tensor:
+def _hooked(hook: Callable[[Tensor], None], x: Any) -> Any:
     """Return a tensor whose gradient calls a hook first; an operation in place on a view would remove it."""
-    if x.requires_grad:
+    if isinstance(x, Tensor) and x.requires_grad:
         x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape)) if x._is_view() else x
         x.register_hook(hook)
     return x
-
-
-def _needing(leaves: list[Any]) -> Iterator[Tensor]:
-    """Yield the tensors through which gradients flow."""
-    return (x for x in leaves if isinstance(x, Tensor) and x.requires_grad)
