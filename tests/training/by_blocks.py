@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad.processes import ALONE, Attempt, Processes
+from privgrad.training import shards
 
 WORDS, WIDTH, LENGTH = 23, 8, 5
 TEXTS = torch.randint(0, WORDS - 1, (32, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -209,7 +210,9 @@ def by_blocks(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]
 
 
 def one_sharded(processes: Processes, folder: Path) -> dict[str, Tensor]:
-    return ends("layers", processes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_LARGE", 50)  # some by themselves, others together
+        return ends("layers", processes)
 
 
 def noise_of_shards(processes: Processes, folder: Path) -> Tensor:

@@ -118,12 +118,12 @@ def add_noise(
                     on_device = [value for value in values.values() if value.device == device]
                     if device.type == "cpu":
                         add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
-                        own = [clipped.places.get(n) for n, value in values.items() if value.device == device]
-                        blocks = _blocks(on_device, own)
-                        _release_on_cpu(blocks, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
+                        places = [clipped.places.get(n) for n, value in values.items() if value.device == device]
+                        add = add if drawn == step else _skip
+                        _release_on_cpu(on_device, add, stream, drawn, recursion, on_grid, places)
                     else:
-                        generator = stream.generator(drawn, device, process)
-                        _release_on_device(on_device, generator, drawn, recursion, is_last=drawn == step, **numbers)
+                        own = {"is_last": drawn == step, "process": process, **numbers}
+                        _release_on_device(on_device, stream, drawn, recursion, **own)
     gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
     return gradient if recursion is None else recursion.released(gradient, step)
 
@@ -172,15 +172,17 @@ class _Block:
 
 
 def _release_on_cpu(
-    blocks: list[_Block],
+    values: list[Tensor],
     add: Callable[[list[tuple[int, np.ndarray]], np.ndarray], None],
     stream: Stream,
     step: int,
     recursion: Recursion | None,
     on_grid: bool,
+    places: Sequence[Place | None],
 ) -> None:
     """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once."""
     # `add(parts of the sum, normals)` overwrites the parts with their release, and perhaps the normals.
+    blocks = _blocks(values, places)
     dtypes = {block.pieces[0][1].dtype for block in blocks}
     most = max([block.size for block in blocks], default=0)
 
@@ -251,16 +253,18 @@ def _blocks(values: Sequence[Tensor], places: Sequence[Place | None]) -> list[_B
 
 def _release_on_device(
     values: list[Tensor],
-    generator: torch.Generator,
+    stream: Stream,
     step: int,
     recursion: Recursion | None,
     *,
     std: float,
     divisor: int,
     is_last: bool = True,
+    process: int = 0,
 ) -> None:
     """Draw the noise of a step by torch's generator on a device, and add it if the step is the last one to draw."""
     device = values[0].device
+    generator = stream.generator(step, device, process)
     for number, group in enumerate(_groups(values)):
         noise = group[0].new_empty(sum([value.numel() for value in group]))
         parts = on_lists._utils._unflatten_dense_tensors(noise, group)

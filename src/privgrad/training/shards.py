@@ -21,7 +21,7 @@ Charge: the first process charges before any process returns its shard.
 A parameter that is used in two blocks stays in memory for the step, as the parameters of the root do.
 """
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -43,6 +43,8 @@ from privgrad.types import Place, map_examples
 # Version 2.13 of torch gave these functions new names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_LARGE = 1 << 18  # numbers of a parameter that is gathered in place; smaller ones of a block are gathered together
 
 
 class Part:
@@ -75,10 +77,15 @@ class Part:
             shard = torch.cat([shard, shard.new_zeros(self.rows - len(shard), *shard.shape[1:])])
         return shard.reshape(-1)
 
-    def receive(self, shards: Tensor) -> None:
+    def room(self) -> Tensor:
+        """Return memory for the shards of all processes, flat; the graph of the forward pass has this storage."""
+        self.whole.untyped_storage().resize_(self._bytes)
+        return self.whole.view(-1)
+
+    def hold(self, shards: Tensor) -> None:
         """Hold the shards of all processes, one in each row."""
-        self.whole.untyped_storage().resize_(self._bytes)  # the graph of the forward pass has this storage
-        self.whole.view(shards.shape).copy_(shards)
+        if shards.data_ptr() != self.room().data_ptr():
+            self.whole.view(shards.shape).copy_(shards)
         self.gathered.data = self.whole[: self.shard.shape[0]]
         self.gathered.is_here = True
 
@@ -117,15 +124,23 @@ class _Block:
     def fetch(self, group: dist.ProcessGroup | None, *, keep: bool) -> None:
         """Gather the shards of all processes; keep them, or only give this process's own."""
         self.is_here = self.is_here or keep
-        for dtype in {part.shard.dtype: None for part in self.parts}:
-            parts = [part for part in self.parts if part.shard.dtype == dtype]
+        for parts in self._together():
             each = [part.own() for part in parts]
-            own = torch.cat(each) if len(each) > 1 else each[0]
-            shards = own.new_empty(parts[0].processes, len(own))
-            _all_gather(shards.view(-1), own, group=group)
-            for part, columns in zip(parts, shards.split([len(x) for x in each], 1), strict=True):
-                if keep:
-                    part.receive(columns)
+            own = torch.cat(each) if len(parts) > 1 else each[0]
+            room = parts[0].room() if keep and len(parts) == 1 else own.new_empty(parts[0].processes * len(own))
+            _all_gather(room, own, group=group)
+            rows = room.view(-1, len(own)).split([len(x) for x in each], 1)
+            for part, shards in zip(parts if keep else (), rows, strict=False):
+                part.hold(shards)
+
+    def _together(self) -> Iterable[list[Part]]:
+        """Return the parts in lists, each for one collective: those that are large, and the others by dtype."""
+        large = [[part] for part in self.parts if part.shard.numel() > _LARGE]
+        small = dict[torch.dtype, list[Part]]()
+        for part in self.parts:
+            if part.shard.numel() <= _LARGE:
+                small.setdefault(part.shard.dtype, []).append(part)
+        return [*large, *small.values()]
 
 
 class _Call:
