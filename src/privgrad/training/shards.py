@@ -36,14 +36,16 @@ from torch.utils._pytree import tree_leaves
 
 from privgrad.clip.clipping import sum_dtype
 from privgrad.errors import UnsupportedModuleError, expected, readable
-from privgrad.gradient.functional import weight_hooks
+from privgrad.gradient.functional import named_modules, weight_hooks
 from privgrad.processes import DONE, Gathered
 from privgrad.types import Place, map_examples
 
 # Version 2.13 of torch gave these functions new names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_any = cast(Any, dist)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or _any.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or _any.reduce_scatter_tensor
 
+_torch: Any = cast(Any, torch)._C
 _LARGE = 1 << 18  # numbers of a parameter that is gathered in place; smaller ones of a block are gathered together
 
 
@@ -129,9 +131,10 @@ class _Block:
             own = torch.cat(each) if len(parts) > 1 else each[0]
             room = parts[0].room() if keep and len(parts) == 1 else own.new_empty(parts[0].processes * len(own))
             _all_gather(room, own, group=group)
-            rows = room.view(-1, len(own)).split([len(x) for x in each], 1)
-            for part, shards in zip(parts if keep else (), rows, strict=False):
-                part.hold(shards)
+            shards = room.view(-1, len(own))
+            for part, own in zip(parts if keep else (), each, strict=False):
+                part.hold(shards[:, : len(own)])
+                shards = shards[:, len(own) :]
 
     def _together(self) -> Iterable[list[Part]]:
         """Return the parts in lists, each for one collective: those that are large, and the others by dtype."""
@@ -219,7 +222,9 @@ class Shards:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.model, self._group, self._device = model, group, device
         self.count = dist.get_world_size(group)
-        self._modules = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self._modules: list[tuple[str, Any]] = [
+            pair for pair in named_modules(model) if isinstance(pair[1], FSDPModule)
+        ]
         self._require_supported()
         self.root = _Block(self, 0)
         self.blocks = [self.root]
@@ -244,7 +249,7 @@ class Shards:
         whole = "give Distributed a whole model"
         seen = dict[object, str]()
         for path, module in self._modules:
-            state = cast(Any, module)._get_fsdp_state()
+            state = module._get_fsdp_state()
             if len(state._modules) > 1:
                 got, remedy = f"a list with '{path}'", "call fully_shard for each module by itself"
                 raise refusal("to have one module in each call of fully_shard", got, remedy)
@@ -273,7 +278,7 @@ class Shards:
             if parameter.device.type != self._device.type:
                 got = f"'{name}' on {parameter.device}"
                 raise refusal(f"to have its shards on {self._device.type}", got, f"give no offload_policy, or {whole}")
-        for path, module in self.model.named_modules():
+        for path, module in named_modules(self.model):
             if parametrize.is_parametrized(module) or weight_hooks(vars(module)):
                 condition = (
                     "to hold its weights, and not to compute them (weight_norm, spectral_norm, parametrizations)"
@@ -288,7 +293,8 @@ class Shards:
         if any(module is self.model for _, module in self._modules):
             self._by_path[""] = self.root
         found, home = dict[int, Part](), dict[int, _Block]()
-        for path, module in self.model.named_modules(remove_duplicate=False):
+        every: Any = self.model.named_modules(remove_duplicate=False)
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", every):
             above = [one for one in paths if path == one or path.startswith(f"{one}.")]
             block = self._by_path[max(above, key=len)] if above else self.root
             own = cast("dict[str, Any]", vars(module)["_parameters"])
@@ -331,7 +337,7 @@ class Shards:
         own, found = cast(Sums, self.sums).names, dict(values)
         for name in places:
             like = self.parts[own[name]].shard
-            shape = {"shape": like.shape, "stride": like.stride()}
+            shape: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
             found[name] = DTensor.from_local(values[name], like.device_mesh, like.placements, run_check=False, **shape)
         return found
 
@@ -342,7 +348,7 @@ class Shards:
             yield
             return
         for path, module in self._modules:
-            kind, state = cast(Any, type(module)), cast(Any, module)._get_fsdp_state()
+            kind, state = cast(Any, type(module)), module._get_fsdp_state()
             mine = self._hooks[path]
             for held, hook in zip((module._forward_pre_hooks, module._forward_hooks), mine, strict=True):
                 hooks = cast("dict[int, Any]", held)
@@ -379,7 +385,7 @@ class Shards:
     def enter(self, block: _Block, given: Any) -> None:
         """Gather a block before its module computes; in a backward pass, a checkpointed part is computed again."""
         call, is_again = None, _in_backward()
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             if not is_again:
                 for other in self.blocks[1:]:
                     if other is not block and not self._computes(other):
@@ -402,7 +408,7 @@ class Shards:
         if _in_backward():
             return output
         if call is not None:
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 output = map_examples(partial(_hooked, call.begin), output)
         if not self._computes(block):
             self.free(block)
@@ -475,7 +481,7 @@ def _parameters_of(state: Any) -> list[object]:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _torch._current_graph_task_id() != -1
 
 
 def _hooked(hook: Callable[[Tensor], None], x: Any) -> Any:
