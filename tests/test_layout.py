@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 960,
         "sampling": 782,  # visible repeats, extremes tried first, names of parts
         "statement": 792,  # what each gradient was released with
-        "training": 2002,  # `shards`: models that no process holds
+        "training": 2023,  # `shards`: models that no process holds
     },
     "privgrad_lab": {"(root)": 3844, "cli": 621, "data": 1953, "models": 323, "papers": 857, "report": 1223},
 }
@@ -163,4 +163,6 @@ def test_a_reviewer_reads_every_file_in_which_a_line_of_a_step_runs(monkeypatch:
     assert "private_gradient.py" in found
     assert sorted(found - set(read) - {"__init__.py"}) == []  # which finds the modules that torch asks for
     assert len(read) == len(set(read)) <= 18
-    assert sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_570
+    assert (
+        sum((Path(folder) / path).read_text(encoding="utf-8").count("\n") for path in read) <= 6_760
+    )  # shards of a sum and of its noise
