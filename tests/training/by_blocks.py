@@ -147,7 +147,8 @@ def split(model: nn.Module) -> nn.Module:
             fully_shard(part, mesh=mesh)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def of_texts(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
@@ -265,13 +266,14 @@ def moved(processes: Processes, folder: Path) -> dict[str, list[tuple[str, int]]
     """The collectives of a steady step: private, and ordinary by FSDP's own hooks."""
     model = split(made("layers"))
     plan = make_plan(steps=3, sample_rate=1.0, expected_batch_size=32)
-    private_grad = pg.PrivateGradient(model, of_texts, plan, processes=processes)
+    private_grad, private = pg.PrivateGradient(model, of_texts, plan, processes=processes), list[tuple[str, int]]()
     for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
-        with Moved() as private:
+        with Moved() as mode:
             private_grad(batch)
+        private = mode.seen
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         of_texts(model, (TEXTS,)).mean().backward()
         with Moved() as ordinary:
             of_texts(model, (TEXTS,)).mean().backward()
-    return {"private": private.seen, "ordinary": ordinary.seen}
+    return {"private": private, "ordinary": ordinary.seen}

@@ -42,8 +42,8 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
             own = part_of(examples, row)
             each = compare if is_sharded else None  # no gradient of a whole model is held
-            found = gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False, each=each)
-            singles.append(found)
+            single = gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False, each=each)
+            singles.append(single)
         if is_sharded:
             for name in parameters.keys() - {name for name, *_ in measured}:
                 compare(name, torch.zeros_like(parameters[name]))
@@ -200,8 +200,8 @@ def restored(structure: Structure) -> Generator[None]:
             (place, *pair) for place, (_, x, held) in enumerate(before) for pair in zip(_trace(x), held, strict=True)
         ]
         differ = [(now != then).any().to(before[0][1].device) for _, now, then in pairs]
-        changed = torch.stack(differ).nonzero().flatten().tolist() if differ else []
-        places = [pairs[index][0] for index in cast("list[int]", changed)]
+        changed = cast("list[int]", torch.stack(differ).nonzero().flatten().tolist()) if differ else list[int]()
+        places = [pairs[index][0] for index in changed]
         written = [before[place] for place in dict.fromkeys(places)]
         for _, parameter, held in written:
             if parameter.requires_grad:

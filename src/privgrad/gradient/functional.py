@@ -630,7 +630,7 @@ def hand_over(losses: Tensor, leaves: Mapping[str, Tensor], each: Callable[[str,
         grad, leaf.grad = cast(Tensor, leaf.grad), None
         each(name, grad.to_dense())
 
-    hooks = [leaf.register_post_accumulate_grad_hook(partial(take, name)) for name, leaf in leaves.items()]
+    hooks: list[Any] = [leaf.register_post_accumulate_grad_hook(partial(take, name)) for name, leaf in leaves.items()]
     try:
         losses.sum().backward(inputs=[*leaves.values()])
     finally:

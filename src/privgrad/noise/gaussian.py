@@ -122,7 +122,7 @@ def add_noise(
                         add = add if drawn == step else _skip
                         _release_on_cpu(on_device, add, stream, drawn, recursion, on_grid, places)
                     else:
-                        own = {"is_last": drawn == step, "process": process, **numbers}
+                        own: dict[str, Any] = {"is_last": drawn == step, "process": process, **numbers}
                         _release_on_device(on_device, stream, drawn, recursion, **own)
     gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
     return gradient if recursion is None else recursion.released(gradient, step)

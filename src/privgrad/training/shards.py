@@ -293,8 +293,7 @@ class Shards:
         if any(module is self.model for _, module in self._modules):
             self._by_path[""] = self.root
         found, home = dict[int, Part](), dict[int, _Block]()
-        every: Any = self.model.named_modules(remove_duplicate=False)
-        for path, module in cast("Iterable[tuple[str, nn.Module]]", every):
+        for path, module in cast("Any", self.model).named_modules(remove_duplicate=False):
             above = [one for one in paths if path == one or path.startswith(f"{one}.")]
             block = self._by_path[max(above, key=len)] if above else self.root
             own = cast("dict[str, Any]", vars(module)["_parameters"])
