@@ -71,11 +71,6 @@ def relabeled(name: str, value: Callable[[int], Any]) -> list[dict[str, Any]]:
     return [{"input_ids": row["input_ids"], name: value(row["label"])} for row in ROWS]
 
 
-def stacked(items: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
-    ids, classes = ([item[key] for item in items] for key in ("input_ids", "label"))
-    return {"input_ids": torch.stack(cast("list[Tensor]", ids)), name: torch.tensor(classes)}
-
-
 def with_adapters(*, first: bool) -> dict[str, Any]:
     model: Any = bert_lora() if first else bert()
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
@@ -301,23 +296,18 @@ CASES: dict[str, Case] = {
     ),
     "words": Case(
         options(data=relabeled("labels", ["no", "yes"].__getitem__)),
-        r"labels of the example at index 0 to be .* from 0 to 1, got 'no', a str; number the classes.* a dict by name",
+        r"labels of the example at index 0 to be .* from 0 to 1, got 'no', a str; .*number names by dataset",
         options(data=relabeled("labels", int)),
     ),
     "a column of another name": Case(
         options(data=relabeled("target", int)), "rename it", options(data=relabeled("labels", int))
-    ),
-    "a collator's column": Case(
-        options(data_collator=lambda items: stacked(items, "label")),
-        r"let .* the data_collator return 'labels'",
-        options(data_collator=lambda items: stacked(items, "labels")),
     ),
     "fractions": Case(
         options(data=relabeled("labels", float)), "give one class per sequence", options(data=relabeled("labels", int))
     ),
     "a missing label": Case(
         options(data=relabeled("label", lambda label: label or None)),
-        "correct it, or leave out the row",
+        "correct it or leave it out",
         options(data=relabeled("label", int)),
     ),
     "one label": Case(
@@ -383,7 +373,7 @@ def test_words_of_a_dataset_are_encoded_as_the_remedy_says(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": row["input_ids"].tolist(), "label": ["no", "yes"][row["label"]]} for row in ROWS]
     data = datasets.Dataset.from_list(rows)
-    with pytest.raises(pg.PrivacyError, match=r"with dataset\.class_encode_column\('label'\)"):
+    with pytest.raises(pg.PrivacyError, match=r"by dataset\.class_encode_column\('label'\)"):
         trainer_of(tmp_path / "a", options(data=data)).train()
     trainer_of(tmp_path / "b", options(data=data.class_encode_column("label"))).train()
 
