@@ -59,7 +59,7 @@ def test_no_step_grows_with_frozen_weights(dtype: torch.dtype):
     small, large = (steps(Adapted(width, dtype), 5) for width in (512, 1024))
     assert small[2] == large[2] == small[4] == large[4]  # neither of the first step, nor checked
     if dtype == torch.float32:  # losses are compared in float32 too: there a product has a copy of the weight
-        assert [made for _, made in small] == [made for _, made in large]  # checked steps read them, for sums
+        assert all(of_large[1] <= of_small[1] for of_small, of_large in zip(small, large, strict=True))
     model = Adapted(512)
     with OnFrozen(model) as frozen:
         model.base.weight.detach().clone()

@@ -24,7 +24,7 @@ Measured = tuple[str, list[float], list[float]]  # a name, and by row, the norm 
 _AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
 
-_foreach_sub: Any = torch._foreach_sub  # pyright: ignore
+_foreach_sub_: Any = torch._foreach_sub_  # pyright: ignore
 
 
 def require_single(passes: Passes, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
             for name in parameters.keys() - {name for name, *_ in measured}:
                 compare(name, torch.zeros_like(parameters[name]))
         else:
-            wanted = {name: torch.stack([single[name] for single in singles]) for name in parameters}
+            wanted = {name: torch.stack([single.pop(name) for single in singles]) for name in parameters}
             measured += _compared(wanted, factors, some)
         for place in range(len(some)):
             whole = math.hypot(*(norms[place] for _, norms, _ in measured))
@@ -80,9 +80,9 @@ def _compared(
         own.append(value[index].dense() if isinstance(value, Factor) else value)
         others.append(found[name][index].dense() if name in found else torch.zeros_like(own[-1]))
         if place == len(wanted) or sum(x.numel() for x in own) > _AT_ONCE:
-            changes = cast("list[Tensor]", _foreach_sub(others, own))
-            norms = iter(norms_of([row for x in (*own, *changes) for row in x.unbind()]))
-            sizes = [[next(norms) for _ in rows] for _ in (*own, *changes)]
+            _foreach_sub_(others, own)  # in place: all are copies
+            norms = iter(norms_of([row for x in (*own, *others) for row in x.unbind()]))
+            sizes = [[next(norms) for _ in rows] for _ in (*own, *others)]
             yield from zip(names, sizes[: len(names)], sizes[len(names) :], strict=True)
             names, own, others = list[str](), list[Tensor](), list[Tensor]()
 

@@ -569,13 +569,15 @@ class Bits:
 
     def undo(self) -> list[str]:
         """Return the names of those that were written to, by one read; put back those whose bits are all held."""
+        if not self._held:
+            return []
         differ = list[Tensor]()
         for _, x, held in self._held:
             now = self._seen(x)
             same = now.shape == held.shape
             differ.append(now.ne(held).any() if same else held.new_ones((), dtype=torch.bool))
-        found: Any = torch.stack([one.to(differ[0].device) for one in differ]) if differ else torch.zeros(0)
-        written = [own for own, flag in zip(self._held, found.tolist(), strict=True) if flag]
+        found: Any = torch.stack([one.to(differ[0].device) for one in differ]).tolist()
+        written = [own for own, flag in zip(self._held, found, strict=True) if flag]
         for _, x, held in written:
             if (bits := self._seen(x.data, whole=True)).shape == held.shape:
                 bits.copy_(held)

@@ -149,7 +149,9 @@ class PrivateStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Release the round's mean update and step with it; return metrics only if raw_metrics were requested."""
-        assert self._drawn is not None, "an override of configure_train must call it"
+        if self._drawn is None:
+            remedy = "let start() run the rounds, and call super().configure_train in an override of it"
+            raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
         batch, self._drawn = self._drawn, None
         answers, parameters = self._answers(replies), self._trained()
         updates: list[dict[str, Tensor]] = []

@@ -106,10 +106,10 @@ class Outer(LinearMapFactor):
     weighted sum.
     """
 
-    def __init__(self, a_BTI: Tensor, b: Tensor) -> None:
-        super().__init__(a_BTI.shape[0], torch.Size((b.shape[-1], a_BTI.shape[2])))
-        self.a_BTI, self._b = at_least_float32(a_BTI), at_least_float32(b)
-        self.b_BTO = self._b if len(b.shape) == 3 else self._b[:, None]
+    def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
+        super().__init__(a_BTI.shape[0], torch.Size((b_BTO.shape[-1], a_BTI.shape[2])))
+        self.a_BTI, self._b = at_least_float32(a_BTI), at_least_float32(b_BTO)
+        self.b_BTO = self._b if len(b_BTO.shape) == 3 else self._b[:, None]
         self.keeps = False  # whether `norms` keeps the gradients for `weighted_sum` if it writes them out
         self._kept: Tensor | None = None
 
