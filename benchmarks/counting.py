@@ -324,7 +324,9 @@ def as_counted(*, device_paths: bool = True) -> Generator[None]:
             yield
 
 
-def _release_as_elsewhere(values: Any, add: Any, stream: Any, step: int, recursion: Any, on_grid: bool) -> None:
+def _release_as_elsewhere(
+    values: Any, add: Any, stream: Any, step: int, recursion: Any, on_grid: bool, places: Any
+) -> None:
     """Draw the noise as on a GPU, by a generator of the CPU; the same noise each time, which decides later counts."""
     if on_grid:
         raise ValueError("noise on a grid is drawn on the CPU only")

@@ -43,7 +43,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "integrations": 1823,  # the task for which a head has no known loss
         "ledger": 1401,  # a budget reads each line back before it writes it
         "models": 172,
-        "noise": 525,  # two normals of a GPU; the charge begins in here
+        "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
         "optim": 1807,  # checks of decays and shares
         "perturb": 614,
         "precondition": 957,

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
 from privgrad.gradient.contribution import Contribution, OwnExamples, SampleGradient
 from privgrad.gradient.factor import Factor
-from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded, trainable
+from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded
 from privgrad.gradient.refusals import StepChangedError
 from privgrad.gradient.secret_draws import secret_draws
 from privgrad.gradient.transform import Preconditioner, Transform, require_scales_only, require_transform, shifted
@@ -44,8 +43,8 @@ from privgrad.noise.gaussian import add_noise, noise_generator
 from privgrad.parts import Filter, Parts, Stateful
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, keep_freed_memory, meanwhile, require_all_processes
-from privgrad.rng import RandomSource, derived_key
-from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
+from privgrad.rng import RandomSource, Stream, derived_key
+from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Place, Sampling, count_examples, part_of
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
 _ALIKE = "in every process, load the same state, give PrivateGradient(..., ledger=) from the start, and draw alike"
@@ -59,7 +58,7 @@ class RawStep:
 
     step: int  # the index of the release, from 0
     # Clipped sum / divisor, by parameter name: the released gradient without its noise. With several processes, the
-    # first has the sum of all; each other process has its own sum.
+    # first has the sum of all; each other process has its own sum. Of a sharded parameter, each has its shard.
     raw_mean: Mapping[str, Tensor]
     clipping: RawClipping  # of this process' examples
     released: NoisyGradient
@@ -163,7 +162,7 @@ class PrivateGradient:
         processes.begin(model)
         self._model, self._plan = model, plan
         self._turn = _TURNS.setdefault(model, threading.RLock())
-        with self._turn, processes.unsharded(model):
+        with self._turn, processes.opened(model):
             self._structure = Structure(model)
             Parts.checks.require_supported(self._structure)
             self._parts = parts = parts.begun(model, plan)
@@ -173,6 +172,7 @@ class PrivateGradient:
         self._precondition, self._adaptive, self._filter = parts.precondition, parts.adaptive_clip, parts.filter
         self._statistic = parts.statistic(plan)
         # sigma, C and n are not compared: this plan's are used and charged. Only what decided the draw must agree.
+        self._is_sharded = processes.is_sharded(model)
         self._planned = {
             "scheme": plan.sampling,
             "sample_rate": plan.group_rate,
@@ -404,7 +404,7 @@ class PrivateGradient:
         processes = self._processes
         weights = processes.fingerprint(self._model)
         structure = self._structure
-        with self._turn, processes.unsharded(self._model), advanced(structure.follow(), keep=True):
+        with self._turn, processes.opened(self._model), advanced(structure.follow(), keep=True):
             parameters = structure.trained
             with processes.all_succeed():
                 self._admit(batch, parameters)
@@ -413,21 +413,24 @@ class PrivateGradient:
                 begins = self._begin_noise(batch.sampling)
                 # The noise is made for the C, the record and the groups of the first process.
                 mine = {"C": self.max_grad_norm, "releases in the ledger": self._ledger.releases, "the draw": begins}
-                key, first = processes.broadcast_object((self._dropout_stream.key(step, 40), mine))
+                keys = self._dropout_stream.key(step, 40), self._noise_stream.shared_key if self._is_sharded else b""
+                (key, noise_key), first = processes.broadcast_object((keys, mine))
                 with processes.all_succeed(step=step, weights=weights):
                     self._require_same(first, mine, _ALIKE)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
                     if self._state.unknown:  # such as a statistic that is fitted after a warm-up
                         Parts.checks.require_no_memory(self._model, self._loss_fn, batch.examples)
-                clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
+                clipped = replace(clipped, values=processes.reduce(clipped.values))
                 raw_mean = dict[str, Tensor]()
                 if self._observers:  # a copy: the noise is added in place
                     raw_mean = {name: value / self._plan.divisor for name, value in clipped.values.items()}
                 with processes.all_succeed():
-                    gradient = self._add_noise(batch, clipped, step, parameters)
+                    gradient = self._add_noise(batch, clipped, step, parameters, noise_key)
                 gradient = processes.broadcast(gradient)
+                digest = None if self._plan.seed is None else processes.broadcast_object(_digest(gradient))
                 if processes.rank > 0:
-                    self._charge(batch, gradient)
+                    self._charge(batch, digest)
+                gradient = replace(gradient, tensors=processes.as_shards(gradient.tensors, clipped.places))
                 self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
                 if begins is not None:
                     self._charged_by = batch.sampling.stream
@@ -444,9 +447,7 @@ class PrivateGradient:
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
             if self._filter is not None:
                 gradient = self._filter.moved_on(gradient, in_place=not self._observers)
-        like = trainable(self._model) if processes.count > 1 else {}  # which are shards again
-        tensors = dict(processes.shard_like(gradient.tensors, like))
-        return replace(gradient, tensors=tensors, side_information=self._facts["side_information"] or "")
+        return replace(gradient, side_information=self._facts["side_information"] or "")
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""
@@ -500,12 +501,14 @@ class PrivateGradient:
                 grouped=plan.group_size > 1,
                 expected_size=plan.divisor,
                 statistic=self._statistic,
+                shards=self._processes.sums(parameters, plan.divisor),
             )
-            done, is_whole = 0, False
+            done = 0
             with (
+                # In this case, all examples again in one way, in all processes: see `engine.factored.Fallback`.
+                self._processes.attempt(StepChangedError) as attempt,
                 parameters_kept(self._structure),
                 secret_draws(own_key),
-                suppress(StepChangedError),  # all examples again, in one way: see `engine.factored.Fallback`
                 contribution.at(step, parameters, raw_mean),
             ):
                 if self._compiled is not None and (transform.input_maps or mixed):
@@ -522,8 +525,7 @@ class PrivateGradient:
                         self._require_own_draws()
                     done += rows
                     del chunk  # before the next one is computed: only one is in memory
-                is_whole = True
-            if is_whole:
+            if attempt.is_whole:
                 return accumulator.result()
 
     def _chunks(
@@ -592,12 +594,26 @@ class PrivateGradient:
                 raise expected(type(self._contribution).__name__, f"gradients of {name!r}", condition, got)
 
     def _add_noise(
-        self, batch: Batch, clipped: ClippedSum, step: int, parameters: Mapping[str, Tensor]
+        self, batch: Batch, clipped: ClippedSum, step: int, parameters: Mapping[str, Tensor], key: bytes
     ) -> NoisyGradient:
-        """Return the first process's released gradient, and charge it; in other processes, memory to receive it."""
-        if self._processes.rank > 0:
+        """Return this process's part of the released gradient; the first one charges it.
+
+        Other processes than the first return their shards, and memory to receive the values that are whole. They draw
+        by the `key` of the first one's stream.
+        """
+        is_first, stream = self._processes.rank == 0, self._noise_stream
+        if not is_first and not clipped.places:
             gradient = _rounded(NoisyGradient(clipped.values, noise_std=0.0), parameters)
             return gradient if self._recursion is None else self._recursion.released(gradient, step)
+        own = clipped
+        if not is_first:
+            stream = Stream(key)
+            whole = {name: value for name, value in clipped.values.items() if name not in clipped.places}
+            own = replace(
+                clipped,
+                values={**clipped.values, **{name: value.new_empty(0) for name, value in whole.items()}},
+                places={**clipped.places, **{name: Place(0, value.numel()) for name, value in whole.items()}},
+            )
         if step <= self._drawn and self._plan.seed is None:
             raise expected("PrivateGradient", "step", f"to be above {self._drawn}, whose noise was drawn", step)
         self._drawn = step
@@ -606,19 +622,25 @@ class PrivateGradient:
         # the line has a digest, by which to recognize the release, and so comes after it.
         seeded = self._plan.seed is not None
         numbers = 0 if self._ledger.path is None else sum(value.numel() for value in clipped.values.values())
+        is_charged = seeded or not is_first
         gradient = add_noise(
-            clipped,
+            own,
             noise_multiplier=self._plan.noise_multiplier,
             divisor=self._plan.divisor,
-            stream=self._noise_stream,
+            stream=stream,
             step=step,
             on_grid=self._plan.noise_on_grid,
             recursion=self._recursion,
-            charging=None if seeded else meanwhile(partial(self._charge, batch), numbers=numbers),
+            charging=None if is_charged else meanwhile(partial(self._charge, batch), numbers=numbers),
+            process=self._processes.rank,
         )
+        if not is_first:
+            gradient = replace(
+                gradient, tensors={**clipped.values, **{name: gradient[name] for name in clipped.places}}
+            )
         gradient = _rounded(gradient, parameters)
-        if seeded:
-            self._charge(batch, gradient)
+        if seeded and is_first:
+            self._charge(batch, _digest(gradient))
         return gradient
 
     def _with_distribution(
@@ -634,10 +656,9 @@ class PrivateGradient:
             self._adaptive.update(found)
         return replace(gradient, tensors=tensors, norm_distribution=found), raw
 
-    def _charge(self, batch: Batch, gradient: NoisyGradient | None = None) -> None:
+    def _charge(self, batch: Batch, digest: str | None = None) -> None:
         """Charge a step to the ledger."""
-        # Only a research seed can draw the same noise again, so only then can a release be recognized.
-        digest = _digest(gradient) if gradient is not None and self._plan.seed is not None else None
+        # Only a research seed can draw the same noise again, so only then can a release be recognized: by the digest.
         bound = None if self._adaptive is None else self.max_grad_norm
         draw, limit = batch.sampling.draw, self._plan.steps
         self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
@@ -675,6 +696,21 @@ class PrivateGradient:
                 condition = "to train without groups and without parts that are NOT private"
                 got = f"group_size {plan.group_size} and {sorted(self._not_private)}"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
+            if self._is_sharded:
+                self._require_blocks()
+
+    def _require_blocks(self) -> None:
+        """Raise PrivacyError for a part that needs the whole model at once, which no process of a sharded one has."""
+        needing = {
+            f"engine={self._parts.engine!r}": self._parts.engine != "factored",
+            repr(self._contribution): type(self._contribution) is not SampleGradient,
+            repr(self._precondition): self._precondition is not None,
+        }
+        if found := [part for part, needs in needing.items() if needs]:
+            remedy = "leave it out, or give all processes a whole model"
+            raise expected(
+                "PrivateGradient", "a sharded model", "to be computed by blocks", " and ".join(found), remedy
+            )
 
     def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
         """Raise PrivacyError unless this process has the same values as the first one."""

@@ -13,16 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import repeat
 from threading import Thread, local
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import expected
-from privgrad.types import NoisyGradient
+from privgrad.errors import PrivacyError, expected
+from privgrad.types import NoisyGradient, Place
 
 T = TypeVar("T")
+DONE, AGAIN, FAILED = -1, -2, -3  # how a process ends an attempt at its part of a step
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NUMBERS_A_THREAD = 1 << 19
 # Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
@@ -46,12 +47,58 @@ _pauses: list[Callable[[int], object]] = [
 os.register_at_fork(after_in_child=_pauses.clear)
 
 
+class Gathered(nn.Parameter):
+    """A parameter of a sharded model, within a step. It is whole while its block computes, and NaN otherwise."""
+
+    number = -1  # which of the sharded parameters it is
+    is_here = False  # whether its values are in memory
+
+    def __deepcopy__(self, memo: object) -> "Gathered":
+        raise expected("PrivateGradient", "a check in double precision", "to have the whole model", "a sharded model")
+
+
+class Sums(Protocol):
+    """The sums of sharded parameters over all processes; each process holds its shards."""
+
+    def __contains__(self, name: object) -> bool: ...
+    def add(self, name: str, total: Tensor) -> None: ...
+    def result(self, name: str) -> tuple[Tensor, Place]: ...
+
+
+class Attempt:
+    """A context for one attempt at a process's part of a step, which `changed` ends: all then begin again.
+
+    Attributes:
+        is_whole: whether all processes have succeeded.
+    """
+
+    def __init__(self, changed: type[Exception], agree: Callable[[int], Sequence[int]]) -> None:
+        self._changed, self._agree, self.is_whole = changed, agree, False
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        is_changed = kind is not None and issubclass(kind, self._changed)
+        ended = self._agree(DONE if kind is None else AGAIN if is_changed else FAILED)
+        if FAILED in ended and (kind is None or is_changed):
+            raise failed_elsewhere()
+        self.is_whole = not any(end != DONE for end in ended)
+        return is_changed
+
+
+def failed_elsewhere() -> PrivacyError:
+    """Return the error for an exception in another process."""
+    got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
+    return expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
+
+
 class Processes:
     """A single process. The subclass `training.distributed.Distributed` implements several processes.
 
     Each example belongs to one process, and only this process computes and clips its gradient. The first process sums
     the results of all, draws the noise, keeps the ledger and broadcasts the released gradient. So there is one sum, one
-    noise and one ledger.
+    noise and one ledger. Of a sharded parameter, each process has a shard of the sum, and draws the noise of that.
 
     Attributes:
         rank: index of this process; 0 is the first process.
@@ -87,9 +134,25 @@ class Processes:
         """Return a few numbers that agree in all processes as long as all update the model alike."""
         return ()
 
-    def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model is not sharded: plain parameters, complete in each process."""
+    def opened(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context for computing with the model, in which each sharded parameter is a `Gathered` one."""
         return _NOTHING
+
+    def is_sharded(self, model: nn.Module) -> bool:
+        """Return whether a step gathers parameters of the model block by block."""
+        return False
+
+    def attempt(self, changed: type[Exception]) -> Attempt:
+        """Return a context for one attempt at the sum of this process's examples. All processes must enter it."""
+        return Attempt(changed, lambda end: (end,))
+
+    def sums(self, like: Mapping[str, Tensor], expected_size: int) -> Sums | None:
+        """Begin the sums of an attempt; None if no parameter is sharded. Arguments as for ClippingAccumulator."""
+        return None
+
+    def as_shards(self, values: Mapping[str, Tensor], places: Mapping[str, Place]) -> Mapping[str, Tensor]:
+        """Return values with those that have a place as the shards that they are (DTensor)."""
+        return values
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Shard complete values like the tensors of the same names. Values of a different shape stay complete."""

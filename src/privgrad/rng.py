@@ -155,6 +155,12 @@ class Stream:
         """A name for the stream that reveals nothing about its key (a one-way hash), for the records of draws."""
         return hashlib.blake2b(self._key, person=b"privgrad-id", digest_size=8).hexdigest()
 
+    @property
+    def shared_key(self) -> bytes:
+        """The secret key, for processes of one training that each draw a part of the same numbers."""
+        self._require_own_process()
+        return self._key
+
     def uint64(self, step: int, count: int) -> np.ndarray:
         """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
 
@@ -211,15 +217,15 @@ class Stream:
 
         return draw
 
-    def generator(self, step: int, device: torch.device) -> torch.Generator:
+    def generator(self, step: int, device: torch.device, process: int = 0) -> torch.Generator:
         """Return a generator of torch on a device, so that noise need not be copied there from the CPU.
 
         Privacy:
-            NOT cryptographic: Philox on CUDA, with a 64-bit secret seed derived from the key, the step and the device.
+            NOT cryptographic: Philox on CUDA, with a 64-bit secret seed from the key, step, device and process.
             Its float32 normals end at about 6.7 standard deviations, so noise adds up two of them.
         """
         self._require_own_process()
-        name = f"{step} {device}".encode()
+        name = f"{step} {device} {process}".encode() if process else f"{step} {device}".encode()
         seed = hashlib.blake2b(name, key=self._key, person=b"privgrad-device", digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(seed, "big"))
 

@@ -5,8 +5,8 @@ are frozen dataclasses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,19 +215,28 @@ def _unusable(examples: Any) -> PrivacyError:
     return expected("Batch", "examples", "to hold a tensor", described(examples), "return tensors from collate")
 
 
+class Place(NamedTuple):
+    """Where this process's shard of a value is, in the order of memory; the shards of all make up the whole."""
+
+    start: int  # the first number of the shard
+    of: int  # the numbers of the whole
+
+
 @dataclass(frozen=True)
 class ClippedSum:
     """A sum of clipped per-example gradients. PRIVATE until noise has been added.
 
     Attributes:
-        values: sum by parameter name, float32 or wider.
+        values: sum by parameter name, float32 or wider. Of a sharded parameter: the shard of this process.
         sensitivity: the largest L2 norm by which adding or removing one example (one unit of privacy) moves the
             values, taken as one vector, if all other examples keep their random numbers (docs/mathematics.md, section
             0). The noise is scaled by it.
+        places: of the values that are shards, by name. The sensitivity is that of all shards together.
     """
 
     values: Mapping[str, Tensor]
     sensitivity: float
+    places: Mapping[str, Place] = field(default_factory=dict[str, Place])
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,19 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
+from by_blocks import TEXTS, made, of_texts
+from by_blocks import attempts as attempts  # jobs
+from by_blocks import by_blocks as by_blocks
+from by_blocks import moved as moved
+from by_blocks import noise_of_shards as noise_of_shards
+from by_blocks import one_sharded as one_sharded
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
@@ -123,20 +131,27 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
     "inputs": lambda model, processes: {"precondition": inputs()},
     "adaptive clip": lambda model, processes: {
         "adaptive_clip": pg.clip.TargetFraction(),
-        "perturb": pg.perturb.DiSK(0.5),
         "filter": pg.filters.EMA(0.5),
     },
+    "disk": lambda model, processes: {"perturb": pg.perturb.DiSK(0.5), "filter": pg.filters.EMA(0.5)},
 }
+BY_BLOCKS = ("plain", "microbatches", "automatic", "adaptive clip")  # the variants that take a sharded model
+
+
+def kinds(name: str, processes: Processes) -> tuple[str, ...]:
+    return ("whole", "sharded") if processes.count > 1 and name in BY_BLOCKS else ("whole",)
 
 
 def same_training(
-    processes: Processes, folder: Path, names: Iterable[str] = ("plain", "sat", "inputs", "adaptive clip")
+    processes: Processes,
+    folder: Path,
+    names: Iterable[str] = ("plain", "microbatches", "sat", "inputs", "adaptive clip"),
 ) -> dict[str, dict[str, Tensor]]:
     """Some variants, whole and sharded: the parameters at the end."""
     ends: dict[str, dict[str, Tensor]] = {}
     for name in names:
         options = VARIANTS[name]
-        for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
+        for kind in kinds(name, processes):
             model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
             plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
             ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
@@ -148,19 +163,15 @@ def every_training(processes: Processes, folder: Path) -> dict[str, dict[str, Te
 
 
 def input_maps(processes: Processes, folder: Path) -> Any:
-    """The matrices of each step in each process, of a whole model and of a sharded one."""
-    found: list[Any] = []
-    for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
-        model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
-        plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
-        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=inputs())
-        optimizer, mine = pg.optim.SGD(model.named_parameters(), lr=0.05), list[dict[str, Tensor]]()
-        for batch in plan.batches(DATA, processes=processes):
-            optimizer.step(grad=private_grad(batch))
-            maps = private_grad.state_dict()["precondition"]["maps"]
-            mine.append({name: own["matrix"] for name, own in maps.items()})
-        found += of_all(mine) if processes.count > 1 else [mine]
-    return found
+    """The matrices of each step in each process."""
+    model, plan = small_model(processes.rank), make_plan(seed=3, noise_multiplier=0.5, steps=5)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=inputs())
+    optimizer, mine = pg.optim.SGD(model.named_parameters(), lr=0.05), list[dict[str, Tensor]]()
+    for batch in plan.batches(DATA, processes=processes):
+        optimizer.step(grad=private_grad(batch))
+        maps = private_grad.state_dict()["precondition"]["maps"]
+        mine.append({name: own["matrix"] for name, own in maps.items()})
+    return of_all(mine) if processes.count > 1 else [mine]
 
 
 def every_optimizer(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -228,8 +239,12 @@ def empty_batches(processes: Processes, folder: Path) -> Any:
 
 
 def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
-    """The last process' loss raises in the third step; then all go on with the fourth."""
-    calls = 0
+    """The last process' loss raises in the third step; then all go on with the fourth. Whole, and sharded."""
+    return [_failing(processes, folder, kind) for kind in ("whole", "sharded")]
+
+
+def _failing(processes: Processes, folder: Path, kind: str) -> Any:
+    calls, model = 0, sharded(small_model()) if kind == "sharded" else small_model()
 
     def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if calls == 2 and processes.rank == processes.count - 1:
@@ -237,9 +252,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
         return loss_fn(model, batch)
 
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
-    private_grad = pg.PrivateGradient(
-        small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes
-    )
+    private_grad = pg.PrivateGradient(model, breaking, plan, ledger=folder / f"{kind}.jsonl", processes=processes)
     outcomes: list[str] = []
     for calls, batch in enumerate(plan.batches(DATA, processes=processes)):  # noqa: B007
         try:
@@ -308,6 +321,54 @@ def refusals(processes: Processes, folder: Path) -> Any:
 
     def not_private() -> None:
         pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.RawSAM(0.1), processes=processes)
+
+    def by_blocks(model: nn.Module, **options: Any) -> None:
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
+
+    def vmap_by_blocks() -> None:
+        by_blocks(sharded(small_model()), engine="vmap")
+
+    def perturbed_by_blocks() -> None:
+        by_blocks(sharded(small_model()), perturb=pg.perturb.SAT(0.1))
+
+    def preconditioned_by_blocks() -> None:
+        by_blocks(sharded(small_model()), precondition=inputs())
+
+    def tensor_parallel() -> None:
+        mesh = init_device_mesh("cpu", (processes.count,))
+        by_blocks(parallelize_module(small_model(), mesh, {"0": ColwiseParallel()}))
+
+    def two_dimensions() -> None:
+        mesh = init_device_mesh("cpu", (1, processes.count), mesh_dim_names=("replicate", "shard"))
+        by_blocks(fully_shard(small_model(), mesh=mesh))
+
+    def other_dimension() -> None:
+        mesh = init_device_mesh("cpu", (processes.count,))
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+        by_blocks(fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1)))
+
+    def a_list_of_modules() -> None:
+        mesh, model = init_device_mesh("cpu", (processes.count,)), small_model()
+        fully_shard([model[0], model[2]], mesh=mesh)
+        by_blocks(fully_shard(model, mesh=mesh))
+
+    def tied_blocks() -> None:
+        mesh, model = init_device_mesh("cpu", (processes.count,)), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[1].weight = model[0].weight
+        fully_shard(model[0], mesh=mesh)
+        by_blocks(fully_shard(model, mesh=mesh))
+
+    def whole_over_blocks() -> None:
+        """A module that the engine must take whole, with a block in it."""
+        mesh, model = init_device_mesh("cpu", (processes.count,)), made("whole over blocks")
+        fully_shard(model.get_submodule("layers.0.layer"), mesh=mesh)
+        private_grad = pg.PrivateGradient(fully_shard(model, mesh=mesh), of_texts, plan, processes=processes)
+        private_grad(next(plan.batches(TensorDataset(TEXTS), processes=processes)))
+
+    def computed_weight() -> None:
+        model = small_model()
+        nn.utils.parametrizations.weight_norm(model[0])
+        by_blocks(sharded(model))
 
     def other_bound() -> None:
         """C of the first process, for which the noise is made, is half of that of the others."""
@@ -432,6 +493,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
         wrapped_by_fsdp1,
     ]
     cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
+    cases += [vmap_by_blocks, perturbed_by_blocks, preconditioned_by_blocks, tensor_parallel, two_dimensions]
+    cases += [other_dimension, a_list_of_modules, computed_weight, tied_blocks, whole_over_blocks]
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
     cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
     for case in cases:

@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
+import by_blocks
 import distributed_job
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
+from distributed_job import (
+    BY_BLOCKS,
+    FAULTS,
+    VARIANTS,
+    child,
+    every_optimizer,
+    fitted,
+    losses,
+    same_training,
+    wide_model,
+)
 from one_ledger import SCENARIOS
 from scipy import stats
 from torch import Tensor
@@ -36,6 +47,8 @@ JOBS = [
     "a_failure_is_everyones",
     "refusals",
     "input_maps",
+    "noise_of_shards",
+    "one_sharded",
 ]
 
 
@@ -95,12 +108,12 @@ def require_the_ends_of_one(ends: dict[str, dict[str, Tensor]], count: int, fold
 
 
 def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    require_the_ends_of_one(together[1]["same_training"], 8, tmp_path)
+    require_the_ends_of_one(together[1]["same_training"], 8, tmp_path)  # three of five by blocks
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_in_every_variant(longer: tuple[int, dict[str, Any]], tmp_path: Path):
-    require_the_ends_of_one(longer[1]["every_training"], 2 * len(VARIANTS), tmp_path)
+    require_the_ends_of_one(longer[1]["every_training"], len(BY_BLOCKS) + len(VARIANTS), tmp_path)
 
 
 def test_all_processes_use_the_same_input_maps_at_each_step(together: tuple[int, dict[str, Any]], tmp_path: Path):
@@ -108,7 +121,7 @@ def test_all_processes_use_the_same_input_maps_at_each_step(together: tuple[int,
     (alone,) = distributed_job.input_maps(ALONE, tmp_path)
     steps = [torch.cat([matrix.flatten() for matrix in maps.values()]) for maps in alone]
     assert [torch.equal(one, next_one) for one, next_one in itertools.pairwise(steps)] == [True, False, True, False]
-    assert len(results["input_maps"]) == 2 * count  # whole and sharded
+    assert len(results["input_maps"]) == count
     for rank, mine in enumerate(results["input_maps"]):
         first = results["input_maps"][rank - rank % count]
         for step, maps in enumerate(mine):
@@ -177,13 +190,27 @@ def test_processes_without_examples_take_part(together: tuple[int, dict[str, Any
 
 def test_a_failure_in_one_process_stops_the_step_in_all_and_charges_nothing(together: tuple[int, dict[str, Any]]):
     count, results = together
-    outcomes, releases = results["a_failure_is_everyones"]
-    assert releases == 4
-    for rank, told in enumerate(outcomes):
-        assert told[:2] + told[3:] == ["released"] * 4
-        assert told[2].startswith(
-            "ArithmeticError" if rank == count - 1 else "PrivacyError: PrivateGradient: expected each"
-        )
+    for outcomes, releases in results["a_failure_is_everyones"]:
+        assert releases == 4
+        for rank, told in enumerate(outcomes):
+            assert told[:2] + told[3:] == ["released"] * 4
+            assert told[2].startswith(
+                "ArithmeticError" if rank == count - 1 else "PrivacyError: PrivateGradient: expected each"
+            )
+
+
+def test_each_process_draws_its_own_part_of_one_noise(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    shards = [step.double() * 8 for step in results["noise_of_shards"].flatten(1).view(2 * count, -1)]  # sigma C / B
+    size = shards[0].numel()
+    for one in shards:
+        assert abs(float(one.square().mean()) - 1) < 4 * math.sqrt(2 / size) < 0.01
+    apart = torch.corrcoef(torch.stack(shards)) - torch.eye(2 * count)
+    assert float(apart.abs().max()) < 5 / size**0.5
+
+
+def test_shards_are_clipped_and_added_as_the_whole(together: tuple[int, dict[str, Any]]):
+    require_equal(by_blocks.ends("layers", ALONE), together[1]["one_sharded"])
 
 
 _UPDATE = "call optimizer.step, scheduler.step and load_state_dict in all processes"
@@ -204,6 +231,16 @@ REFUSED = {
     "other_bound": "to be the same in all processes (C 0.5)",
     "groups": "train in one process",
     "not_private": "train in one process",
+    "vmap_by_blocks": "a sharded model to be computed by blocks, got engine='vmap'",
+    "perturbed_by_blocks": "got SAT(",
+    "preconditioned_by_blocks": "got inputs(",
+    "tensor_parallel": "by fully_shard alone, got '0.weight'",
+    "two_dimensions": "to be split over all processes in one dimension",
+    "other_dimension": "to be split along dimension 0",
+    "a_list_of_modules": "call fully_shard for each module by itself",
+    "computed_weight": "to hold its weights",
+    "tied_blocks": "to have no weight in two blocks",
+    "whole_over_blocks": "to have its parameters in one block",
     "fixed": "to be 'poisson' for ClassRates, and in several processes",
     "update_in_one": _UPDATE,
     "update_in_all_but_one": _UPDATE,

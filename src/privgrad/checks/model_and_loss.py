@@ -32,7 +32,7 @@ from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
+from privgrad.gradient.functional import Structure, leaf_of, losses_on_copies, own_parameters, structure_of, trainable
 from privgrad.gradient.probes import (
     FOUR,
     doubled,
@@ -156,7 +156,7 @@ def require_supported(model: nn.Module | Structure) -> None:
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Randomness:
     """Try the loss on a few examples, and return its random draws. The model is in the mode in which it trains."""
     few = four_of(few_of(examples, fill=False))
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    parameters = {name: leaf_of(p, copied=True) for name, p in trainable(model).items()}
     tried = loss_fn.tried if isinstance(loss_fn, OwnExamples) else loss_fn
     reach = partial(_reach, model, tried, parameters)
     try:

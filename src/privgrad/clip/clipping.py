@@ -17,8 +17,8 @@ from torch.nn.functional import hardshrink
 from privgrad.clip.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity, same_for_halves
 from privgrad.errors import expected
 from privgrad.gradient.factor import Dense, Factor, Factors, SideBySide, examples_per_block, unread
-from privgrad.processes import is_on_processor, without_autocast
-from privgrad.types import ClippedSum
+from privgrad.processes import Sums, is_on_processor, without_autocast
+from privgrad.types import ClippedSum, Place
 
 # Expected contributions above which sums are in float64. Half of it, divided by them, limits the terms of a light
 # example, in C. An example whose terms add up to more than this times C is written out, because they nearly cancel.
@@ -114,6 +114,7 @@ class ClippingAccumulator:
             `example_groups`).
         expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
         statistic: of the norms, added to the sum under the name NORMS in float64; None for none.
+        shards: takes the sums of sharded parameters, which have no scales; None if there are none.
     Privacy:
         The guarantee rests on this. If one example is added or removed, the sum changes by at most C in L2 norm, up to
         rounding (docs/rounding.md). The split into chunks does not matter, because each contribution is bounded before
@@ -132,8 +133,9 @@ class ClippingAccumulator:
         grouped: bool = False,
         expected_size: int = 1,
         statistic: NormStatistic | None = None,
+        shards: Sums | None = None,
     ) -> None:
-        self._sums = _Sums(like, clip, max_grad_norm, inverse_scales or {}, expected_size)
+        self._sums = _Sums(like, clip, max_grad_norm, inverse_scales or {}, expected_size, shards)
         self._grouped, self._statistic = grouped, statistic
         self._seen: list[RawClipping] = []
         self._device, self._kinds = next(iter(like.values())).device, {value.device.type for value in like.values()}
@@ -191,7 +193,7 @@ class ClippingAccumulator:
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
-        total, bound = self._sums.released(), self._sums.bound
+        (total, places), bound = self._sums.released(), self._sums.bound
         if len(self._seen) == 1:
             raw = self._seen[0]
         else:  # the parts of the batch in one piece
@@ -202,7 +204,7 @@ class ClippingAccumulator:
         if self._statistic is not None:
             rows_BK, bound = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, bound)
             total[NORMS] = rows_BK.double().sum(0).to(self._device)
-        return ClippedSum(total, sensitivity=(1 + self._grouped) * bound), raw
+        return ClippedSum(total, (1 + self._grouped) * bound, places), raw
 
 
 def without_gradient(rows: int, parameters: Mapping[str, Tensor]) -> dict[str, Factor]:
@@ -239,12 +241,19 @@ class _Sums:
           less where many contributions are expected. Light examples are summed in parts (`Factor.sum_in_parts`). Each
           other example is summed in float64. No other example, and no size of the batch, decides between the two.
         - If more than 1e4 contributions are expected, all are summed in float64.
-        - Chunks are added to a total in float64.
+        - Chunks are added to a total in float64. Of sharded parameters, so are the sums over processes.
     """
 
     def __init__(
-        self, like: Named, clip: Clipping, max_grad_norm: float, inverse_scales: Named, expected_size: int
+        self,
+        like: Named,
+        clip: Clipping,
+        max_grad_norm: float,
+        inverse_scales: Named,
+        expected_size: int,
+        shards: Sums | None = None,
     ) -> None:
+        self._shards = shards
         self.values: dict[str, Tensor] = {}
         self._pulled: dict[str, float] = {}  # the estimated errors of products with Jacobians so far
         self.like, self.clip, self.bound, self.scales = like, clip, max_grad_norm, inverse_scales
@@ -261,6 +270,15 @@ class _Sums:
 
     def add(self, chunk: Factors, factors: Named, terms: Named | None) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each, None if all are light."""
+        if self._shards is None:
+            self._add(chunk, factors, terms)
+            return
+        for name in self.like:  # in one order in all processes, and one at a time: no sum of a whole model is held
+            if name in chunk:
+                own = None if terms is None else {name: terms[name]}
+                self._add({name: chunk[name]}, {name: factors[name]}, own)
+
+    def _add(self, chunk: Factors, factors: Named, terms: Named | None) -> None:
         heavy = {} if terms is None or self._exact else self._heavy(chunk, factors, terms)
         found: dict[str, Tensor] = {}
         rounding: dict[str, float | Tensor] = {}
@@ -286,6 +304,9 @@ class _Sums:
 
     def join(self, found: dict[str, Tensor]) -> None:
         """Add the sums of a chunk."""
+        if self._shards is not None:
+            for name in [name for name in found if name in self._shards]:
+                self._shards.add(name, found.pop(name))
         for name in self.values.keys() & found.keys():
             found[name] = self.values[name].double().add_(found[name])
         self.values |= found
@@ -294,12 +315,15 @@ class _Sums:
         """Return sums of the same kind, under these scales, to which nothing was added."""
         return _Sums(self.like, self.clip, self.bound, inverse_scales, self._expected_size)
 
-    def released(self) -> dict[str, Tensor]:
-        """Return the sums of all parameters, multiplied by the scales, in the public precision."""
+    def released(self) -> tuple[dict[str, Tensor], dict[str, Place]]:
+        """Return the sums of all parameters, multiplied by the scales, in the public precision; and shards' places."""
         dtypes = {p.dtype: sum_dtype(p, self._expected_size) for p in {p.dtype: p for p in self.like.values()}.values()}
-        found = dict[str, Tensor]()
+        found, places = dict[str, Tensor](), dict[str, Place]()
         for name, parameter in self.like.items():
             dtype = dtypes[parameter.dtype]
+            if self._shards is not None and name in self._shards:
+                found[name], places[name] = self._shards.result(name)
+                continue
             if name not in self.values:
                 found[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 continue
@@ -307,7 +331,7 @@ class _Sums:
             if name in self.scales:
                 total = total.to(torch.promote_types(total.dtype, dtype)).mul_(self.scales[name])
             found[name] = total if total.dtype == dtype else total.to(dtype)
-        return found
+        return found, places
 
     def factors(self, found: "_Norms") -> dict[str, Tensor]:
         """Return the factors of the norms, in the precision of the products.

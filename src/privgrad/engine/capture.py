@@ -47,6 +47,7 @@ from privgrad.gradient.refusals import (
     refused,
     written_to,
 )
+from privgrad.processes import Gathered
 
 _AUTOGRAD: Any = torch.autograd
 _FORWARD_AD: Any = forward_ad
@@ -287,6 +288,9 @@ class Capture:
     def _by_vmap(self, unit: Unit, original: Any, args: Any, kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
         path, module = unit.path, unit.module
+        if absent := [name for name, p in module.named_parameters() if isinstance(p, Gathered) and not p.is_here]:
+            remedy = "call fully_shard for this module and for none in it, or give all processes a whole model"
+            raise refused(f"'{path}'", "to have its parameters in one block", f"{absent[0]!r} in another", remedy)
         call = VmappedUnit(path, module, original, (args, kwargs))
         if self.record.is_learning:
             return self._learn_unit(path, call.tensors, call.plain())

@@ -45,6 +45,7 @@ from privgrad.gradient.refusals import (
     calls_changed,
     refused,
 )
+from privgrad.processes import Gathered
 from privgrad.types import LossFunction, map_examples
 
 
@@ -196,6 +197,10 @@ class Factored:
 
     def _alone(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
+        if any(isinstance(parameter, Gathered) for _, parameter in self._structure.parameters):
+            why = self._fallback.reasons.get("", Reason("a module cannot be computed for all examples at once", ""))
+            got, remedy = f"a loss that is taken whole, because {why.condition}", "give all processes a whole model"
+            raise refused("a sharded model", "to be computed by blocks", got, remedy)
         if self._schedule.is_due:
             with restored(self._structure):
                 self._randomness = find_randomness(self._model, self._loss_fn, self._few(examples))

@@ -17,8 +17,10 @@ from privgrad.gradient.functional import Bits, Structure, gradients, seeded
 from privgrad.gradient.novelty import CheckSchedule
 from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
+from privgrad.processes import Gathered
 from privgrad.types import count_examples, map_examples, part_of
 
+Measured = tuple[str, list[float], list[float]]  # a name, and by row, the norm of a gradient and of its change
 _AT_ONCE = 2**22  # numbers of written-out gradients that a comparison holds
 _MEASURED = 16  # number of examples whose norms a check measures
 
@@ -30,16 +32,24 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     factors, moves = found
     structure, loss_fn, tolerance = passes.structure, passes.loss_fn, passes.tolerance
     parameters, differences, largest = structure.trained, list[tuple[str, float, float]](), 0.0
-    together = max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
+    is_sharded = any(isinstance(p, Gathered) for p in parameters.values())
+    together = 1 if is_sharded else max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
-        singles = list[dict[str, Tensor]]()
+        singles, measured = list[dict[str, Tensor]](), list[Measured]()
+        compare = partial(_compare, measured, factors, some)
         for index in some:
             row = slice(index, index + 1)
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
             own = part_of(examples, row)
-            singles.append(gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False))
-        wanted = {name: torch.stack([single.pop(name) for single in singles]) for name in parameters}
-        measured = list(_compared(wanted, factors, some))
+            each = compare if is_sharded else None  # no gradient of a whole model is held
+            single = gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False, each=each)
+            singles.append(single)
+        if is_sharded:
+            for name in parameters.keys() - {name for name, *_ in measured}:
+                compare(name, torch.zeros_like(parameters[name]))
+        else:
+            wanted = {name: torch.stack([single.pop(name) for single in singles]) for name in parameters}
+            measured += _compared(wanted, factors, some)
         for place in range(len(some)):
             whole = math.hypot(*(norms[place] for _, norms, _ in measured))
             found_now = ((name, changes[place], norms[place] + 0.1 * whole) for name, norms, changes in measured)
@@ -61,7 +71,7 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
 
 def _compared(
     wanted: Mapping[str, Tensor] | Mapping[str, Factor], found: Mapping[str, Factor], rows: Sequence[int]
-) -> Iterator[tuple[str, list[float], list[float]]]:
+) -> Iterator[Measured]:
     """Yield names, the norm of each row of `wanted`, and of its change; about _AT_ONCE numbers by one read."""
     # A factor has other rows than these; a tensor has these rows only.
     index, names, own, others = torch.tensor(rows), list[str](), list[Tensor](), list[Tensor]()
@@ -75,6 +85,13 @@ def _compared(
             sizes = [[next(norms) for _ in rows] for _ in (*own, *others)]
             yield from zip(names, sizes[: len(names)], sizes[len(names) :], strict=True)
             names, own, others = list[str](), list[Tensor](), list[Tensor]()
+
+
+def _compare(
+    measured: list[Measured], found: Mapping[str, Factor], rows: Sequence[int], name: str, grad: Tensor
+) -> None:
+    """Measure the gradient of one example by one parameter, so that it need not be kept."""
+    measured += _compared({name: grad[None]}, found, rows)
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
@@ -169,7 +186,8 @@ def restored(structure: Structure) -> Generator[None]:
 
     It puts back trained and small ones bit by bit. Of large frozen ones, `Bits` compares sums.
     """
-    before = Bits(structure.parameters, sums=True)
+    # A gathered parameter loses with its memory what was written to it.
+    before = Bits((own for own in structure.parameters if not isinstance(own[1], Gathered)), sums=True)
     refusal: PrivacyError | None = None
     try:
         yield

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from privgrad.errors import expected
-from privgrad.gradient.functional import BoundLoss, losses_on_copies, trainable
+from privgrad.gradient.functional import BoundLoss, hand_over, losses_on_copies, trainable
+from privgrad.processes import Gathered
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 PROBED = 3  # number of examples on which a model is tried
@@ -139,7 +140,7 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
     def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any, **seen: Any) -> None:
         with _Precision() as met:
             compare(model, loss_fn, examples, *args, **seen)
-        if not met.half:
+        if not met.half or any(isinstance(parameter, Gathered) for parameter in model.parameters()):
             return
         wide = _Precision(widened_on=next(model.parameters()).device.type)
 
@@ -241,6 +242,10 @@ def unreached(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
         if torch.is_inference_mode_enabled():
             remedy = "call private_grad outside of torch.inference_mode"
         raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
+    if any(isinstance(leaf, Gathered) for leaf in parameters.values()):
+        reached = set[str]()
+        hand_over(losses, parameters, lambda name, _: reached.add(name))
+        return [name for name in parameters if name not in reached]
     # torch types the result as if allow_unused did not exist.
     grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]

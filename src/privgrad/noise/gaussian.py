@@ -1,8 +1,9 @@
 """The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from privgrad.errors import expected, require_integer, require_nonnegative, requ
 from privgrad.noise.banded import Recursion
 from privgrad.processes import AT_ONCE, in_threads, on_lists
 from privgrad.rng import BLOCK, Stream
-from privgrad.types import ClippedSum, NoisyGradient
+from privgrad.types import ClippedSum, NoisyGradient, Place
 
 # Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
 _ROUNDING = 2.0**-10
@@ -50,6 +51,7 @@ def add_noise(
     on_grid: bool = False,
     recursion: Recursion | None = None,
     charging: AbstractContextManager[object] | None = None,
+    process: int = 0,
 ) -> NoisyGradient:
     """Add one Gaussian draw to a clipped sum, then divide it by a public number.
 
@@ -69,10 +71,14 @@ def add_noise(
         recursion: noise with memory: the noise of this stream so far. None: independent noise.
         charging: the context in which the noise is drawn. It is entered once nothing can refuse any more, and charges
             the release. None: the caller charges.
+        process: the index of this process, whose shards the sum holds.
     Privacy:
         The Gaussian mechanism with noise multiplier sigma, on a sum of the given sensitivity (add or remove one unit).
         On the CPU a cryptographic stream draws the noise in the sum's own precision. On other devices torch's
         generator draws it, which is not cryptographic (see Stream.generator).
+        Of a sharded sum, each process draws the noise of its shards. On the CPU, z has one order for the numbers of the
+        whole sum, so processes with one stream draw z as one process does, each its part. Elsewhere each process has a
+        seed of its own.
         Off the grid, the set of possible outputs depends on the sum, and their low-order bits reveal something of it.
         On the grid, the output is a function of integers n + N. Here n is the rounded sum, and the distribution of N
         does not depend on the data. If z were exact, this would be post-processing of the Gaussian mechanism on n g,
@@ -112,9 +118,12 @@ def add_noise(
                     on_device = [value for value in values.values() if value.device == device]
                     if device.type == "cpu":
                         add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
-                        _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
+                        places = [clipped.places.get(n) for n, value in values.items() if value.device == device]
+                        add = add if drawn == step else _skip
+                        _release_on_cpu(on_device, add, stream, drawn, recursion, on_grid, places)
                     else:
-                        _release_on_device(on_device, stream, drawn, recursion, is_last=drawn == step, **numbers)
+                        own: dict[str, Any] = {"is_last": drawn == step, "process": process, **numbers}
+                        _release_on_device(on_device, stream, drawn, recursion, **own)
     gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
     return gradient if recursion is None else recursion.released(gradient, step)
 
@@ -139,7 +148,8 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     """
     require_positive("grid_of", "noise_multiplier", noise_multiplier)
     require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
-    root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
+    places, values = clipped.places, clipped.values
+    root = math.sqrt(sum(places[n].of if n in places else value.numel() for n, value in values.items()) or 1)
     _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
     grid = math.ldexp(1.0, exponent - 1)
     sensitivity = clipped.sensitivity * (1 + _ROUNDING) + grid * root
@@ -152,51 +162,60 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     return grid, sensitivity
 
 
+@dataclass
+class _Block:
+    """A block of at most BLOCK numbers of the whole sum, in order, and what of it this process has."""
+
+    number: int
+    size: int = 0
+    pieces: list[tuple[int, np.ndarray]] = field(default_factory=list[tuple[int, np.ndarray]])  # places and views
+
+
 def _release_on_cpu(
     values: list[Tensor],
-    add: Callable[[list[np.ndarray], np.ndarray], None],
+    add: Callable[[list[tuple[int, np.ndarray]], np.ndarray], None],
     stream: Stream,
     step: int,
     recursion: Recursion | None,
     on_grid: bool,
+    places: Sequence[Place | None],
 ) -> None:
     """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once."""
-    # `add(parts of the sum, as many normals)` overwrites the parts with their release, and perhaps the normals.
-    blocks = _blocks(values)
-    dtypes = {pieces[0].dtype for pieces in blocks}
-    sizes = [sum([piece.size for piece in pieces]) for pieces in blocks]
-    numbers = sum(sizes)
+    # `add(parts of the sum, normals)` overwrites the parts with their release, and perhaps the normals.
+    blocks = _blocks(values, places)
+    dtypes = {block.pieces[0][1].dtype for block in blocks}
+    most = max([block.size for block in blocks], default=0)
 
-    def work(own: Iterable[tuple[int, list[np.ndarray]]]) -> None:
+    def work(own: Iterable[_Block]) -> None:
         draw = {
-            dtype: stream.normal_blocks(step, np.float64 if on_grid else dtype, dense=on_grid, most=min(BLOCK, numbers))
+            dtype: stream.normal_blocks(step, np.float64 if on_grid else dtype, dense=on_grid, most=most)
             for dtype in dtypes
         }
-        for block, pieces in own:
-            normals = draw[pieces[0].dtype](block, sizes[block])
+        for block in own:
+            normals = draw[block.pieces[0][1].dtype](block.number, block.size)
             if recursion is not None:
-                recursion.moved(block, normals, step)
-            add(pieces, normals)
+                recursion.moved(block.number, normals, step)
+            add(block.pieces, normals)
 
-    # One numbering of blocks for all tensors and dtypes: no two numbers of a sum share words of the stream.
-    in_threads(work, list(enumerate(blocks)), numbers=numbers)
+    in_threads(work, blocks, numbers=sum([block.size for block in blocks]))
 
 
-def _add(pieces: list[np.ndarray], normals: np.ndarray, *, std: float, divisor: int) -> None:
+def _add(pieces: list[tuple[int, np.ndarray]], normals: np.ndarray, *, std: float, divisor: int) -> None:
     """Overwrite parts of the sum with their release: add the noise, then divide."""
     normals *= std
-    for piece in pieces:
-        piece += normals[: piece.size]
+    for start, piece in pieces:
+        piece += normals[start : start + piece.size]
         piece /= divisor
-        normals = normals[piece.size :]
 
 
-def _add_on_grid(pieces: list[np.ndarray], normals: np.ndarray, *, std: float, divisor: int, grid: float) -> None:
+def _add_on_grid(
+    pieces: list[tuple[int, np.ndarray]], normals: np.ndarray, *, std: float, divisor: int, grid: float
+) -> None:
     """Add integers to integers. The release depends on the data through their sum alone."""
     normals *= std / grid
     np.rint(normals, out=normals)
-    for piece in pieces:
-        noise, normals = normals[: piece.size], normals[piece.size :]
+    for start, piece in pieces:
+        noise = normals[start : start + piece.size]
         piece /= grid  # exact, because the grid spacing is a power of two; beyond float32 it is infinite
         np.rint(piece, out=piece)
         np.clip(piece, -_FAR, _FAR, out=piece)  # also of infinity; does not increase the distance between two sums
@@ -205,21 +224,30 @@ def _add_on_grid(pieces: list[np.ndarray], normals: np.ndarray, *, std: float, d
         piece[:] = noise
 
 
-def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
-    """Split the values' own memory, in order, into blocks of at most BLOCK numbers of one dtype; they are views."""
-    blocks: list[list[np.ndarray]] = []
-    room = 0
-    for value in values:
+def _blocks(values: Sequence[Tensor], places: Sequence[Place | None]) -> list[_Block]:
+    """Split the numbers of the whole sum, in order, into blocks of one dtype; return those of which values has any.
+
+    One numbering for all tensors, dtypes and processes: no two numbers of a sum share words of the stream.
+    """
+    blocks, number, size, dtype = list[_Block](), -1, BLOCK, None  # the size of the block so far
+    for value, place in zip(values, places, strict=True):
         flat = value.view(-1).numpy()
-        if blocks and blocks[-1][0].dtype != flat.dtype:
-            room = 0
-        while flat.size:
-            if room == 0:
-                blocks.append([])
-                room = BLOCK
-            piece = flat[:room]
-            blocks[-1].append(piece)
-            flat, room = flat[room:], room - piece.size
+        start, of = place or Place(0, flat.size)
+        if of and flat.dtype != dtype:
+            dtype, size = flat.dtype, BLOCK
+        done = 0  # numbers of this value
+        while done < of:
+            if size == BLOCK:
+                number, size = number + 1, 0
+            length = min(BLOCK - size, of - done)
+            first, last = max(done, start), min(done + length, start + flat.size)
+            if first < last:
+                if not blocks or blocks[-1].number != number:
+                    blocks.append(_Block(number))
+                blocks[-1].pieces.append((size + first - done, flat[first - start : last - start]))
+            done, size = done + length, size + length
+            if blocks and blocks[-1].number == number:
+                blocks[-1].size = size
     return blocks
 
 
@@ -232,10 +260,11 @@ def _release_on_device(
     std: float,
     divisor: int,
     is_last: bool = True,
+    process: int = 0,
 ) -> None:
     """Draw the noise of a step by torch's generator on a device, and add it if the step is the last one to draw."""
     device = values[0].device
-    generator = stream.generator(step, device)
+    generator = stream.generator(step, device, process)
     for number, group in enumerate(_groups(values)):
         noise = group[0].new_empty(sum([value.numel() for value in group]))
         parts = on_lists._utils._unflatten_dense_tensors(noise, group)

@@ -97,7 +97,7 @@ class PublicGradient:
         examples = self.examples
         if len(chosen) < self._count:
             examples = map_examples(itemgetter(chosen), examples)
-        with self._processes.unsharded(self.model):
+        with self._processes.opened(self.model):
             parameters = trainable(self.model)
             with torch.enable_grad(), seeded(self._seed + step):
                 loss = require_losses(self._loss_fn(self.model, examples), len(chosen)).mean()

@@ -6,8 +6,8 @@ keep a reference to the group, and destroy_process_group could not end the group
 
 import atexit
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from privgrad.errors import UnsupportedModuleError, expected, readable
+from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.functional import named_modules
-from privgrad.processes import Processes
-from privgrad.types import NoisyGradient
+from privgrad.processes import DONE, Attempt, Gathered, Processes, Sums, failed_elsewhere
+from privgrad.training.shards import Shards, answered, resharded
+from privgrad.types import NoisyGradient, Place
 
 _any = cast(Any, dist)  # torch types its collectives only in part
 _LAST_SECONDS = 0.1  # for gloo's threads to finish at exit
@@ -38,8 +39,8 @@ class Distributed(Processes):
 
     The model is a plain module, equal in all processes, or a module sharded by fully_shard. No part of it may be
     wrapped in DistributedDataParallel, which would exchange gradients without noise, or in FullyShardedDataParallel
-    (FSDP1). A sharded model is gathered during each private step: all its parameters are in memory then. Released
-    gradients and the optimizer's state stay sharded.
+    (FSDP1). A sharded model is gathered block by block, see `training.shards`. Released gradients and the optimizer's
+    state are sharded as it is.
 
     The methods are those of `processes.Processes`, which describes them.
 
@@ -51,8 +52,9 @@ class Distributed(Processes):
         PrivacyError: the group leaves processes out. Each group would then add its own noise and keep its own ledger.
     Privacy:
         The same as in one process. Each example is clipped by the process that holds it. The first process adds one
-        noise of the plan's size to the sum over all processes, and keeps the ledger. The processes must trust each
-        other: the values that they exchange before the noise is added are private.
+        noise of the plan's size to the sum over all processes, and keeps the ledger. For a sharded model it gives all
+        processes its secret key, and each adds its shard of that noise. The processes must trust each other: the values
+        that they exchange before the noise is added are private, and so is the key.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -67,6 +69,7 @@ class Distributed(Processes):
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         if not on_gpu:
             _let_gloo_finish()
+        self._shards: Shards | None = None  # of the last model
 
     @contextmanager
     def all_succeed(self, *, step: int = 0, weights: Sequence[float] = ()) -> Generator[None]:
@@ -76,23 +79,23 @@ class Distributed(Processes):
             self._any_failed(failed=True, step=step, weights=weights)
             raise
         if self._any_failed(failed=False, step=step, weights=weights):
-            got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
-            raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
+            raise failed_elsewhere()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         local = {name: value.contiguous() for name, value in values.items()}
-        _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), local.values())
+        whole = [value for name, value in local.items() if name not in self._sums]
+        _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), whole)
         return local
 
     def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
         values = {name: value.contiguous() for name, value in gradient.items()}
         std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
-        self._spread([*values.values(), std])
+        self._spread([*(value for name, value in values.items() if name not in self._sums), std])
         return replace(gradient, tensors=values, noise_std=float(std))
 
     def broadcast_object(self, value: T) -> T:
         held = [value]
-        with _answered():
+        with answered():
             dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
         return held[0]
 
@@ -111,6 +114,8 @@ class Distributed(Processes):
                     condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
                     remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
                     raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
+        if self.is_sharded(model):
+            self._shards = Shards(model, self._group, self._device)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
 
@@ -122,32 +127,24 @@ class Distributed(Processes):
         looks = [p[(0,) * p.ndim].to(self._device, torch.float64) for p in whole[:: 1 + len(whole) // _LOOKS]]
         return [changes, *torch.stack(looks).nan_to_num().tolist()] if looks else [changes]
 
-    @contextmanager
-    def unsharded(self, model: nn.Module) -> Generator[None]:
-        """Gather a sharded model for the block, without FSDP's class and hooks."""
-        sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        with _answered():
-            for module in sharded:
-                module.unshard()
-        # FSDP's class and hooks would gather and shard inside functorch's transforms, which do not support it.
-        kept: list[tuple[Any, Any, list[tuple[Any, Any, Any]]]] = []
-        for module in sharded:
-            state, kind = module._get_fsdp_state(), cast(Any, type(module))
-            both = [(held, *one) for held in (module._forward_pre_hooks, module._forward_hooks) for one in held.items()]
-            hooks = [own for own in both if getattr(own[2], "__self__", None) is state]
-            kept.append((module, kind, hooks))
-            module.__class__ = kind.__mro__[2]
-            for held, key, _ in hooks:
-                del held[key]
-        try:
-            yield
-        finally:
-            for module, kind, hooks in kept:
-                module.__class__ = kind
-                for held, key, hook in hooks:
-                    held[key] = hook
-                    held.move_to_end(key, last=False)
-                module.reshard()
+    def opened(self, model: nn.Module) -> AbstractContextManager[object]:
+        if not self.is_sharded(model):
+            return nullcontext()
+        if self._shards is None or not self._shards.are_of(model):
+            self._shards = Shards(model, self._group, self._device)
+        return self._shards.opened()
+
+    def is_sharded(self, model: nn.Module) -> bool:
+        return any(isinstance(parameter, DTensor | Gathered) for parameter in resharded(model).parameters())
+
+    def attempt(self, changed: type[Exception]) -> Attempt:
+        return Attempt(changed, self._rest)
+
+    def sums(self, like: Mapping[str, Tensor], expected_size: int) -> Sums | None:
+        return cast(Shards, self._shards).begin_sums(like, expected_size) if self._is_open else None
+
+    def as_shards(self, values: Mapping[str, Tensor], places: Mapping[str, Place]) -> Mapping[str, Tensor]:
+        return cast(Shards, self._shards).as_shards(values, places) if places else values
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {name: _placed(value, like[name]) if name in like else value for name, value in values.items()}
@@ -156,15 +153,31 @@ class Distributed(Processes):
         def whole(leaf: Any) -> Any:
             return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
-        with _answered():
+        with answered():
             return cast(T, tree_map(whole, state))
+
+    @property
+    def _is_open(self) -> bool:
+        return self._shards is not None and self._shards.is_open
+
+    @property
+    def _sums(self) -> Collection[str]:
+        """The names of the sharded values."""
+        return self._shards.names if self._shards is not None and self._is_open else ()
+
+    def _rest(self, end: int) -> Sequence[int]:
+        """Serve the other processes until all rest, and return how the attempt ended in each."""
+        if self._shards is None or not self._is_open:
+            return (end,)
+        return self._shards.rest(end)
 
     def _any_failed(self, *, failed: bool, step: int, weights: Sequence[float]) -> bool:
         """Return whether any process failed; raise PrivacyError if their steps or their weights differ."""
+        self._rest(DONE)
         own = [failed, step, *weights, *[0.0] * (1 + _LOOKS - len(weights))]
         signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)  # the smallest is minus the largest of the negative
         shared = (signs * torch.tensor(own, dtype=torch.float64)).to(self._device)
-        with _answered():
+        with answered():
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = cast("list[list[float]]", (signs * shared.cpu()).tolist())
         any_failed, last, changes, *most = largest
@@ -194,13 +207,8 @@ def _let_gloo_finish() -> None:
     atexit.register(time.sleep, _LAST_SECONDS)
 
 
-def _answered() -> AbstractContextManager[None]:
-    remedy = "start the run again: it resumes from its checkpoint and ledger"
-    return readable("Distributed", "every process", "to answer", remedy)
-
-
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
-    with _answered():
+    with answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
 
