@@ -225,6 +225,8 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "as_shards": "self values places",
         "shard_like": "self values like",
         "gather_state": "self state",
+        "gather_objects": "self value",
+        "save_shards": "self shards folder",
     },
     pg.optim.PrivateOptimizer: {
         "__init__": "self params args noise_step kwargs",

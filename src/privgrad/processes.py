@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import repeat
+from pathlib import Path
 from threading import Thread, local
 from typing import Any, Protocol, TypeVar
 
@@ -127,6 +128,10 @@ class Processes:
         """Return the first process's value: plain numbers, strings, bytes, tensors, and containers of these."""
         return value
 
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the value of each process, in all of them; as `broadcast_object`."""
+        return [value]
+
     def begin(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the first process to all processes."""
 
@@ -161,6 +166,10 @@ class Processes:
     def gather_state(self, state: T) -> T:
         """Return a state of dicts, lists and tensors with every sharded tensor gathered. All processes must call it."""
         return state
+
+    def save_shards(self, shards: Mapping[str, Tensor], folder: Path) -> Any:
+        """Write sharded tensors to a folder, each process its own shards; return torch's description of the folder."""
+        raise NotImplementedError
 
 
 _NOTHING = nullcontext()

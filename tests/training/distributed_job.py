@@ -25,6 +25,9 @@ from by_blocks import noise_of_shards as noise_of_shards
 from by_blocks import one_sharded as one_sharded
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
+from saved_shards import refused as refused
+from saved_shards import resumed as resumed
+from saved_shards import saving as saving
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard

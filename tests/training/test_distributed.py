@@ -355,7 +355,13 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path: Path):
     (alone := tmp_path / "alone").mkdir()
     (alone / "steps").write_text("10")
     end = fitted(ALONE, alone)["whole"]
-    for start, count, steps in ((started, 2, "4"), (started, 4, "7"), (launched, 2, "10")):
+    for start, count, steps in (
+        (started, 2, "2"),
+        (started, 3, "4"),
+        (started, 4, "6"),
+        (started, 1, "8"),
+        (launched, 2, "10"),
+    ):
         (tmp_path / "steps").write_text(steps)
         start(count, tmp_path, "fitted")
     for kind in ("whole", "sharded"):

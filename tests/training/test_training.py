@@ -1,5 +1,6 @@
 """fit(): checkpoint, resume, and a process killed at any moment."""
 
+import hashlib
 import io
 import json
 import math
@@ -10,7 +11,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -22,7 +23,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import privgrad as pg
 from conftest import account_by_rdp, forking, loss_fn, make_data, make_model, make_plan, seed_of
@@ -34,7 +38,7 @@ from privgrad.progress import bars, notes_only
 from privgrad.training import run as training_run
 from privgrad.training.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.training.distributed import Distributed
-from privgrad.training.run import FitResult
+from privgrad.training.run import FitResult, TrainingRun
 
 STEPS = 60
 
@@ -54,6 +58,7 @@ def run(
     scale: float = 1.0,
     perturb: pg.perturb.Contribution | None = None,
     processes: Processes | None = None,
+    sharded: bool = False,
     observers: Sequence[Callable[[RawStep], None]] = (),
     schedule: Callable[[pg.optim.PrivateOptimizer], LRScheduler] | None = None,
     **options: Any,
@@ -61,6 +66,9 @@ def run(
     """Train; without a delta no evaluation computes an epsilon, which takes longer than the training."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
     model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
+    if sharded and processes is not None:
+        for part in (model[0], model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (processes.count,)))
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
     plan = make_plan(steps=steps, seed=seed, delta=delta).scaled(scale)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, processes=processes)
@@ -158,6 +166,35 @@ def test_examples_without_finite_gradients_are_noted_while_it_runs(capsys: pytes
     assert result.raw_nonfinite_examples > 0
 
 
+def note_states(noted: Path) -> None:
+    """In a child: write down each state that is saved; mark those apart that differ in a process, or were not saved."""
+    save, load = TrainingRun.save, TrainingRun._load
+
+    def digest(run: TrainingRun) -> str:
+        state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()["state"]}
+        leaves = tree_flatten_with_path(run.processes.gather_state(state))[0]
+        values = {keystr(place): leaf.tolist() for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        every = run.processes.gather_objects(hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest())
+        if len(set(every)) > 1:
+            noted.with_name("apart").touch()
+        return f"{run.private_grad.state_dict()['step']} {every[0]}\n"
+
+    def saving(run: TrainingRun, **options: Any) -> None:
+        line = digest(run)
+        if run.processes.rank == 0:
+            with noted.open("a") as file:
+                file.write(line)
+        save(run, **options)
+
+    def loading(run: TrainingRun, state: Mapping[str, Any]) -> None:
+        load(run, state)
+        if digest(run) not in noted.read_text().splitlines(keepends=True):
+            noted.with_name("apart").touch()
+
+    patched: Any = TrainingRun
+    patched.save, patched._load = saving, loading
+
+
 def train_noting_releases(
     folder: Path, released: Path, begun: Event, options: dict[str, Any], rank: int, ranks: int, store: str
 ) -> None:
@@ -167,6 +204,7 @@ def train_noting_releases(
         options = {**options, "processes": Distributed()}
     descriptor = os.open(released, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     original = pg.PrivateGradient.__call__
+    note_states(released.with_name("states"))
 
     def noted(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
         gradient = original(self, batch)
@@ -197,28 +235,30 @@ class Tally:
     least: int = 1 << 30
 
 
-def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options: Any) -> Tally:
+def kill_again_and_again(folder: Path, kills: int, *, ranks: Sequence[int] = (1,), **options: Any) -> Tally:
     """Start a training and SIGKILL a process of it a random moment after it began, that often; compare after each.
 
-    What was charged is read from the ledger, what was released from a file that the children append to by themselves.
-    The other processes, if there are any, must end of their own accord.
+    `ranks` are the numbers of processes of the first starts, which then begin again. What was charged is read from the
+    ledger, what was released from a file that the children append to by themselves. The other processes, if there are
+    any, must end of their own accord.
     """
     released, waits, tally = folder.with_name("released"), random.Random(seed_of(0)), Tally()
     released.touch()
     context = forking()
     while tally.kills < kills:
+        count = ranks[tally.kills % len(ranks)]
         begun, store = context.Event(), f"file://{folder.with_name(f'store{tally.kills}')}"
         processes = [
-            context.Process(target=train_noting_releases, args=(folder, released, begun, options, rank, ranks, store))
-            for rank in range(ranks)
+            context.Process(target=train_noting_releases, args=(folder, released, begun, options, rank, count, store))
+            for rank in range(count)
         ]
         for process in processes:
             process.start()
         process = waits.choice(processes)
         assert begun.wait(120)
         noted, deadline = released.stat().st_size + waits.randrange(30), time.monotonic() + 120
-        # Every other one amid opening, resuming and first steps, the rest amid training, however busy the machine is.
-        while tally.kills % 2 and released.stat().st_size <= noted and time.monotonic() < deadline:
+        # In turn two amid training, and two amid opening, resuming and first steps, however busy the machine is.
+        while tally.kills // 2 % 2 == 0 and released.stat().st_size <= noted and time.monotonic() < deadline:
             time.sleep(0.001)
         process.join(waits.uniform(0, 0.1))
         assert process.is_alive(), f"it ended after {tally.kills} kills: the run is too short"
@@ -234,13 +274,14 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
         steps = [int(line) for line in released.read_text().split()]
         # Under a seed, a step that is computed again is the same release: distinct steps are what was paid for.
         # Of several processes, each writes down the release that all take.
-        tally.released = len(steps) if options["seed"] is None and ranks == 1 else len(set(steps))
+        tally.released = len(steps) if options["seed"] is None and max(ranks) == 1 else len(set(steps))
         ledger = pg.Ledger(folder / "ledger.jsonl", read_only=True) if tally.charged or steps else pg.Ledger()
         assert ledger.releases >= tally.charged, "a charge was lost"
         tally.between += ledger.releases > tally.charged and ledger.releases - tally.released > ahead
         tally.charged = ledger.releases
         tally.least = min(tally.least, tally.charged - tally.released)
         assert tally.least >= 0
+        assert not released.with_name("apart").exists(), "processes of different states, or a state that none had"
         accountant = "pld" if tally.kills == kills else "rdp"  # which is quick
         paid = make_plan().epsilon(delta=1e-5, steps=tally.released, accountant=accountant)
         assert ledger.epsilon(delta=1e-5, accountant=accountant) >= paid
@@ -254,20 +295,22 @@ KILLS = int(os.environ.get("PRIVGRAD_TEST_KILLS", "0"))
 @pytest.mark.parametrize(
     ("seed", "kills", "ranks"),
     [
-        (5, KILLS or 4, 1),
-        (None, KILLS or 4, 1),
-        (None, KILLS or 3, 2),
-        pytest.param(5, 20, 1, marks=pytest.mark.slow),
-        pytest.param(None, 10, 1, marks=pytest.mark.slow),
+        (5, KILLS or 4, (1,)),
+        (None, KILLS or 4, (1,)),
+        (None, KILLS or 4, (2, 1, 2, 3)),
+        pytest.param(5, 20, (1,), marks=pytest.mark.slow),
+        pytest.param(None, 10, (1,), marks=pytest.mark.slow),
+        pytest.param(None, 20, (2, 1, 2, 3, 2, 4), marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_random_moments_everything_released_was_charged(
-    tmp_path: Path, kills: int, ranks: int, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kills: int, ranks: tuple[int, ...], seed: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    if (seed, ranks) != (None, 1) or kills < 10:  # one of them by PLD, which takes seconds
+    """Several processes have shards; each start has another number of them than the one before."""
+    if (seed, ranks) != (None, (1,)) or kills < 10:  # one of them by PLD, which takes seconds
         account_by_rdp(monkeypatch)
     steps = 20 * kills
-    tally = kill_again_and_again(tmp_path / "killed", kills, ranks=ranks, seed=seed, steps=steps)
+    tally = kill_again_and_again(tmp_path / "killed", kills, ranks=ranks, seed=seed, steps=steps, sharded=True)
     if record := os.environ.get("PRIVGRAD_TEST_KILLS_TO"):
         with open(record, "a") as file:
             print(json.dumps({"seed": seed, "ranks": ranks, **asdict(tally)}), file=file)

@@ -10,11 +10,15 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +103,12 @@ class Distributed(Processes):
             dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
         return held[0]
 
+    def gather_objects(self, value: T) -> list[T]:
+        held: list[Any] = [None] * self.count
+        with answered():
+            dist.all_gather_object(held, value, group=self._group)
+        return held
+
     def begin(self, model: nn.Module) -> None:
         """Refuse wrapped models and casts, then copy the first process's weights and buffers to all processes."""
         for path, module in named_modules(model):
@@ -155,6 +165,16 @@ class Distributed(Processes):
 
         with answered():
             return cast(T, tree_map(whole, state))
+
+    def save_shards(self, shards: Mapping[str, Tensor], folder: Path) -> Any:
+        failed = dict[int, Any]()
+        with answered():
+            try:
+                writer = FileSystemWriter(folder)
+                return cast(Any, checkpoint).save(dict(shards), storage_writer=writer, process_group=self._group)
+            except CheckpointException as error:  # of the disk, with the traceback of each process
+                failed = error.failures
+        raise next(iter(failed.values()))[0]
 
     @property
     def _is_open(self) -> bool:
@@ -214,6 +234,8 @@ def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> Non
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
+    if not isinstance(like, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
         return value  # the step counter, for example, in an optimizer state whose moments are sharded
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import shutil
 import signal
 import threading
 import time
@@ -286,9 +287,13 @@ class TrainingRun:
             "updates": self.result.updates,
             "seconds": self.result.seconds,
         }
-        state = self.processes.gather_state(state)
+        if self.processes.is_sharded(self.model):
+            state = _shard_files().write(state, self.checkpoint, self.processes)
         if self.processes.rank == 0:
             write_checkpoint(state, self.checkpoint)
+            for folder in self.checkpoint.parent.glob(f"{self.checkpoint.stem}-shards-*"):  # of earlier checkpoints
+                if folder.name != state.get("shards", {}).get("folder"):
+                    shutil.rmtree(folder, ignore_errors=True)
         self.saved_at = time.monotonic()
 
     def save_after(self, error: BaseException) -> None:
@@ -330,6 +335,9 @@ class TrainingRun:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Restore the run from the content of a checkpoint; raise PrivacyError if the model has other shapes."""
         place = self.processes.shard_like
+        if "shards" in state and self.checkpoint is not None:
+            with self.processes.all_succeed():
+                state = _shard_files().read(state, self.checkpoint, self.model, self.processes)
         own = self.model.state_dict()
         shapes = [{f"shape of {n!r}": tuple(held[n].shape) for n in sorted(held)} for held in (state["model"], own)]
         require_same("fit", self.checkpoint, *shapes)
@@ -338,14 +346,24 @@ class TrainingRun:
             self.averaged.load_state_dict(state["averaged"])
         parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         held: dict[int, dict[str, Tensor]] = state["optimizer"]["state"]
-        of_parameters = {i: place(own, dict.fromkeys(own, parameters[i])) for i, own in held.items()}
+        of_parameters = {i: place(values, dict.fromkeys(values, parameters[i])) for i, values in held.items()}
         self.optimizer.load_state_dict({**state["optimizer"], "state": of_parameters})
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self.private_grad.load_state_dict(state["private_grad"])
+        private = dict(state["private_grad"])
+        if "filter" in private:
+            states = {n: [place({n: v}, own)[n] for v in values] for n, values in private["filter"]["states"].items()}
+            private["filter"] = {**private["filter"], "states": states}
+        self.private_grad.load_state_dict(private)
         self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
         self.result.updates = int(state["updates"])
         self.result.seconds = float(state["seconds"])
+
+
+def _shard_files() -> Any:
+    from privgrad.training import shard_files  # takes as long to import as all else
+
+    return shard_files
 
 
 @contextmanager
