@@ -2,11 +2,12 @@
 
 Shows   PrivateGradient in place of accelerator.backward. Accelerate starts the processes, chooses the device and splits
         the held-out data. Do not prepare the model or the optimizer: the private step adds up the processes' gradients
-        itself, and DistributedDataParallel would exchange gradients without noise. If you end the loop because of its
-        results, report plan.epsilon().
+        itself, and DistributedDataParallel would exchange gradients without noise. With several processes, fully_shard
+        (FSDP2) shards the model. If you end the loop because of its results, report plan.epsilon().
 Needs   pip install '.[hf,experiments]'. Nothing is downloaded. Fifteen seconds.
-Run     python examples/accelerate_loop.py, or accelerate launch --num_processes 2 examples/accelerate_loop.py
-Prints  accuracy on held-out digits and epsilon every 50 steps.
+Run     python examples/accelerate_loop.py, or, on GPUs or without any,
+        accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py
+Prints  accuracy on held-out digits and epsilon every 50 steps, and the number of processes.
 """
 
 import os
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
@@ -29,7 +31,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def main(steps: int = 200) -> float:
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # else it connects no processes on the CPU
     several = {"processes": Distributed()} if accelerator.num_processes > 1 else {}
 
     digits = load_digits()
@@ -37,6 +39,8 @@ def main(steps: int = 200) -> float:
     train_set, held_out = TensorDataset(images[:1400], labels[:1400]), TensorDataset(images[1400:], labels[1400:])
     loader = accelerator.prepare(DataLoader(held_out, batch_size=100))
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(accelerator.device)
+    if several:
+        fully_shard(model)
 
     plan = pg.PrivacyPlan.for_budget(
         target_epsilon=3.0, delta=1e-4, max_grad_norm=1.0, num_examples=1400, expected_batch_size=140, steps=steps
@@ -52,7 +56,8 @@ def main(steps: int = 200) -> float:
                 right = [model(inputs).argmax(1) == targets for inputs, targets in loader]
             every = accelerator.gather_for_metrics(torch.cat(right))
             accuracy = every.float().mean().item()
-            accelerator.print(f"step {step}: accuracy {accuracy:.3f} at epsilon {private_grad.epsilon(steps=step):.2f}")
+            spent, count = private_grad.epsilon(steps=step), accelerator.num_processes
+            accelerator.print(f"step {step}: accuracy {accuracy:.3f} at epsilon {spent:.2f}, {count} processes")
     return accuracy
 
 
