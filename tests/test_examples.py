@@ -108,6 +108,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
     [
@@ -140,7 +141,7 @@ def test_several_processes(tmp_path: Path, name: str):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
