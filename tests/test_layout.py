@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 772,  # visible repeats, extremes tried first, names of parts
         "statement": 788,  # what each gradient was released with
-        "training": 1508,  # no epsilon for batches of fixed size
+        "training": 2151,  # shards of a model, block by block, and in the files of a checkpoint
     },
     "privgrad_lab": {"(root)": 3826, "cli": 619, "data": 1943, "models": 319, "papers": 857, "report": 1223},
 }

@@ -17,6 +17,9 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
+from audited_shards import audited_fault as audited_fault  # jobs
+from audited_shards import audited_step as audited_step
+from audited_shards import audited_training as audited_training
 from by_blocks import TEXTS, made, of_texts
 from by_blocks import attempts as attempts  # jobs
 from by_blocks import by_blocks as by_blocks

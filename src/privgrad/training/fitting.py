@@ -98,9 +98,9 @@ def fit(
     A model that is in evaluation mode as a whole is put into training mode. Layers that are in evaluation mode by
     themselves, as frozen ones may be, stay so.
 
-    The first process writes ledger and checkpoint. Of a sharded model, each process writes its shards to a folder
-    next to it. Another number of processes can resume. Under a research seed, if steps were lost, only the same number can: the
-    lost steps must be computed identically.
+    The first process writes ledger and checkpoint. Of a sharded model, each process writes its shards to a folder next
+    to these. Another number of processes can resume. Under a research seed, if steps were lost, only the same number
+    can: the lost steps must be computed identically.
     """
     model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
     optimizer = require_optimizer("fit", private_grad, optimizer)
