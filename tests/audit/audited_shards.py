@@ -77,7 +77,7 @@ def audited_step(processes: Processes, folder: Path) -> dict[str, Any]:
 
 
 def audited_training(processes: Processes, folder: Path) -> dict[str, Any]:
-    return audited(processes, 0.5, 4, 300)
+    return audited(processes, 0.5, 4, 150)
 
 
 def audited_fault(processes: Processes, folder: Path) -> dict[str, Any]:
