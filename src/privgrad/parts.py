@@ -133,3 +133,14 @@ class Parts:
             "filter": self.filter,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+    def require_blocks(self) -> None:
+        """Raise PrivacyError for a part that needs the whole model at once, which no process of a sharded one has."""
+        needing = {
+            f"engine={self.engine!r}": self.engine != "factored",
+            repr(self.perturb): type(self.perturb) is not SampleGradient,
+            repr(self.precondition): self.precondition is not None,
+        }
+        if got := " and ".join(part for part, needs in needing.items() if needs):
+            remedy = "leave it out, or give all processes a whole model"
+            raise expected("PrivateGradient", "a sharded model", "to be computed by blocks", got, remedy)

@@ -697,20 +697,7 @@ class PrivateGradient:
                 got = f"group_size {plan.group_size} and {sorted(self._not_private)}"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
             if self._is_sharded:
-                self._require_blocks()
-
-    def _require_blocks(self) -> None:
-        """Raise PrivacyError for a part that needs the whole model at once, which no process of a sharded one has."""
-        needing = {
-            f"engine={self._parts.engine!r}": self._parts.engine != "factored",
-            repr(self._contribution): type(self._contribution) is not SampleGradient,
-            repr(self._precondition): self._precondition is not None,
-        }
-        if found := [part for part, needs in needing.items() if needs]:
-            remedy = "leave it out, or give all processes a whole model"
-            raise expected(
-                "PrivateGradient", "a sharded model", "to be computed by blocks", " and ".join(found), remedy
-            )
+                self._parts.require_blocks()
 
     def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
         """Raise PrivacyError unless this process has the same values as the first one."""

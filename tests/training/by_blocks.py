@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.processes import ALONE, Attempt, Processes
-from privgrad.training import shards
+from privgrad.processes import ALONE, Processes
+from privgrad.training import distributed, shards
 
 WORDS, WIDTH, LENGTH = 23, 8, 5
 TEXTS = torch.randint(0, WORDS - 1, (32, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -233,15 +233,15 @@ def noise_of_shards(processes: Processes, folder: Path) -> Tensor:
 
 def attempts(processes: Processes, folder: Path) -> list[list[bool]]:
     """For each process, whether each attempt at a step ended the step."""
-    mine, real = list[bool](), Attempt.__exit__
+    mine, real = list[bool](), distributed._Attempt.__exit__
 
-    def noted(self: Attempt, *exception: Any) -> bool:
+    def noted(self: distributed._Attempt, *exception: Any) -> bool:
         is_changed = real(self, *exception)
         mine.append(self.is_whole)
         return is_changed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "__exit__", noted)
+        patch.setattr(distributed._Attempt, "__exit__", noted)
         ends(processes=processes, **CASES["again"])
     everyone: list[Any] = [None] * processes.count
     dist.all_gather_object(everyone, mine)

@@ -237,7 +237,7 @@ REFUSED = {
     "tensor_parallel": "by fully_shard alone, got '0.weight'",
     "two_dimensions": "to be split over all processes in one dimension",
     "other_dimension": "to be split along dimension 0",
-    "a_list_of_modules": "call fully_shard for each module by itself",
+    "a_list_of_modules": "to have one module in each call of fully_shard",
     "computed_weight": "to hold its weights",
     "tied_blocks": "to have no weight in two blocks",
     "whole_over_blocks": "to have its parameters in one block",
