@@ -686,8 +686,8 @@ def losses_on_copies(
             owner = now[kind]
             is_parameter = kind == "_parameters"
             for name, x in owner.items():
-                # Frozen parameters stay: they may be most of a model, and of types that hold more than numbers. So do
-                # sharded ones, whose values come and go.
+                # Frozen parameters stay: they may be most of a model, and of types that hold more than numbers.
+                # Sharded ones stay too, because their values come and go.
                 stays = isinstance(x, Gathered) or (is_parameter and x is not None and not x.requires_grad)
                 if x is None or (stays and id(x) not in copies):
                     continue
