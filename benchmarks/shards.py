@@ -1,5 +1,6 @@
 """Memory of a sharded private step by allocation: all tensors that a process holds at once.
 
+    export MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072  # resident memory without what is freed
     python -m benchmarks.shards --processes 2 --out results/shards/allocated.jsonl
 
 The model is a transformer of 400 million parameters in float32 on the CPU, over gloo, each layer sharded by itself.
@@ -135,7 +136,7 @@ def _work(rank: int, given: argparse.Namespace, store: str) -> None:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("processes", 2), ("width", 1536), ("layers", 14), ("steps", 4)):
+    for name, default in (("processes", 2), ("width", 1536), ("layers", 14), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path)
     given, context = parser.parse_args(), multiprocessing.get_context("fork")
