@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from privgrad.clip.adaptive import AdaptiveClip
-from privgrad.clip.clipping import Clipping, Flat
+from privgrad.clip.clipping import Clipping, Flat, is_own_rule
 from privgrad.clip.norm_statistics import NormBins, NormStatistic, chosen_slots
 from privgrad.clip.rules import Automatic
 from privgrad.errors import described, expected, require_choice, require_integer, require_positive
@@ -133,3 +133,27 @@ class Parts:
             "filter": self.filter,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+    def not_compiled(self, plan: PrivacyPlan, processes: int) -> list[str]:
+        """Return what has no compiled function, in words."""
+        unsupported = {
+            f"engine={self.engine!r}": self.engine != "factored",
+            repr(self.perturb): type(self.perturb) is not SampleGradient,
+            repr(self.clip): self.clip is not None and not is_own_rule(self.clip),
+            "Poisson batches without a microbatch_size": not self.microbatch_size and plan.max_batch_size is None,
+            "adaptive_clip": self.adaptive_clip is not None,  # C is a number in the function
+            "groups of examples": plan.group_size > 1,
+            "several processes": processes > 1,
+        }
+        return [part for part, is_unsupported in unsupported.items() if is_unsupported]
+
+    def require_blocks(self) -> None:
+        """Raise PrivacyError for a part that needs the whole model at once, which no process of a sharded one has."""
+        needing = {
+            f"engine={self.engine!r}": self.engine != "factored",
+            repr(self.perturb): type(self.perturb) is not SampleGradient,
+            repr(self.precondition): self.precondition is not None,
+        }
+        if got := " and ".join(part for part, needs in needing.items() if needs):
+            remedy = "leave it out, or give all processes a whole model"
+            raise expected("PrivateGradient", "a sharded model", "to be computed by blocks", got, remedy)

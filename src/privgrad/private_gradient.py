@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privgrad.clip.adaptive import AdaptiveClip
-from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, is_own_rule, sum_dtype, without_gradient
+from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, sum_dtype, without_gradient
 from privgrad.clip.groups import group_means, group_of, split_by_group
 from privgrad.clip.norm_statistics import NORMS, NormBins
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer, require_max_grad_norm
-from privgrad.gradient.contribution import Contribution, OwnExamples, SampleGradient
+from privgrad.gradient.contribution import Contribution, OwnExamples
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import Structure, advanced, gradients, parameters_kept, seeded
 from privgrad.gradient.refusals import StepChangedError
@@ -218,17 +218,7 @@ class PrivateGradient:
 
     def _compiling(self) -> Any:
         """Return what computes chunks by compiled functions; None, with a warning, if a part has none."""
-        unsupported = {
-            f"engine={self._parts.engine!r}": self._parts.engine != "factored",
-            repr(self._contribution): type(self._contribution) is not SampleGradient,
-            repr(self._clip): not is_own_rule(self._clip),
-            "Poisson batches without a microbatch_size": not self._parts.microbatch_size
-            and self._plan.max_batch_size is None,
-            "adaptive_clip": self._adaptive is not None,  # C is a number in the function
-            "groups of examples": self._plan.group_size > 1,
-            "several processes": self._processes.count > 1,
-        }
-        if found := [part for part, is_unsupported in unsupported.items() if is_unsupported]:
+        if found := self._parts.not_compiled(self._plan, self._processes.count):
             return _not_compiled(" and ".join(found))
         return Parts.compiled(self._engine, self._structure, self._state)
 
@@ -416,8 +406,8 @@ class PrivateGradient:
                 keys = self._dropout_stream.key(step, 40), self._noise_stream.shared_key if self._is_sharded else b""
                 (key, noise_key), first = processes.broadcast_object((keys, mine))
                 with processes.all_succeed(step=step, weights=weights):
-                    self._require_same(first, mine, _ALIKE)
                     clipped, clipping = self._clipped_sum(batch, step, key, parameters)
+                    self._require_same(first, mine, _ALIKE)  # after the sum of shards, in which all must take part
                     if self._state.unknown:  # such as a statistic that is fitted after a warm-up
                         Parts.checks.require_no_memory(self._model, self._loss_fn, batch.examples)
                 clipped = replace(clipped, values=processes.reduce(clipped.values))
@@ -697,20 +687,7 @@ class PrivateGradient:
                 got = f"group_size {plan.group_size} and {sorted(self._not_private)}"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
             if self._is_sharded:
-                self._require_blocks()
-
-    def _require_blocks(self) -> None:
-        """Raise PrivacyError for a part that needs the whole model at once, which no process of a sharded one has."""
-        needing = {
-            f"engine={self._parts.engine!r}": self._parts.engine != "factored",
-            repr(self._contribution): type(self._contribution) is not SampleGradient,
-            repr(self._precondition): self._precondition is not None,
-        }
-        if found := [part for part, needs in needing.items() if needs]:
-            remedy = "leave it out, or give all processes a whole model"
-            raise expected(
-                "PrivateGradient", "a sharded model", "to be computed by blocks", " and ".join(found), remedy
-            )
+                self._parts.require_blocks()
 
     def _require_same(self, first: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
         """Raise PrivacyError unless this process has the same values as the first one."""

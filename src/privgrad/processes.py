@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected
 from privgrad.types import NoisyGradient, Place
 
 T = TypeVar("T")
-DONE, AGAIN, FAILED = -1, -2, -3  # how a process ends an attempt at its part of a step
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NUMBERS_A_THREAD = 1 << 19
 # Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
@@ -73,25 +72,15 @@ class Attempt:
         is_whole: whether all processes have succeeded.
     """
 
-    def __init__(self, changed: type[Exception], agree: Callable[[int], Sequence[int]]) -> None:
-        self._changed, self._agree, self.is_whole = changed, agree, False
+    def __init__(self, changed: type[Exception]) -> None:
+        self._changed, self.is_whole = changed, False
 
     def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        is_changed = kind is not None and issubclass(kind, self._changed)
-        ended = self._agree(DONE if kind is None else AGAIN if is_changed else FAILED)
-        if FAILED in ended and (kind is None or is_changed):
-            raise failed_elsewhere()
-        self.is_whole = not any(end != DONE for end in ended)
-        return is_changed
-
-
-def failed_elsewhere() -> PrivacyError:
-    """Return the error for an exception in another process."""
-    got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
-    return expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
+        self.is_whole = kind is None
+        return kind is not None and issubclass(kind, self._changed)
 
 
 class Processes:
@@ -149,7 +138,7 @@ class Processes:
 
     def attempt(self, changed: type[Exception]) -> Attempt:
         """Return a context for one attempt at the sum of this process's examples. All processes must enter it."""
-        return Attempt(changed, lambda end: (end,))
+        return Attempt(changed)
 
     def sums(self, like: Mapping[str, Tensor], expected_size: int) -> Sums | None:
         """Begin the sums of an attempt; None if no parameter is sharded. Arguments as for ClippingAccumulator."""

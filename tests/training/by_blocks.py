@@ -1,7 +1,10 @@
 """Jobs on sharded models of several kinds, which the tests compare with one process."""
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.processes import ALONE, Attempt, Processes
-from privgrad.training import shards
+from privgrad import private_gradient
+from privgrad.processes import ALONE, Processes
+from privgrad.training import distributed, shards
 
 WORDS, WIDTH, LENGTH = 23, 8, 5
 TEXTS = torch.randint(0, WORDS - 1, (32, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -29,9 +33,9 @@ MARK = 50.0  # in the embedding of the rare word
 
 
 class Layer(nn.Module):
-    def __init__(self, inner: nn.Module | None = None) -> None:
+    def __init__(self, inner: nn.Module | None = None, hidden: int = 13) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,32 +220,88 @@ def one_sharded(processes: Processes, folder: Path) -> dict[str, Tensor]:
         return ends("layers", processes)
 
 
+def of_nothing(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return 0.0 * model(batch[0]).sum(1)
+
+
+def wide(processes: Processes) -> nn.Module:
+    """One weight, of which each process has a million numbers."""
+    model = nn.Sequential(nn.Linear(1000, 1000 * processes.count, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (processes.count,)))
+    return model
+
+
+ONES = TensorDataset(torch.ones(32, 1000))
+
+
 def noise_of_shards(processes: Processes, folder: Path) -> Tensor:
     """Two releases of noise only: all numbers of a weight whose rows are spread over the processes, by step."""
-    model = nn.Sequential(nn.Linear(1000, 1024, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (processes.count,)))
-
-    def nothing(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-        return 0.0 * model(batch[0]).sum(1)
-
     plan = make_plan(steps=2)
-    private_grad = pg.PrivateGradient(model, nothing, plan, processes=processes)
-    data = TensorDataset(torch.ones(32, 1000))
-    releases = [private_grad(batch)["0.weight"] for batch in plan.batches(data, processes=processes)]
+    private_grad = pg.PrivateGradient(wide(processes), of_nothing, plan, processes=processes)
+    releases = [private_grad(batch)["0.weight"] for batch in plan.batches(ONES, processes=processes)]
     return torch.stack(processes.gather_state(releases))
+
+
+def _draw(processes: Processes, folder: Path, name: str, end: Callable[[], None] | None = None) -> str:
+    """Write down the noise of each process's shard; `end` comes next, in the last process. Return a second try's end.
+
+    The ledger has the first step of earlier calls, so each call draws the noise of another batch for one step.
+    """
+    real, plan, record = private_gradient.add_noise, make_plan(), folder / "ledger.jsonl"
+
+    def noted(*args: Any, process: int, **options: Any) -> pg.NoisyGradient:
+        gradient = real(*args, process=process, **options)
+        torch.save(gradient["0.weight"], folder / f"{name}{process}.pt")
+        if end is not None and process == processes.count - 1:
+            end()
+        return gradient
+
+    ledger = record if processes.rank == 0 else None
+    private_grad = pg.PrivateGradient(wide(processes), of_nothing, plan, processes=processes, ledger=ledger)
+    one, other, *_ = plan.batches(ONES, processes=processes)
+    with pytest.MonkeyPatch.context() as patch, suppress(ArithmeticError, pg.PrivacyError):
+        patch.setattr(private_gradient, "add_noise", noted)
+        private_grad(one)
+    try:
+        private_grad(other)
+    except pg.PrivacyError as error:
+        return str(error)
+    return ""
+
+
+def killed_in_noise(processes: Processes, folder: Path) -> None:
+    """A job of its own: the last process is killed after it has drawn noise, and the first one ends with an error."""
+    _draw(processes, folder, "killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    os._exit(0)
+
+
+def failed_in_noise(processes: Processes, folder: Path) -> list[str]:
+    """The same step from the ledger of `killed_in_noise`; it fails in the last process after its noise was drawn."""
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, _draw(processes, folder, "failed", fail))
+    return everyone
+
+
+def same_step_again(processes: Processes, folder: Path) -> str:
+    """The same step from the ledger of `failed_in_noise`."""
+    return _draw(processes, folder, "again")
 
 
 def attempts(processes: Processes, folder: Path) -> list[list[bool]]:
     """For each process, whether each attempt at a step ended the step."""
-    mine, real = list[bool](), Attempt.__exit__
+    mine, real = list[bool](), distributed._Attempt.__exit__
 
-    def noted(self: Attempt, *exception: Any) -> bool:
+    def noted(self: distributed._Attempt, *exception: Any) -> bool:
         is_changed = real(self, *exception)
         mine.append(self.is_whole)
         return is_changed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "__exit__", noted)
+        patch.setattr(distributed._Attempt, "__exit__", noted)
         ends(processes=processes, **CASES["again"])
     everyone: list[Any] = [None] * processes.count
     dist.all_gather_object(everyone, mine)
@@ -249,7 +309,7 @@ def attempts(processes: Processes, folder: Path) -> list[list[bool]]:
 
 
 class Moved(TorchDispatchMode):
-    """A mode that notes the collectives: the name of each, and the most numbers of a tensor that it has."""
+    """A mode that notes the collectives: the name of each, and the bytes of the largest tensor that it has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,23 +317,44 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            sizes = [x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self.seen.append((func.__name__.split(".")[0], max(sizes, default=0)))
         return func(*args, **(kwargs or {}))
 
 
-def moved(processes: Processes, folder: Path) -> dict[str, list[tuple[str, int]]]:
-    """The collectives of a steady step: private, and ordinary by FSDP's own hooks."""
-    model = split(made("layers"))
-    plan = make_plan(steps=3, sample_rate=1.0, expected_batch_size=32)
-    private_grad, private = pg.PrivateGradient(model, of_texts, plan, processes=processes), list[tuple[str, int]]()
-    for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
-        with Moved() as mode:
-            private_grad(batch)
-        private = mode.seen
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        of_texts(model, (TEXTS,)).mean().backward()
-        with Moved() as ordinary:
+def moved(processes: Processes, folder: Path) -> dict[str, Any]:
+    """The collectives of a steady step by dtype of the parameters: private, and ordinary by FSDP's own hooks."""
+    found = dict[str, Any]()
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = split(Texts([Layer(hidden=1500) for _ in range(3)]).to(dtype))
+        plan = make_plan(steps=3, sample_rate=1.0, expected_batch_size=32)
+        private_grad, private = pg.PrivateGradient(model, of_texts, plan, processes=processes), list[tuple[str, int]]()
+        for batch in plan.batches(TensorDataset(TEXTS), processes=processes):
+            with Moved() as mode:
+                private_grad(batch)
+            private = mode.seen
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             of_texts(model, (TEXTS,)).mean().backward()
-    return {"private": private, "ordinary": ordinary.seen}
+            with Moved() as ordinary:
+                of_texts(model, (TEXTS,)).mean().backward()
+        blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule("layers").children()]
+        whole = sum(p.numel() for p in model.parameters())
+        sizes = {"largest": max(*blocks, whole - sum(blocks)), "whole": whole}
+        found[str(dtype)] = {"private": private, "ordinary": ordinary.seen, **sizes}
+    return found
+
+
+def without_noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """A gradient in float32, and one of the same weights in float64."""
+    found = dict[str, dict[str, Tensor]]()
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = Texts([Layer(hidden=150), Layer(hidden=150)]).to(dtype)
+        model = model if processes is ALONE else split(model)
+        plan = make_plan(sample_rate=1.0, expected_batch_size=32, noise_multiplier=0.0, max_grad_norm=0.5)
+        private_grad = pg.PrivateGradient(model, of_texts, plan, processes=processes)
+        gradient = private_grad(next(plan.batches(TensorDataset(TEXTS), processes=processes)))
+        found[str(dtype)] = processes.gather_state(dict(gradient))
+    return found

@@ -23,9 +23,13 @@ from audited_shards import audited_training as audited_training
 from by_blocks import TEXTS, made, of_texts
 from by_blocks import attempts as attempts  # jobs
 from by_blocks import by_blocks as by_blocks
+from by_blocks import failed_in_noise as failed_in_noise
+from by_blocks import killed_in_noise as killed_in_noise
 from by_blocks import moved as moved
 from by_blocks import noise_of_shards as noise_of_shards
 from by_blocks import one_sharded as one_sharded
+from by_blocks import same_step_again as same_step_again
+from by_blocks import without_noise as without_noise
 from one_ledger import SCENARIOS, counted, early_stop
 from one_ledger import killed as killed  # a job
 from saved_shards import refused as refused

@@ -32,7 +32,7 @@ from privgrad.checks.variables import Scope, Snapshot, references, shown
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import Structure, leaf_of, losses_on_copies, own_parameters, structure_of, trainable
+from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
 from privgrad.gradient.probes import (
     FOUR,
     doubled,
@@ -41,6 +41,7 @@ from privgrad.gradient.probes import (
     in_float32_too,
     leading_of,
     leading_rows,
+    leaf_of,
     rows_of,
     unreached,
 )

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from privgrad.gradient.functional import (
     evaluating,
-    gradients,
     known_draws,
     losses_on_copies,
     refuse_own_generators,
     seeded,
     streams_kept,
 )
-from privgrad.gradient.probes import norms_of, secret_seed
+from privgrad.gradient.probes import each_gradient, norms_of, secret_seed
 from privgrad.gradient.reference import per_sample_gradients
 from privgrad.gradient.refusals import refused
 from privgrad.rng import numpy_and_python_states
@@ -142,7 +141,7 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
     for number in _NUMBERS:
         try:
             with constant_draws(number):
-                norm = sum(norms_of(list(gradients(model, loss_fn, few).values())))
+                norm = _norm(model, loss_fn, few)
         except Exception:  # the model does not take such numbers
             continue
         # Gradients that are all zero say nothing: a mask of words may be empty under one constant.
@@ -150,6 +149,12 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
         if len(telling) == 2:
             break
     return Randomness(True, tuple((telling or others)[:2]) or (math.nan,))
+
+
+def _norm(model: nn.Module, loss_fn: LossFunction, few: Any) -> float:
+    norms = list[float]()
+    each_gradient(model, loss_fn, few, lambda _, grad: norms.extend(norms_of([grad])))
+    return sum(norms)
 
 
 # Fault: `torch.manual_seed` in the forward pass, or a Generator of its own. Such draws are known, and follow the place

@@ -15,7 +15,7 @@ from privgrad.errors import PrivacyError
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import Bits, Structure, gradients, seeded
 from privgrad.gradient.novelty import CheckSchedule
-from privgrad.gradient.probes import norms_of, places_of, rare_rows, rows_of
+from privgrad.gradient.probes import each_gradient, norms_of, places_of, rare_rows, rows_of
 from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.processes import Gathered
 from privgrad.types import count_examples, map_examples, part_of
@@ -35,19 +35,18 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
     is_sharded = any(isinstance(p, Gathered) for p in parameters.values())
     together = 1 if is_sharded else max(1, _AT_ONCE // sum(p.numel() for p in parameters.values()))
     for some in (rows[start : start + together] for start in range(0, len(rows), together)):
-        singles, measured = list[dict[str, Tensor]](), list[Measured]()
-        compare = partial(_compare, measured, factors, some)
-        for index in some:
+        measured, singles = list[Measured](), list[dict[str, Tensor]]()
+        if is_sharded:  # no gradient of a whole model is held
+            compare, own = partial(_compare, measured, factors, some), part_of(examples, slice(some[0], some[0] + 1))
+            each_gradient(structure, loss_fn, own, compare, copied=False)
+            for name in parameters.keys() - {name for name, *_ in measured}:
+                compare(name, torch.zeros_like(parameters[name]))
+        for index in () if is_sharded else some:
             row = slice(index, index + 1)
             along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
             own = part_of(examples, row)
-            each = compare if is_sharded else None  # no gradient of a whole model is held
-            single = gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False, each=each)
-            singles.append(single)
-        if is_sharded:
-            for name in parameters.keys() - {name for name, *_ in measured}:
-                compare(name, torch.zeros_like(parameters[name]))
-        else:
+            singles.append(gradients(structure, loss_fn, own, along=along, exact=point.exact, copied=False))
+        if singles:
             wanted = {name: torch.stack([single.pop(name) for single in singles]) for name in parameters}
             measured += _compared(wanted, factors, some)
         for place in range(len(some)):

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any, TypeVar, cast
 
@@ -638,12 +638,8 @@ def gradients(
     exact: bool = False,
     copied: bool = True,
     seed: int | None = 0,
-    each: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
-
-    With `each`, return nothing: it is given each gradient at once, without those of unreached parameters.
-    """
+    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private."""
     # `along` and `exact` are as in `reference.per_sample_gradients`. Unless parameters are `copied`, a forward pass
     # that writes to them does harm.
     structure, moves = structure_of(model), along or {}
@@ -652,44 +648,19 @@ def gradients(
     with torch.enable_grad(), differentiable(twice=exact):
         # Displaced parameters need no copy: they are new tensors of this function.
         parameters = {
-            name: points[name].requires_grad_() if name in points else leaf_of(p, copied=copied)
+            name: (points[name] if name in points else p.detach().clone() if copied else p.detach()).requires_grad_()
             for name, p in own.items()
         }
 
         def differentiated(losses: Tensor) -> dict[str, Tensor]:
             if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
-                return {} if each else {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-            if each is not None:
-                hand_over(losses, parameters, each)
-                return {}
+                return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
             curved = [moves.get(name) if exact else None for name in parameters]
             grads = gradients_and_curvature(losses.sum(), list(parameters.values()), curved)
             # Embeddings with sparse=True have sparse gradients.
             return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
         return losses_on_copies(structure, loss_fn, examples, differentiated, parameters, seed=seed, copied=copied)
-
-
-def leaf_of(parameter: nn.Parameter, *, copied: bool) -> Tensor:
-    """Return a leaf in place of a parameter; a sharded one is its own, because its values come and go."""
-    if isinstance(parameter, Gathered):
-        return parameter
-    return (parameter.detach().clone() if copied else parameter.detach()).requires_grad_()
-
-
-def hand_over(losses: Tensor, leaves: Mapping[str, Tensor], each: Callable[[str, Tensor], None]) -> None:
-    """Call `each` with the gradient of the summed losses by each leaf, as soon as it is known, and forget it."""
-
-    def take(name: str, leaf: Tensor) -> None:
-        grad, leaf.grad = cast(Tensor, leaf.grad), None
-        each(name, grad.to_dense())
-
-    hooks: list[Any] = [leaf.register_post_accumulate_grad_hook(partial(take, name)) for name, leaf in leaves.items()]
-    try:
-        losses.sum().backward(inputs=[*leaves.values()])
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def losses_on_copies(
@@ -715,8 +686,8 @@ def losses_on_copies(
             owner = now[kind]
             is_parameter = kind == "_parameters"
             for name, x in owner.items():
-                # Frozen parameters stay: they may be most of a model, and of types that hold more than numbers. So do
-                # sharded ones, whose values come and go.
+                # Frozen parameters stay: they may be most of a model, and of types that hold more than numbers.
+                # Sharded ones stay too, because their values come and go.
                 stays = isinstance(x, Gathered) or (is_parameter and x is not None and not x.requires_grad)
                 if x is None or (stays and id(x) not in copies):
                     continue

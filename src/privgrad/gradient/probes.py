@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from privgrad.errors import expected
-from privgrad.gradient.functional import BoundLoss, hand_over, losses_on_copies, trainable
+from privgrad.gradient.functional import BoundLoss, Model, losses_on_copies, structure_of, trainable
 from privgrad.processes import Gathered
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
@@ -249,3 +249,37 @@ def unreached(losses: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
     # torch types the result as if allow_unused did not exist.
     grads: tuple[Any, ...] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+
+
+def leaf_of(parameter: nn.Parameter, *, copied: bool) -> Tensor:
+    """Return a leaf in place of a parameter; a sharded one is its own, because its values come and go."""
+    if isinstance(parameter, Gathered):
+        return parameter
+    return (parameter.detach().clone() if copied else parameter.detach()).requires_grad_()
+
+
+def each_gradient(
+    model: Model, loss_fn: LossFunction, examples: Any, each: Callable[[str, Tensor], None], *, copied: bool = True
+) -> None:
+    """Call `each` with the gradient of the summed losses by each parameter that they reach, one after the other."""
+    leaves = {name: leaf_of(p, copied=copied) for name, p in structure_of(model).trained.items()}
+    reached = partial(hand_over, leaves=leaves, each=each)
+    with torch.enable_grad():
+        losses_on_copies(model, loss_fn, examples, reached, leaves, seed=0, copied=copied)
+
+
+def hand_over(losses: Tensor, leaves: Mapping[str, Tensor], each: Callable[[str, Tensor], None]) -> None:
+    """Call `each` with the gradient of the summed losses by each leaf, as soon as it is known, and forget it."""
+
+    def take(name: str, leaf: Tensor) -> None:
+        grad, leaf.grad = cast(Tensor, leaf.grad), None
+        each(name, grad.to_dense())
+
+    if not losses.requires_grad:  # no example reaches a trainable parameter, such as that of an expert
+        return
+    hooks: list[Any] = [leaf.register_post_accumulate_grad_hook(partial(take, name)) for name, leaf in leaves.items()]
+    try:
+        losses.sum().backward(inputs=[*leaves.values()])
+    finally:
+        for hook in hooks:
+            hook.remove()

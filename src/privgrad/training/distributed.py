@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.functional import named_modules
-from privgrad.processes import DONE, Attempt, Gathered, Processes, Sums, failed_elsewhere
-from privgrad.training.shards import Shards, answered, resharded
+from privgrad.processes import Attempt, Gathered, Processes, Sums
+from privgrad.training.shards import DONE, Shards, answered, resharded
 from privgrad.types import NoisyGradient, Place
 
 _any = cast(Any, dist)  # torch types its collectives only in part
@@ -35,7 +35,27 @@ _LAST_SECONDS = 0.1  # for gloo's threads to finish at exit
 _LOOKS = 8  # weights to compare in each step
 # More than rounding, where one process puts averaged weights in and takes them out again; less than most updates.
 _SAME = 1e-5
+_AGAIN, _FAILED = DONE - 1, DONE - 2  # how a process ends an attempt at its part of a step
 T = TypeVar("T")
+
+
+class _Attempt(Attempt):
+    def __init__(self, changed: type[Exception], rest: Callable[[int], Sequence[int]]) -> None:
+        super().__init__(changed)
+        self._rest = rest
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> bool:
+        is_changed = super().__exit__(kind, *exception)
+        ended = self._rest(DONE if kind is None else _AGAIN if is_changed else _FAILED)
+        if _FAILED in ended and (kind is None or is_changed):
+            raise _failed_elsewhere()
+        self.is_whole = all(end == DONE for end in ended)
+        return is_changed
+
+
+def _failed_elsewhere() -> PrivacyError:
+    got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
+    return expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
 
 
 class Distributed(Processes):
@@ -83,7 +103,7 @@ class Distributed(Processes):
             self._any_failed(failed=True, step=step, weights=weights)
             raise
         if self._any_failed(failed=False, step=step, weights=weights):
-            raise failed_elsewhere()
+            raise _failed_elsewhere()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         local = {name: value.contiguous() for name, value in values.items()}
@@ -148,7 +168,7 @@ class Distributed(Processes):
         return any(isinstance(parameter, DTensor | Gathered) for parameter in resharded(model).parameters())
 
     def attempt(self, changed: type[Exception]) -> Attempt:
-        return Attempt(changed, self._rest)
+        return _Attempt(changed, self._rest)
 
     def sums(self, like: Mapping[str, Tensor], expected_size: int) -> Sums | None:
         return cast(Shards, self._shards).begin_sums(like, expected_size) if self._is_open else None

@@ -21,7 +21,7 @@ Charge: the first process charges before any process returns its shard.
 A parameter that is used in two blocks stays in memory for the step, as the parameters of the root do.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from privgrad.clip.clipping import sum_dtype
 from privgrad.errors import UnsupportedModuleError, expected, readable
 from privgrad.gradient.functional import named_modules, weight_hooks
-from privgrad.processes import DONE, Gathered
+from privgrad.processes import Gathered
 from privgrad.types import Place, map_examples
 
 # Version 2.13 of torch gave these functions new names.
@@ -46,6 +46,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or _any.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or _any.reduce_scatter_tensor
 
 _torch: Any = cast(Any, torch)._C
+DONE = -1  # what a process says that wants nothing more of a part of a step; others may say lower numbers
 _LARGE = 1 << 18  # numbers of a parameter that is gathered in place; smaller ones of a block are gathered together
 
 
@@ -225,7 +226,9 @@ class Shards:
         self._modules: list[tuple[str, Any]] = [
             pair for pair in named_modules(model) if isinstance(pair[1], FSDPModule)
         ]
-        self._require_supported()
+        for condition, got, remedy in self._problems():
+            name = "the sharded model"
+            raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)
         self.root = _Block(self, 0)
         self.blocks = [self.root]
         self.parts: list[Part] = []
@@ -237,53 +240,45 @@ class Shards:
         self.sums: Sums | None = None
         self.is_open = False
 
-    def _require_supported(self) -> None:
-        """Raise UnsupportedModuleError for what cannot be computed exactly from shards."""
-
-        def refusal(condition: str, got: str, remedy: str) -> UnsupportedModuleError:
-            error = expected("PrivateGradient", "the sharded model", condition, got, remedy, UnsupportedModuleError)
-            return cast(UnsupportedModuleError, error)
-
+    def _problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what cannot be computed exactly from shards: the condition, what there is instead, and the remedy."""
         below = tuple(f"{path}." if path else "" for path, _ in self._modules)
-        ranks = list(range(dist.get_world_size())) if self._group is None else dist.get_process_group_ranks(self._group)
-        whole = "give Distributed a whole model"
-        seen = dict[object, str]()
+        ranks = list(range(self.count)) if self._group is None else dist.get_process_group_ranks(self._group)
+        whole, seen = "give Distributed a whole model", dict[object, str]()
         for path, module in self._modules:
             state = module._get_fsdp_state()
             if len(state._modules) > 1:
-                got, remedy = f"a list with '{path}'", "call fully_shard for each module by itself"
-                raise refusal("to have one module in each call of fully_shard", got, remedy)
+                condition, remedy = (
+                    "to have one module in each call of fully_shard",
+                    "call it for each module by itself",
+                )
+                yield condition, f"a list with '{path}'", remedy
             for known in _parameters_of(state):
                 if known in seen:
                     got, remedy = f"one in '{seen[known]}' and '{path}'", "call fully_shard for a module that has both"
-                    raise refusal("to have no weight in two blocks", got, remedy)
+                    yield "to have no weight in two blocks", got, remedy
                 seen[known] = path
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
             mesh, placements = parameter.device_mesh, parameter.placements
             if not name.startswith(below):
-                got = f"'{name}' without fully_shard, as tensor parallel places it"
-                raise refusal("to be sharded by fully_shard alone", got, whole)
-            if mesh.ndim != 1 or mesh.mesh.tolist() != ranks or [type(one) for one in placements] != [Shard]:
+                yield "to be sharded by fully_shard alone", f"'{name}' without it, as tensor parallel places it", whole
+            elif mesh.ndim != 1 or mesh.mesh.tolist() != ranks or [type(one) for one in placements] != [Shard]:
                 got = f"'{name}' on a mesh of shape {tuple(mesh.mesh.shape)} by {placements}"
                 remedy = (
-                    f"use no tensor parallel or hybrid shards: init_device_mesh(device, ({len(ranks)},)), or {whole}"
+                    f"use no tensor parallel or hybrid shards: init_device_mesh(device, ({self.count},)), or {whole}"
                 )
-                raise refusal("to be split over all processes in one dimension", got, remedy)
-            if cast(Any, placements[0]).dim != 0:
-                raise refusal(
-                    "to be split along dimension 0", f"'{name}' by {placements}", "give no shard_placement_fn"
-                )
+                yield "to be split over all processes in one dimension", got, remedy
+            elif cast(Any, placements[0]).dim != 0:
+                yield "to be split along dimension 0", f"'{name}' by {placements}", "give no shard_placement_fn"
             if parameter.device.type != self._device.type:
-                got = f"'{name}' on {parameter.device}"
-                raise refusal(f"to have its shards on {self._device.type}", got, f"give no offload_policy, or {whole}")
+                place, remedy = f"'{name}' on {parameter.device}", f"give no offload_policy, or {whole}"
+                yield f"to have its shards on {self._device.type}", place, remedy
         for path, module in named_modules(self.model):
             if parametrize.is_parametrized(module) or weight_hooks(vars(module)):
-                condition = (
-                    "to hold its weights, and not to compute them (weight_norm, spectral_norm, parametrizations)"
-                )
-                raise refusal(condition, f"'{path}'", whole)
+                computed = "(weight_norm, spectral_norm, parametrizations)"
+                yield f"to hold its weights, and not to compute them {computed}", f"'{path}'", whole
 
     def _find(self) -> None:
         """Find the block of each parameter: that of all its uses, or the root."""
