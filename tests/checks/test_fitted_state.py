@@ -3,6 +3,9 @@
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -168,6 +171,16 @@ def in_a_nonlocal() -> tuple[nn.Module, Any, str]:
     return linear(), loss, "largest"
 
 
+def in_a_number(made: Callable[[float], Any]) -> tuple[nn.Module, Any, str]:
+    kept = SimpleNamespace(most=made(12.0))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        kept.most = max(kept.most, made(float(100 * batch[0].abs().max())))
+        return ce(model(batch[0] / float(kept.most)), batch[1])
+
+    return linear(), loss, "kept.most"
+
+
 def in_a_default() -> tuple[nn.Module, Any, str]:
     def loss(model: nn.Module, batch: Any, seen: list[Tensor] = []) -> Tensor:  # noqa: B006
         seen[:] = seen or [batch[0].mean(0)]
@@ -221,6 +234,8 @@ FITTED: dict[str, Callable[[], tuple[nn.Module, Any, str]]] = {
     "closure": in_a_closure,
     "global": in_a_global,
     "nonlocal": in_a_nonlocal,
+    "a float of numpy": partial(in_a_number, np.float32),
+    "a fraction": partial(in_a_number, Fraction),
     "default": in_a_default,
     "partial": in_a_partial,
     "in place": in_place,
@@ -568,3 +583,67 @@ def test_mixing_that_a_number_of_the_loop_switches_on_is_refused_at_that_step(ho
     with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
         train(trained, loss, after=after, steps=9)
     assert error.value.__notes__ == ["after 5 releases"]
+
+
+class Mode(Enum):
+    PLAIN = 0
+    MIXED = 1
+
+
+def mixed_by_half(x: Tensor) -> Tensor:
+    return 0.6 * x + 0.4 * x.roll(1, 0)
+
+
+SWITCHES: dict[str, tuple[Any, Any]] = {
+    "a float of numpy": (np.float32(0), np.float32(1)),
+    "an integer of numpy": (np.int64(0), np.int64(3)),
+    "a bool of numpy": (np.bool_(False), np.bool_(True)),
+    "an Enum": (Mode.PLAIN, Mode.MIXED),
+    "a fraction": (Fraction(0), Fraction(1, 2)),
+    "a decimal": (Decimal(0), Decimal(1)),
+    "bytes": (b"", b"mix"),
+    "a range": (range(0), range(2)),
+    "a function": (lambda x: x, mixed_by_half),
+}
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "p.data"])
+@pytest.mark.parametrize("place", ["object", "model"])
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_mixing_that_the_loop_switches_on_by_another_value_is_refused_at_that_step(
+    kind: str, place: str, replaced: bool
+):
+    """Also where the loop replaces the memory of the parameters, as `vector_to_parameters` does."""
+    off, on = SWITCHES[kind]
+    trained = cast(Any, linear())
+    holder = trained if place == "model" else SimpleNamespace()
+    holder.switch = off
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        switch = holder.switch
+        is_on = bool(switch.value) if isinstance(switch, Enum) else bool(switch)
+        return ce(
+            model(switch(batch[0]) if callable(switch) else mixed_by_half(batch[0]) if is_on else batch[0]), batch[1]
+        )
+
+    def after(step: int, batch: Any) -> None:
+        holder.switch = on if step == 4 else holder.switch
+        if replaced:
+            for parameter in trained.parameters():
+                parameter.data = parameter.data.clone()
+
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
+        train(trained, loss, after=after, steps=9)
+    assert error.value.__notes__ == ["after 5 releases"]
+
+
+def test_a_tensor_that_the_loop_writes_warns_also_where_it_replaces_parameters():
+    center, trained = torch.zeros(5, dtype=torch.float64), linear()
+
+    def after(step: int, batch: Any) -> None:
+        center.add_(batch.examples[0].mean())
+        for parameter in trained.parameters():
+            parameter.data = parameter.data.clone()
+
+    with pytest.warns(UserWarning, match="center changed between two steps"):
+        train(trained, lambda m, b: ce(m(b[0] - center), b[1]), after=after, steps=4)

@@ -1,5 +1,6 @@
 """What backward passes and objects of the user leave behind: refused in buffers, undone in attributes."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import privgrad as pg
-from conftest import first_batch, loss_fn, make_data, make_plan
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.functional import Bits
 
 pytestmark = [
@@ -187,3 +188,20 @@ def test_sums_of_bits_see_a_write_to_any_number_of_a_large_frozen_weight(shape: 
     before = Bits([("weight", weight)], sums=True)
     weight.data.copy_(weight.data.roll(1, 0))  # a queue, whose numbers have the same sum
     assert before.undo() == ["weight"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "meta", "conjugate"])
+def test_a_frozen_parameter_may_have_no_bits(kind: str, engine: Any):
+    torch.manual_seed(0)
+    weight = torch.randn(3, 3)
+    made: dict[str, Callable[[], Tensor]] = {
+        "sparse": weight.to_sparse,
+        "quantized": lambda: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+        "meta": lambda: weight.to("meta"),
+        "conjugate": lambda: torch.complex(weight, weight).conj(),
+    }
+    model = make_model()
+    model.register_parameter("frozen", nn.Parameter(made[kind](), requires_grad=False))
+    step(model, engine)

@@ -98,6 +98,22 @@ def test_a_rare_example_that_changes_others_is_refused_when_it_comes(name: str):
         engine(rare)
 
 
+@pytest.mark.parametrize("place", [0, 9, SIZE - 1])
+def test_a_rare_example_that_changes_others_a_little_is_refused_wherever_it_is(place: int):
+    """Losses may differ by 1 %, gradients by less: so the new row and another one are compared."""
+
+    def louder(model: nn.Module, batch: Batch) -> Tensor:
+        x, labels = batch
+        is_new = labels == 2
+        return F.cross_entropy(model(x), labels, reduction="none") * torch.where(~is_new & is_new.any(), 1.008, 1.0)
+
+    engine, usual = Factored(linear(), louder), numbers()
+    for _ in range(5):
+        engine(usual)
+    with pytest.raises(pg.PrivacyError, match="match the gradients of single examples"):
+        engine((usual[0].roll(place - 9, 0), usual[1].index_fill(0, torch.tensor([place]), 2)))
+
+
 @pytest.mark.parametrize("name", RARE)
 def test_a_smaller_batch_after_a_new_row_is_examined(name: str):
     """Row 9 of an earlier batch is no row of this one."""

@@ -232,6 +232,17 @@ def _in_number(fit: Fit, use: Mix) -> Fitter:
     return fitted
 
 
+def _in_number_of_numpy(fit: Fit, use: Mix) -> Fitter:
+    kept = SimpleNamespace(scale=np.float32(0))
+
+    def fitted(x: Tensor) -> Tensor:
+        if kept.scale == 0:
+            kept.scale = np.float32(fit(x).mean())
+        return use(x, torch.tensor(float(kept.scale)))
+
+    return fitted
+
+
 def _in_array(fit: Fit, use: Mix) -> Fitter:
     kept = SimpleNamespace(array=np.zeros(1), full=False)
 
@@ -290,6 +301,7 @@ HOLDERS: dict[str, Callable[[Fit, Mix], Fitter]] = {
     "new global": _in_new_global,
     "average": _in_average,
     "number": _in_number,
+    "number of numpy": _in_number_of_numpy,
     "array": _in_array,
     "tensor": _in_tensor,
     "arguments": _in_arguments,

@@ -8,10 +8,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
+from numbers import Number
 from types import FunctionType, MethodType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import TopLevelTracedModule  # pyright: ignore[reportPrivateImportUsage]
@@ -296,11 +299,11 @@ def _state_of(value: object, depth: int) -> object:
         return getattr(cast(object, value), "__code__", partial), *parts
     if isinstance(value, Tensor):
         return _nonzero(value)
-    if value is None or isinstance(value, bool | str | type):
-        return value
+    if value is None or isinstance(value, bool | str | type | Enum | bytes | range | np.bool_):
+        return cast(object, value)
     if callable(value):  # a function of C, or an object of a class with __call__
         return type(value), str(getattr(value, "__qualname__", ""))
-    return value != 0 if isinstance(value, int | float) else None
+    return cast(Any, value) != 0 if isinstance(value, Number) else None
 
 
 def _nonzero(value: Tensor) -> object:

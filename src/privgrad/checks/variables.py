@@ -15,6 +15,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice, pairwise
+from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from privgrad.gradient.functional import (
     CONTAINERS,
     SCALARS,
     TENSORS,
+    VALUES,
     Contents,
     Structure,
     copy_of,
@@ -208,7 +210,8 @@ class Snapshot(Contents):
     def __init__(self, scope: Scope, variables: Iterable[Variable], *, copied: Collection[str] | None = ()) -> None:
         super().__init__()
         self._scope, self._copied = scope, copied
-        self.values = dict[str, Any]()  # numbers, texts and copies by path; of a tensor else its id and count of writes
+        # By path: numbers, texts, copies of tensors, and code; of other tensors their id and count of writes.
+        self.values = dict[str, Any]()
         self.places, self.tensors = dict[str, Variable](), dict[int, str]()  # by path; the paths of tensors by id
         self._held, self._writes = list[tuple[Variable, Any]](), list[tuple[Any, Any]]()
         self._forms = list[Collection[Any]]()  # containers: items, keys, or names of attributes
@@ -253,10 +256,12 @@ class Snapshot(Contents):
     def inside(self, label: str, value: Any) -> Iterable[tuple[str, Any]]:
         if isinstance(value, TENSORS):
             self._note(label, value)
-        elif type(value) in SCALARS or isinstance(value, (int, float, str)):
+        elif type(value) in SCALARS or isinstance(value, VALUES):
             self.values[label] = value
         elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _HELD):
             self.seen.add(id(value))
+            if isinstance(value, FunctionType):
+                self.values[label] = value.__code__
             if isinstance(value, CONTAINERS):
                 self.values[label] = range(len(cast("Collection[Any]", value)))  # no number that counts
                 if not isinstance(value, tuple | dict):
@@ -310,7 +315,8 @@ class State:
         self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
         self._others = list[Variable]()
         self._now: Snapshot | None = None  # within a step: the variables as the last pass left them
-        self._place = 0
+        self._codes = list[object]()  # what functions do, at the end of the last step
+        self._place: tuple[object, int] = None, 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. If all batches before were empty, counters count their steps too."""
@@ -350,23 +356,31 @@ class State:
             raise set_from_examples(wrong)
 
     def begin_step(self, structure: Structure) -> bool:
-        """Return whether a number or text changed since the last step, so that a check is due.
+        """Return whether a number, text or function changed since the last step, so that a check is due.
 
-        Warn once of each tensor that was written or replaced since; but not if the model was moved.
+        Warn once of each tensor that was written or replaced since; but not of those that a move of the model replaced.
         """
         self._now = None
-        if self.scope is None or self._last is None or self._place != _place_of(structure):
+        place, last = _place_of(structure), self._last
+        if self.scope is None or last is None or self._place[0] != place[0]:
             self.changes += 1  # not known
             return False
         self._now, _ = both = self._both(self.scope)
-        changed = {path for then, now in zip(self._last, both, strict=True) for path in then.changed(now)}
+        changed = {path for then, now in zip(last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
-        if not changed:
+        if self._place[1] != place[1]:  # `.to()` replaces buffers
+            then, found = last[0].values | last[1].values, both[0].values | both[1].values
+            pairs: list[Any] = [
+                (path, value, then.get(path)) for path, value in found.items() if path.startswith("model.")
+            ]
+            changed -= {shown(x) for x, value, old in pairs if type(value) is type(old) is tuple and value[0] != old[0]}
+        switched = _codes(self.scope) != self._codes
+        if not (changed or switched):
             return False
         self.changes += 1
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
         tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
-        due = bool(changed - tensors) and self._credit >= 1  # a loop may set a number at every step
+        due = (switched or bool(changed - tensors)) and self._credit >= 1  # a loop may set a number at every step
         self._credit -= due
         if tensors - self._warned:
             # The vectors of spectral norms follow the weights.
@@ -386,7 +400,8 @@ class State:
             return []
         found = [(place, place.get()) for place in (*self.scope.variables, *self.scope.code)]
         set_by_passes = self.overwritten | self.undone | self.counters.keys()
-        return [(x, value) for x, value in found if type(value) not in SCALARS and shown(x.path) not in set_by_passes]
+        others = ((x, value) for x, value in found if value is not None and not isinstance(value, VALUES))
+        return [(x, value) for x, value in others if shown(x.path) not in set_by_passes]
 
     def end_step(self, structure: Structure) -> None:
         """Advance the counters, and remember the state."""
@@ -395,7 +410,7 @@ class State:
         self._advance(self.counters)
         self._place = _place_of(structure)
         if self.scope is not None:
-            self._last, self._now = self._both(self.scope), None
+            self._last, self._now, self._codes = self._both(self.scope), None, _codes(self.scope)
 
     def _both(self, scope: Scope) -> tuple[Snapshot, Snapshot]:
         """Return the variables, and what else the loop may set: the last snapshots, where nothing changed."""
@@ -429,12 +444,20 @@ def amount(before: Any, after: Any) -> Any:
     """Return by how much a number has changed; None for what is no number. A tensor needs shape ()."""
     if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim() == 0:
         before, after = before.item(), after.item()
-    numbers = isinstance(before, int | float) and isinstance(after, int | float) and not isinstance(before, bool)
-    return after - before if numbers else None
+    numbers = type(before) is not bool and isinstance(before, Number) and isinstance(after, Number)
+    return cast(Any, after) - cast(Any, before) if numbers else None
 
 
-def _place_of(structure: Structure) -> int:
-    return structure.parameters[0][1].data_ptr()
+def _place_of(structure: Structure) -> tuple[object, int]:
+    first = next(iter(structure.trained.values()))
+    return (first.device, first.dtype), first.data_ptr()
+
+
+def _codes(scope: Scope) -> list[object]:
+    """Return what the code at each place does; a function that a loop makes again does the same as before."""
+    values = [place.get() for place in scope.code]
+    values = [value.func if isinstance(value, partial) else value for value in values]
+    return [getattr(x, "__code__", (type(x), getattr(x, "__qualname__", ""))) for x in values]
 
 
 def shown(path: str) -> str:

@@ -94,14 +94,14 @@ def _compare(
 
 
 def rows_to_check(found: Mapping[str, Factor], examples: Any, schedule: CheckSchedule) -> list[int]:
-    """Return a row with something new, and the last one, which it may change; else one with a rare value, or any."""
+    """Return a row with something new, and another one, which it may change; else one with a rare value, or any."""
     # Unless the check is brief, also the first row, the last one, and the one of the smallest norm of a sample: a
     # gradient with a wrongly small norm would stay unclipped.
     size, salt = count_examples(examples), schedule.calls
     between = 1 + int(places_of(size - 2, 1, salt)) if size > 2 else 0
     row = next(iter((*schedule.novel, *rare_rows(examples))), between)
     if schedule.depth == 0 or not found:  # the latter: no example reaches a trainable parameter
-        return sorted({row, size - 1} if schedule.novel else {row})
+        return sorted({row, size - 1 if row < size - 1 else 0} if schedule.novel else {row})
     drawn = places_of(size, min(size, _MEASURED), salt)
     norms = torch.stack([factor[drawn].norms() for factor in found.values()])
     least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]

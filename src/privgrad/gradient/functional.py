@@ -7,8 +7,10 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import lru_cache
 from itertools import chain, repeat
+from numbers import Number
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -178,6 +180,7 @@ CONTAINERS: Any = (dict, list, tuple, set, deque)
 # Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
 SCALARS = frozenset((int, float, bool, str, type(None)))
+VALUES: Any = (Number, str, bytes, range, Enum, np.generic)  # what is equal to another by its value
 _USUAL = frozenset((dict, OrderedDict, list, set, tuple))  # types of containers, to pass over empty ones fast
 TENSORS: Any = (Tensor, np.ndarray)
 ABSENT = object()
@@ -547,12 +550,14 @@ def version_of(x: Any) -> Any:
 class Bits:
     """The bits of parameters at one time: all of trained and small ones; of a large frozen one, _SAMPLED places.
 
-    With `sums`, of a large frozen one the sums of its runs and of its columns instead, which read all of it.
+    With `sums`, of a large frozen one the sums of its runs and of its columns instead, which read all of it. Of what
+    has no bits, autograd's count of writes.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], *, sums: bool = False) -> None:
-        self._sums = sums
-        self._held = [(name, x, self._seen(x).clone()) for name, x in parameters]
+        own, self._sums = list(parameters), sums
+        self._held = [(name, x, self._seen(x).clone()) for name, x in own if _has_bits(x)]
+        self._others = [(name, x, version_of(x)) for name, x in own if not _has_bits(x)]
 
     def _seen(self, x: Tensor, *, whole: bool = False) -> Tensor:
         x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
@@ -569,8 +574,9 @@ class Bits:
 
     def undo(self) -> list[str]:
         """Return the names of those that were written to, by one read; put back those whose bits are all held."""
+        others = [name for name, x, version in self._others if version_of(x) != version]
         if not self._held:
-            return []
+            return others
         differ = list[Tensor]()
         for _, x, held in self._held:
             now = self._seen(x)
@@ -581,7 +587,13 @@ class Bits:
         for _, x, held in written:
             if (bits := self._seen(x.data, whole=True)).shape == held.shape:
                 bits.copy_(held)
-        return [name for name, _, _ in written]
+        return [*(name for name, _, _ in written), *others]
+
+
+def _has_bits(x: Tensor) -> bool:
+    """Return whether the bits of a tensor can be read: not of sparse or quantized ones, views, or torchao's types."""
+    is_plain = cast(Any, type(x)).__torch_dispatch__ is cast(Any, Tensor).__torch_dispatch__
+    return is_plain and x.layout is torch.strided and not (x.is_meta or x.is_quantized or x.is_conj() or x.is_neg())
 
 
 @lru_cache(maxsize=64)
@@ -607,10 +619,8 @@ class parameters_kept:  # noqa: N801, it is called as a function is
     def __enter__(self) -> None:
         structure = self._structure
         buffers = [(name, holder[own]) for name, holder, own in structure.buffers]
-        frozen = ((name, x) for name, x in structure.parameters if not x.requires_grad and is_on_processor(x))
-        self._frozen = Bits(
-            own for own in frozen if own[1].layout is torch.strided and not isinstance(own[1], Gathered)
-        )
+        own = (one for one in structure.parameters if not isinstance(one[1], Gathered))
+        self._frozen = Bits(one for one in own if not one[1].requires_grad and is_on_processor(one[1]))
         self._own = Contents()
         self._own.read((name, x) for name, x in buffers if _is_compared(x))
         self._others = [(name, x, version_of(x)) for name, x in buffers if not _is_compared(x)]
