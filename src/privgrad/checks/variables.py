@@ -372,7 +372,7 @@ class State:
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
-        if self._place[1] != place[1]:  # `.to()` replaces buffers
+        if changed and self._place[1] != place[1]:  # `.to()` replaces buffers
             then, found = last[0].values | last[1].values, both[0].values | both[1].values
             pairs: list[Any] = [
                 (path, value, then.get(path)) for path, value in found.items() if path.startswith("model.")
