@@ -315,7 +315,8 @@ class State:
         self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
         self._others = list[Variable]()
         self._now: Snapshot | None = None  # within a step: the variables as the last pass left them
-        self._codes = list[object]()  # what functions do, at the end of the last step
+        self._code = list[tuple[Any, Any]](), list[tuple[Any, Any]]()  # places of functions: in dicts, and attributes
+        self._functions = list[Any]()  # at these places, when the last step began
         self._place: tuple[object, int] = None, 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
@@ -328,6 +329,9 @@ class State:
         self.scope, self.counters, self._last, self._now = scope, counters, None, None
         self.overwritten, self.undone, self.unknown = overwritten, undone, set[str]()
         self._advance(late)
+        in_dicts, others = ([x for x in scope.code if isinstance(x.holder, dict) == kind] for kind in (True, False))
+        self._code = [(x.holder, x.key) for x in in_dicts], [(x.holder, x.key) for x in others]
+        self._functions = self._functions_now()
 
     @contextmanager
     def kept(self) -> Generator[None]:
@@ -368,13 +372,14 @@ class State:
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
-        if self._place[1] != place[1]:  # `.to()` replaces buffers
+        if changed and self._place[1] != place[1]:  # `.to()` replaces buffers
             then, found = last[0].values | last[1].values, both[0].values | both[1].values
             pairs: list[Any] = [
                 (path, value, then.get(path)) for path, value in found.items() if path.startswith("model.")
             ]
             changed -= {shown(x) for x, value, old in pairs if type(value) is type(old) is tuple and value[0] != old[0]}
-        switched = _codes(self.scope) != self._codes
+        before, self._functions = self._functions, self._functions_now()
+        switched = not same(before, self._functions) and _codes(before) != _codes(self._functions)
         if not (changed or switched):
             return False
         self.changes += 1
@@ -394,6 +399,13 @@ class State:
             self._warned |= tensors
         return due
 
+    def _functions_now(self) -> list[Any]:
+        in_dicts, others = self._code
+        try:  # without a call for each of them
+            return [holder[key] for holder, key in in_dicts] + [getattr(holder, key) for holder, key in others]
+        except (KeyError, AttributeError, ValueError):
+            return []
+
     def held(self) -> list[tuple[Variable, Any]]:
         """Return the places of code and objects that passes read and do not set, and what they hold now."""
         if self.scope is None:
@@ -410,7 +422,7 @@ class State:
         self._advance(self.counters)
         self._place = _place_of(structure)
         if self.scope is not None:
-            self._last, self._now, self._codes = self._both(self.scope), None, _codes(self.scope)
+            self._last, self._now = self._both(self.scope), None
 
     def _both(self, scope: Scope) -> tuple[Snapshot, Snapshot]:
         """Return the variables, and what else the loop may set: the last snapshots, where nothing changed."""
@@ -453,11 +465,10 @@ def _place_of(structure: Structure) -> tuple[object, int]:
     return (first.device, first.dtype), first.data_ptr()
 
 
-def _codes(scope: Scope) -> list[object]:
-    """Return what the code at each place does; a function that a loop makes again does the same as before."""
-    values = [place.get() for place in scope.code]
-    values = [value.func if isinstance(value, partial) else value for value in values]
-    return [getattr(x, "__code__", (type(x), getattr(x, "__qualname__", ""))) for x in values]
+def _codes(functions: Iterable[Any]) -> list[object]:
+    """Return what each one does; a function that a loop makes again does the same as before."""
+    values: list[Any] = [getattr(x, "func", x) for x in functions]  # of a partial
+    return [getattr(x, "__code__", (cast(object, type(x)), getattr(x, "__qualname__", ""))) for x in values]
 
 
 def shown(path: str) -> str:
