@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
-from privgrad.integrations.distributed import Distributed
+from privgrad.training.distributed import Distributed
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.integrations.distributed import Distributed
+from privgrad.training.distributed import Distributed
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -52,9 +52,10 @@ def work(config: dict[str, Any]) -> None:
         save_seconds=5.0,
         progress=False,
     )
-    if processes.rank == 0:
+    if processes.rank == 0:  # what a worker prints may be lost when it ends
         end = result.curve[-1]
-        print(f"accuracy {end['accuracy']:.3f} at epsilon {end['epsilon']:.2f}, {processes.count} processes")
+        said = f"accuracy {end['accuracy']:.3f} at epsilon {end['epsilon']:.2f}, {processes.count} processes"
+        Path(config["folder"], "end.txt").write_text(said)
 
 
 def main(folder: str = "runs/ray") -> None:
@@ -66,6 +67,7 @@ def main(folder: str = "runs/ray") -> None:
         run_config=RunConfig(storage_path=str(path), failure_config=FailureConfig(max_failures=2)),
     )
     trainer.fit()
+    print((path / "training" / "end.txt").read_text())
 
 
 if __name__ == "__main__":
