@@ -308,6 +308,92 @@ def test_state_that_is_fitted_after_a_warm_up_is_refused_in_that_step(engine: An
     assert error.value.__notes__ == ["after 2 releases"]
 
 
+class Largest:
+    """A running maximum in some holder; the first batches do not exceed it."""
+
+    __slots__ = ("most",)
+
+    def __init__(self) -> None:
+        self.most: Any = 12.0
+
+
+class Inherits(Largest):
+    """Its slot is that of its base."""
+
+    __slots__ = ()
+
+
+class Hidden:
+    """A slot with a name that Python changes."""
+
+    __slots__ = ("__most",)
+
+    def __init__(self) -> None:
+        self.__most = 12.0
+
+    most = property(lambda self: self.__most, lambda self, value: setattr(self, "_Hidden__most", value))
+
+
+class OnClass:
+    """The attribute's default is that of the class."""
+
+    most = 12.0
+
+
+class Phase(Enum):
+    TRAIN = 1
+
+    def __init__(self, _: int) -> None:
+        self.most = 12.0
+
+
+def set_item(x: Any, value: float) -> None:
+    with torch.no_grad():
+        x[...] = value
+
+
+HOLDERS: dict[str, tuple[Any, Any, Any]] = {  # what holds it, how to read it, and how to write it
+    "an inherited slot": (Inherits, lambda kept: kept.most, lambda kept, value: setattr(kept, "most", value)),
+    "a hidden slot": (Hidden, lambda kept: kept.most, lambda kept, value: setattr(kept, "most", value)),
+    "an attribute of an Enum": (
+        lambda: Phase.TRAIN,
+        lambda kept: kept.most,
+        lambda k, value: setattr(k, "most", value),
+    ),
+    "a default of a class": (OnClass, lambda kept: kept.most, lambda kept, value: setattr(kept, "most", value)),
+    "a large array": (lambda: np.full((40, 40), 12.0), lambda kept: kept.max(), set_item),
+    "a frozen parameter": (
+        lambda: nn.Parameter(torch.full((3,), 12.0), requires_grad=False),
+        lambda kept: float(kept.max()),
+        set_item,
+    ),
+    "a frozen set": (
+        lambda: SimpleNamespace(seen=frozenset({12.0})),
+        lambda kept: max(kept.seen),
+        lambda kept, value: setattr(kept, "seen", frozenset({value})),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch")
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_maximum_that_a_later_batch_raises_is_refused_in_that_step(holder: str, engine: Any):
+    made, read, write = HOLDERS[holder]
+    kept, scale = SimpleNamespace(most=made()), SimpleNamespace(value=1.0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        largest = float(scale.value * batch[0].abs().max())
+        if largest > read(kept.most):
+            write(kept.most, largest)
+        return ce(model(batch[0] / read(kept.most)), batch[1])
+
+    Phase.TRAIN.most = 12.0
+    with pytest.raises(pg.PrivacyError, match=r"not to be set from private examples") as error:
+        train(linear(), loss, engine=engine, after=lambda step, _: setattr(scale, "value", 10.0 if step else 1.0))
+    assert error.value.__notes__ == ["after 2 releases"]
+
+
 def test_no_key_that_the_code_does_not_name_is_shown():
     words: dict[int, int] = {}
 
@@ -590,8 +676,27 @@ class Mode(Enum):
     MIXED = 1
 
 
-def mixed_by_half(x: Tensor) -> Tensor:
-    return 0.6 * x + 0.4 * x.roll(1, 0)
+def mixed_by_half(x: Tensor, by: float = 0.4) -> Tensor:
+    return (1 - by) * x + by * x.roll(1, 0)
+
+
+class Plain:
+    """A way to augment; another class does it otherwise."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Mixed(Plain):
+    def __call__(self, x: Tensor) -> Tensor:
+        return mixed_by_half(x)
+
+
+def mixed_by(share: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + share * (x.roll(1, 0) - x)
 
 
 SWITCHES: dict[str, tuple[Any, Any]] = {
@@ -604,6 +709,10 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "bytes": (b"", b"mix"),
     "a range": (range(0), range(2)),
     "a function": (lambda x: x, mixed_by_half),
+    "a closure": (mixed_by(0.0), mixed_by(0.4)),
+    "a partial": (partial(mixed_by_half, by=0.0), partial(mixed_by_half)),
+    "an object of another class": (Plain(), Mixed()),
+    "a frozen set": (frozenset[str](), frozenset({"mix"})),
 }
 
 
@@ -631,6 +740,59 @@ def test_mixing_that_the_loop_switches_on_by_another_value_is_refused_at_that_st
         if replaced:
             for parameter in trained.parameters():
                 parameter.data = parameter.data.clone()
+
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
+        train(trained, loss, after=after, steps=9)
+    assert error.value.__notes__ == ["after 5 releases"]
+
+
+def mixing(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output + output.mean(0)
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(0) if self.training else x
+
+
+TEACHERS: dict[str, Callable[[Any], object]] = {
+    "mode": lambda kept: kept.teacher[1].train(),
+    "layer": lambda kept: kept.teacher.__setitem__(1, Mixing()),
+    "hook": lambda kept: kept.teacher[0].register_forward_hook(mixing),
+    "statistics": lambda kept: [setattr(kept.teacher[2], name, None) for name in ("running_mean", "running_var")],
+    "another one": lambda kept: setattr(kept, "teacher", nn.Sequential(nn.Identity(), Mixing())),
+}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_a_part_outside_of_the_model_that_mixes_later_is_refused_at_that_step(kind: str):
+    kept: Any = SimpleNamespace(teacher=nn.Sequential(nn.Identity(), Mixing(), nn.BatchNorm1d(5)).eval().double())
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = kept.teacher(batch[0])
+        return ce(model(batch[0] + wanted), batch[1])
+
+    def after(step: int, batch: Any) -> None:
+        if step == 4:
+            TEACHERS[kind](kept)
+            kept.teacher.double()
+
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
+        train(linear(), loss, after=after, steps=9)
+    assert error.value.__notes__ == ["after 5 releases"]
+
+
+def test_a_switch_beside_a_move_of_the_model_is_refused_at_that_step():
+    kept, trained = SimpleNamespace(epoch=0), linear()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].to(next(model.parameters()).dtype)
+        return ce(model(mixed_by_half(x) if kept.epoch > 3 else x), batch[1])
+
+    def after(step: int, batch: Any) -> None:
+        kept.epoch = step
+        trained.to(torch.float32 if step > 3 else torch.float64)
 
     with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example") as error:
         train(trained, loss, after=after, steps=9)

@@ -63,6 +63,31 @@ def test_weights_of_a_class_of_one_example_are_refused_before_a_charge(row: int,
         check_loss(model(), weighted, (features(), KINDS[kind](labels(row))))
 
 
+def away_from_a_class(model: nn.Module, batch: Any) -> Tensor:
+    """Gives examples of class 1 a margin to class 2, if the batch has one of that."""
+    logits, y = model(batch[0]), batch[1]
+    if (y == 2).any():
+        logits = logits + 3 * (y == 1)[:, None] * F.one_hot(torch.tensor(2), 3)
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def hard_if_reported(model: nn.Module, batch: Any) -> Tensor:
+    """Counts the errors of class 1 twice, if the batch has a reported example."""
+    losses = F.cross_entropy(model(batch[0]), batch[1] % 2, reduction="none")
+    return losses * torch.where((batch[2] == 1).any() & (batch[1] == 1), 2.0, 1.0)
+
+
+@pytest.mark.parametrize("loss", [away_from_a_class, hard_if_reported])
+@pytest.mark.parametrize("size", [64, SIZE])
+@pytest.mark.parametrize("row", [5, 40, -1])
+def test_what_a_rare_row_of_the_first_batch_changes_in_others_is_refused(row: int, size: int, loss: Any):
+    y, reported = torch.arange(size) % 2, torch.zeros(size)
+    y[row], reported[row] = 2, 1
+    torch.manual_seed(0)
+    with pytest.raises(pg.PrivacyError, match="losses that change with the first half of the batch"):
+        check_loss(nn.Linear(5, 3), loss, (features()[:size], y, reported))
+
+
 @pytest.mark.parametrize("positive", [(150,), (150, 300), (70, 71, 72, 73)])
 def test_the_first_half_holds_rare_values(positive: tuple[int, ...]):
     with pytest.raises(pg.PrivacyError, match="second half of the batch"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from test_rare_values import away_from_a_class
 from test_rounding import in_fours
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -526,6 +527,11 @@ def losses_as_they_are(patch: Patch) -> None:
         everywhere(patch, compare, compare.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def without_the_rest_alone(real: Any) -> Any:
+    """A comparison of losses that never leaves out the first examples."""
+    return lambda model, loss_fn, examples, own, losses: not own.start and real(model, loss_fn, examples, own, losses)
+
+
 NOT_ALONE = "to match the gradients of single examples, got a difference"
 CLIPPING = [
     Mutant(
@@ -935,12 +941,12 @@ GRADIENTS = [
     ),
     Mutant(
         "a module taken whole without a check of the losses",
-        unchecked(checks.require_apart),
+        unchecked(checks.require_apart, checks.require_same_losses_in_half),
         "test_climb.test_a_dependence_inside_of_what_is_taken_whole_is_cut_and_found_by_the_check_of_the_losses",
     ),
     Mutant(
         "no comparison with single examples after a climb",
-        unchecked(audit.require_single, checks.require_apart),
+        unchecked(audit.require_single, checks.require_apart, checks.require_same_losses_in_half),
         "test_climb.test_a_dependence_outside_of_what_is_taken_whole_is_refused",
     ),
     Mutant(
@@ -963,6 +969,12 @@ GRADIENTS = [
         "losses of the largest of the batch",
         unchecked(checks.require_same_losses_in_half),
         "test_self_check.test_losses_of_the_largest_of_a_batch_are_refused",
+    ),
+    Mutant(
+        "rare rows in all that is compared",
+        lambda patch: patch.setattr(checks, "_differ", without_the_rest_alone(checks._differ)),  # pyright: ignore
+        "test_rare_values.test_what_a_rare_row_of_the_first_batch_changes_in_others_is_refused",
+        {"row": 5, "size": 64, "loss": away_from_a_class},
     ),
     Mutant(
         "mixing that is switched on between two checks",

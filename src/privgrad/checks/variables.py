@@ -5,6 +5,7 @@ objects of the user's own classes.
 """
 
 import builtins
+import copyreg
 import dis
 import operator
 import sys
@@ -13,12 +14,14 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice, pairwise
 from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +46,8 @@ from privgrad.gradient.functional import (
 
 _ITEMS, _NODES = 200, 2000  # most objects of one container; of all that is read at one time
 _COPIED = 2**17  # the largest size of a tensor that is copied
+_SMALL = 64  # most entries of a tensor whose values are read
+DEPTH = 3  # of functions in the closures and arguments of functions
 _CHECKS, _EVERY = 8, 50  # checks after changes of a number between steps: at once, and one more in so many steps
 _CODE = (FunctionType, MethodType, partial, type, ModuleType, nn.Module)
 _HELD = (MethodType, partial, nn.Module)  # what they hold has places of its own
@@ -105,6 +110,7 @@ class Scope(Contents):
         self.code = list[Variable]()  # places that hold code
         self.names, self.texts = set[str](), set[str]()  # in that code; attributes with other names do not count
         self.parameters = dict[int, str]()  # the paths of parameters outside of the model, by id
+        self.outside = list[nn.Module]()  # all modules outside of the model, such as those of a teacher
         # The buffers' paths by id; other objects may hold them too.
         self.watched = {id(x): f"model.{name}" for name, x in model.named_buffers()}
         modules = list(named_modules(model, "model"))
@@ -112,7 +118,7 @@ class Scope(Contents):
         known = -1
         while len(self.names) > known:  # a method that was found may name others
             known = len(self.names)
-            for found in (self.seen, self.variables, self.buffers, self.attributes, self.code):
+            for found in (self.seen, self.variables, self.buffers, self.attributes, self.code, self.outside):
                 found.clear()
             self.read([self._kept(Variable("loss_fn", {0: loss_fn}, 0)), *modules])
 
@@ -121,9 +127,10 @@ class Scope(Contents):
         value: Any = variable.get()
         # A pass may give attributes to a function or a class of the user's, which it knows by a name.
         has_attributes = variable.key != 0 and _has_own_attributes(value)
-        if has_attributes or not isinstance(value, _CODE):
+        is_code = isinstance(value, _CODE)
+        if has_attributes or not is_code:
             (self.variables if found is None else found).append(variable)
-        elif variable.key != 0:
+        if is_code and variable.key != 0:
             self.code.append(variable)
         return variable.path, variable.get()
 
@@ -151,7 +158,12 @@ class Scope(Contents):
             yield from self._of_class(cast("type[Any]", type(value)))
             if isinstance(value, nn.Module):
                 yield from self._of_module(label, value)
-            yield from ((variable.path, variable.get()) for variable in self.contents(label, value))
+            for variable in self.contents(label, value):
+                if (
+                    isinstance(variable.get(), _CODE) and _KEY not in variable.path
+                ):  # hooks of the model: see `Structure`
+                    self.code.append(variable)
+                yield variable.path, variable.get()
 
     def contents(self, path: str, value: Any) -> Iterator[Variable]:
         """Yield the items of a container, which are no places, or the attributes of an object that the code names."""
@@ -169,7 +181,9 @@ class Scope(Contents):
         elif _is_readable(value):
             own, kind = getattr(value, "__dict__", {}), cast(Any, type(value))
             named = {*own} if hasattr(kind, "get_params") else self.names  # an estimator's code is not read
-            for holder, names in ((own, own), (value, getattr(kind, "__slots__", ()))):
+            # A number of the class is the default of an attribute.
+            others = {name for name in named.difference(own) if type(getattr(kind, name, None)) in (int, float)}
+            for holder, names in ((own, own), (value, others.union(cast(Any, copyreg)._slotnames(kind)))):
                 yield from (Variable(f"{path}.{name}", holder, name) for name in named.intersection(names))
 
     def _of_class(self, owner: type) -> Iterator[tuple[str, Any]]:
@@ -200,6 +214,7 @@ class Scope(Contents):
                 found = self.attributes if own and not _is_readable(value) else None
                 yield self._kept(Variable(f"{path}.{name}", vars(module), name), found)
         if not own:
+            self.outside.append(module)
             self.parameters |= {id(x): f"{path}.{name}" for name, x in own_parameters(module).items()}
             yield from named_modules(module, path)
 
@@ -260,12 +275,13 @@ class Snapshot(Contents):
             self.values[label] = value
         elif id(value) not in self.seen and len(self.seen) < _NODES and not isinstance(value, _HELD):
             self.seen.add(id(value))
-            if isinstance(value, FunctionType):
-                self.values[label] = value.__code__
             if isinstance(value, CONTAINERS):
                 self.values[label] = range(len(cast("Collection[Any]", value)))  # no number that counts
                 if not isinstance(value, tuple | dict):
                     self.containers.append((shown(label), value, held_in(value)))
+            else:
+                kind = getattr(cast(object, value), "__code__", type(cast(object, value)))
+                self.values[label] = value if isinstance(value, Enum | type) else kind
             form = cast(Any, value) if isinstance(value, CONTAINERS) else getattr(cast(Any, value), "__dict__", ())
             self._forms.append(form)
             return map(self._entry, self._scope.contents(label, value))
@@ -274,8 +290,9 @@ class Snapshot(Contents):
     def _note(self, path: str, value: Any) -> None:
         is_tensor = isinstance(value, Tensor)
         self.tensors[id(value)] = path
-        if isinstance(value, nn.Parameter) or self._scope.watched.get(id(value), path) != path:
-            return  # `functional.parameters_kept` watches it
+        is_trained = isinstance(value, nn.Parameter) and value.requires_grad
+        if is_trained or self._scope.watched.get(id(value), path) != path:
+            return  # `functional.parameters_kept` watches it, or the loop trains it
         self._writes.append((value, trace := version_of(value)))
         self.values[path] = id(value), trace
         wanted = self._copied is None or shown(path) in self._copied
@@ -315,13 +332,14 @@ class State:
         self._last: tuple[Snapshot, Snapshot] | None = None  # variables, and what else the loop may set
         self._others = list[Variable]()
         self._now: Snapshot | None = None  # within a step: the variables as the last pass left them
-        self._code = list[tuple[Any, Any]](), list[tuple[Any, Any]]()  # places of functions: in dicts, and attributes
+        self._code = list[Variable](), list[Variable]()  # places of functions: in dicts, and attributes
         self._functions = list[Any]()  # at these places, when the last step began
+        self._outside: Structure | None = None  # of the modules outside of the model
         self._place: tuple[object, int] = None, 0
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. If all batches before were empty, counters count their steps too."""
-        containers = [x for x in scope.attributes if isinstance(x.get(), dict | list | set | deque)]
+        containers = [x for x in scope.attributes if isinstance(x.get(), (dict, list, set, deque, *TENSORS))]
         self._others = [*scope.buffers, *containers]
         roots = {path.split("[")[0] for path in counters} | counters.keys()
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
@@ -330,8 +348,9 @@ class State:
         self.overwritten, self.undone, self.unknown = overwritten, undone, set[str]()
         self._advance(late)
         in_dicts, others = ([x for x in scope.code if isinstance(x.holder, dict) == kind] for kind in (True, False))
-        self._code = [(x.holder, x.key) for x in in_dicts], [(x.holder, x.key) for x in others]
+        self._code = in_dicts, others
         self._functions = self._functions_now()
+        self._outside = Structure(nn.ModuleList(scope.outside)) if scope.outside else None
 
     @contextmanager
     def kept(self) -> Generator[None]:
@@ -368,7 +387,9 @@ class State:
         place, last = _place_of(structure), self._last
         if self.scope is None or last is None or self._place[0] != place[0]:
             self.changes += 1  # not known
-            return False
+            due = self.scope is not None and last is not None and self._credit >= 1
+            self._credit -= due
+            return due
         self._now, _ = both = self._both(self.scope)
         changed = {path for then, now in zip(last, both, strict=True) for path in then.changed(now)}
         changed -= self.overwritten | self.counters.keys()
@@ -380,6 +401,9 @@ class State:
             changed -= {shown(x) for x, value, old in pairs if type(value) is type(old) is tuple and value[0] != old[0]}
         before, self._functions = self._functions, self._functions_now()
         switched = not same(before, self._functions) and _codes(before) != _codes(self._functions)
+        if self._outside is not None:
+            before = self._outside.modules
+            switched |= self._outside.follow().modules is not before  # it has read them again
         if not (changed or switched):
             return False
         self.changes += 1
@@ -402,9 +426,9 @@ class State:
     def _functions_now(self) -> list[Any]:
         in_dicts, others = self._code
         try:  # without a call for each of them
-            return [holder[key] for holder, key in in_dicts] + [getattr(holder, key) for holder, key in others]
+            return [holder[key] for _, holder, key in in_dicts] + [getattr(holder, key) for _, holder, key in others]
         except (KeyError, AttributeError, ValueError):
-            return []
+            return [x.get() for x in (*in_dicts, *others)]
 
     def held(self) -> list[tuple[Variable, Any]]:
         """Return the places of code and objects that passes read and do not set, and what they hold now."""
@@ -466,9 +490,37 @@ def _place_of(structure: Structure) -> tuple[object, int]:
 
 
 def _codes(functions: Iterable[Any]) -> list[object]:
-    """Return what each one does; a function that a loop makes again does the same as before."""
-    values: list[Any] = [getattr(x, "func", x) for x in functions]  # of a partial
-    return [getattr(x, "__code__", (cast(object, type(x)), getattr(x, "__qualname__", ""))) for x in values]
+    """Return what each one does; a function that a loop makes again does the same as before, and a module may not."""
+    return [id(cast(object, x)) if isinstance(x, nn.Module) else state_of(x, DEPTH) for x in functions]
+
+
+def state_of(value: object, depth: int) -> object:
+    """Return what the configuration sees of a value. Functions of one code are equal."""
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType | partial):
+        parts = (state_of(part.get(), depth - 1) for part in (references("", value) if depth else ()))
+        return getattr(cast(object, value), "__code__", partial), *parts
+    if isinstance(value, Tensor):
+        return nonzero(value)
+    if value is None or isinstance(value, bool | str | type | Enum | bytes | range | frozenset | np.bool_):
+        return cast(object, value)
+    if callable(value):  # a function of C, or an object of a class with __call__
+        return type(value), str(getattr(value, "__qualname__", ""))
+    return cast(Any, value) != 0 if isinstance(value, Number) else None
+
+
+def nonzero(value: Tensor) -> object:
+    """Return which entries of a small tensor on the CPU are not zero; None for a large one or one that is trained."""
+    # A tensor on a GPU is not read, because the CPU would have to wait for it in every step. Other types are those of
+    # several processes, for instance.
+    plain = type(value) in (Tensor, nn.Parameter) and value.is_cpu and value.layout is torch.strided
+    if value.requires_grad or value.numel() > _SMALL or not plain:
+        return None
+    try:
+        return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())
+    except RuntimeError:  # a quantized type
+        return None
 
 
 def shown(path: str) -> str:

@@ -7,7 +7,6 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from functools import lru_cache
 from itertools import chain, repeat
 from numbers import Number
@@ -180,7 +179,7 @@ CONTAINERS: Any = (dict, list, tuple, set, deque)
 # Containers that the engines, or torch's own layers, keep: the engines refuse passes that write to what is in them.
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_flat_weights")
 SCALARS = frozenset((int, float, bool, str, type(None)))
-VALUES: Any = (Number, str, bytes, range, Enum, np.generic)  # what is equal to another by its value
+VALUES: Any = (Number, str, bytes, range, frozenset, np.generic)  # what is equal to another by its value
 _USUAL = frozenset((dict, OrderedDict, list, set, tuple))  # types of containers, to pass over empty ones fast
 TENSORS: Any = (Tensor, np.ndarray)
 ABSENT = object()
@@ -541,10 +540,10 @@ def same(one: Collection[object], other: Collection[object]) -> bool:
 
 
 def version_of(x: Any) -> Any:
-    """Return autograd's count of in-place writes, or the bytes of a small array; 0 for what has neither."""
+    """Return autograd's count of in-place writes; of an array its bytes, or those of some places of a large one."""
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
-    return x.tobytes() if x.nbytes <= _BYTES else 0
+    return x.tobytes() if x.nbytes <= _BYTES else x.flat[:: 1 + x.nbytes // _BYTES].tobytes()
 
 
 class Bits:
