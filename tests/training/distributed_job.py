@@ -332,7 +332,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
     def not_private() -> None:
         pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.RawSAM(0.1), processes=processes)
 
-    def by_blocks(model: nn.Module, **options: Any) -> None:
+    def by_blocks(model: Any, **options: Any) -> None:
         pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
 
     def vmap_by_blocks() -> None:
@@ -372,7 +372,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
         """A module that the engine must take whole, with a block in it."""
         mesh, model = init_device_mesh("cpu", (processes.count,)), made("whole over blocks")
         fully_shard(model.get_submodule("layers.0.layer"), mesh=mesh)
-        private_grad = pg.PrivateGradient(fully_shard(model, mesh=mesh), of_texts, plan, processes=processes)
+        fully_shard(model, mesh=mesh)
+        private_grad = pg.PrivateGradient(model, of_texts, plan, processes=processes)
         private_grad(next(plan.batches(TensorDataset(TEXTS), processes=processes)))
 
     def computed_weight() -> None:
