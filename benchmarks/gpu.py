@@ -1,7 +1,7 @@
 """Measure the rows of docs/performance.md on a GPU, each in a process of its own, within a time for all of them.
 
-`gpu_steps.sh` and `gpu_bf16.sh` call it. A file that exists is continued, except for rows that were not reached. A row
-that passes its time limit keeps what was measured until then.
+`gpu_steps.sh`, `gpu_bf16.sh` and `gpu_real.sh` call it. A file that exists is continued, except for rows that were not
+reached. A row that passes its time limit keeps what was measured until then.
 """
 
 import json
@@ -16,6 +16,7 @@ import typer
 from benchmarks.architectures import Architecture, Row, timed
 from benchmarks.counts import versions
 from benchmarks.methods import Setup
+from benchmarks.real_sizes import REAL_SIZES, RealSize
 from benchmarks.workloads import WORKLOADS
 from benchmarks.zoo import measured
 from tests.zoo.architectures import ARCHITECTURES
@@ -26,7 +27,7 @@ LEAST = 10.0  # seconds for a row that is begun
 
 
 def setup_of(name: str, device: str, precision: str, examples: int | None) -> Setup:
-    kind = Setup if name in WORKLOADS else Architecture
+    kind = Setup if name in WORKLOADS else RealSize if name in REAL_SIZES else Architecture
     return kind(name, device, precision, examples=examples)
 
 
@@ -45,7 +46,7 @@ def main(
 ) -> None:
     """Time, first steps, checks and memory of private steps, and of ordinary ones."""
     chosen = names.split(",")
-    if unknown := [name for name in chosen if name not in (*ROWS, *ARCHITECTURES)]:
+    if unknown := [name for name in chosen if name not in (*ROWS, *REAL_SIZES, *ARCHITECTURES)]:
         raise typer.BadParameter(f"{', '.join(unknown)}: none of {', '.join(ROWS)}, and no architecture")
     os.environ["OMP_NUM_THREADS"] = "1"
     # The processes of the rows are forked from one that has imported everything, and has not touched the GPU.
@@ -61,7 +62,7 @@ def main(
             continue
         left = row_seconds if end is None else min(row_seconds, end - time.time())
         row: Row = {"name": name, "failed": {}, "stopped": "not reached"}
-        if name not in WORKLOADS | ARCHITECTURES:  # a model of timm, where timm is not installed
+        if name not in (*WORKLOADS, *REAL_SIZES, *ARCHITECTURES):  # a model of timm, where timm is not installed
             row["stopped"] = "not installed"
         elif left >= LEAST:
             setup = setup_of(name, device, precision, batch_size)
