@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3418,  # mappings as batches; a step may start again; threads that write, and that torch ends; ciphers
         "accounting": 884,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1640,  # what one pass leaves to another; functions, teachers as switches; what rare rows change
+        "checks": 1642,  # what one pass leaves to another; functions, teachers as switches; what rare rows change
         "cli": 535,  # calibrate takes epochs and a batch size
         "clip": 1182,  # one look at a chunk, and the checked way
         "data": 1457,  # categories as pandas writes them, 1.0 and True
