@@ -527,14 +527,14 @@ def test_what_each_pass_overwrites_and_a_log_are_left_alone_without_a_warning(en
 
 
 class Holds(nn.Module):
-    """A model with a buffer that the loop writes, and a number."""
+    """A model with a buffer, or a plain tensor, that the loop writes, and a number."""
 
     center: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *, plain: bool = False) -> None:
         super().__init__()
-        self.last = linear()
-        self.register_buffer("center", torch.zeros(5, dtype=torch.float64))
+        self.last, center = linear(), torch.zeros(5, dtype=torch.float64)
+        self.register_buffer("center", center) if not plain else setattr(self, "center", center)
         self.register_buffer("count", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -548,9 +548,10 @@ WRITES: dict[str, Callable[[Holds, Tensor], object]] = {
 }
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("kind", WRITES)
-def test_a_buffer_that_the_loop_writes_warns_once(kind: str):
-    model = Holds()
+def test_a_buffer_that_the_loop_writes_warns_once(kind: str, plain: bool):
+    model = Holds(plain=plain)
     with pytest.warns(UserWarning, match="between two steps") as found:
         train(model, lambda m, b: ce(m(b[0]), b[1]), after=lambda _, batch: WRITES[kind](model, batch.examples[0]))
     texts = [str(warning.message) for warning in found if "between two steps" in str(warning.message)]

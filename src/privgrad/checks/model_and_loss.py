@@ -365,7 +365,7 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
     def is_far(alone: Tensor, losses: Tensor) -> bool:
         return bool(((alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps).any())
 
-    few = map_examples(lambda leaf: leaf[own], examples)
+    few = map_examples(lambda leaf: leaf[own].clone(), examples)  # a loss may read memory by places
     if not is_far(losses_on_copies(model, loss_fn, few), losses):
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision

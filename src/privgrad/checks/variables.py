@@ -339,8 +339,9 @@ class State:
 
     def learn(self, scope: Scope, counters: dict[str, Any], overwritten: set[str], undone: set[str]) -> None:
         """Take over what a check has found. If all batches before were empty, counters count their steps too."""
-        containers = [x for x in scope.attributes if isinstance(x.get(), (dict, list, set, deque, *TENSORS))]
-        self._others = [*scope.buffers, *containers]
+        containers = [x for x in scope.attributes if isinstance(x.get(), dict | list | set | deque)]
+        tensors = [x for x in scope.attributes if isinstance(x.get(), TENSORS) and x.key in scope.names]
+        self._others = [*scope.buffers, *containers, *tensors]
         roots = {path.split("[")[0] for path in counters} | counters.keys()
         scope.variables += [x for x in (*scope.attributes, *scope.buffers) if x.path in roots]
         late = {path: by * self._steps for path, by in counters.items()} if self.scope is None else {}
@@ -379,9 +380,10 @@ class State:
             raise set_from_examples(wrong)
 
     def begin_step(self, structure: Structure) -> bool:
-        """Return whether a number, text or function changed since the last step, so that a check is due.
+        """Return whether a number, text, function or module changed since the last step, so that a check is due.
 
-        Warn once of each tensor that was written or replaced since; but not of those that a move of the model replaced.
+        It also is if the model has moved to another device or dtype. Warn once of each tensor that was written or
+        replaced since; but not of those that a move of the model replaced.
         """
         self._now = None
         place, last = _place_of(structure), self._last
