@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1182,  # one look at a chunk, and the checked way
         "data": 1457,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7187,  # views, derivatives within the loss, recurrent kernels, the fallback, products from outputs
+        "engine": 7190,  # views, derivatives within the loss, recurrent kernels, the fallback; products that underflow
         "features": 1751,
         "gradient": 2945,  # `novelty`, `state`, hooks in copies; frozen parameters without bits
         "heads": 845,
