@@ -338,6 +338,21 @@ def test_a_sum_that_shows_an_outdated_norm_is_not_believed():
         assert (rounded < 1e-3) == believed
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-20, 1e-34])
+def test_the_errors_of_a_product_with_terms_that_underflow_are_noticed(size: float):
+    """weight_norm multiplies the sum with its small direction; 0 instead of this leaves what it projects away."""
+    direction = torch.tensor([[1.0, 0.9, -0.4]]) * 1e-14
+    parameter = direction.clone().requires_grad_()
+    weight = torch._weight_norm(parameter, torch.ones(1, 1), 0)
+    a_BTI, b_BTO = torch.ones(4, 1, 3), torch.full((4, 1, 1), size)
+    factor = Pulled(Outer(a_BTI, b_BTO), Jacobian(weight, parameter, 1e15), apart=False)
+    pulled, rounded = factor.sum_and_rounding(torch.ones(4, dtype=torch.float64))
+    v, h = direction.double(), torch.full((1, 3), 4.0 * size, dtype=torch.float64)
+    wanted = (h - v * (v * h).sum() / v.square().sum()) / v.norm()
+    assert float((pulled - wanted).norm()) <= 1.1 * float(rounded) + 1e-5 * float(wanted.norm())
+    assert size < 1e-25 or float(rounded) < 1e-5 * float(wanted.norm())
+
+
 class Gate(nn.Module):
     """A public warm-up: the weight is 0 until the gate opens."""
 

@@ -44,6 +44,7 @@ from privgrad.processes import is_on_processor
 _LEAST = 16  # entries of a row, with fewer of which three numbers per row say too little
 _COPIES = 4  # of gradients in memory while they are multiplied with J^T
 _EXACT = 64  # times the resolution of the weight: how far products may differ from those of the map
+_TINY = 1e-37  # less is not normal in float32
 
 
 class RowMap:
@@ -466,7 +467,9 @@ class Pulled(Factor):
         summed = self.inner.sum_in_parts(weight_B)
         # The product with the sum times a random number differs by rounding errors. These may be far larger than |J|
         # suggests: J may be a small difference of large terms, as where weight_norm projects most of a gradient away.
-        pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
+        # If the sum is so small that products of terms underflow, one that is near 1 shows it.
+        largest = torch.linalg.vector_norm(summed, math.inf).clamp(min=_TINY)
+        pulled, share = self.jacobian.pull(summed), (0.5 + 0.5 * _SHARES.random()) / largest
         moved = self.jacobian.pull(share * summed) / share - pulled
         rounding = norms_of(at_least_float32(moved)[None], inverse_scales)[0]
         return pulled, torch.where(self._outgrows(summed, pulled), math.inf, rounding)
