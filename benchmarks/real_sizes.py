@@ -52,13 +52,13 @@ def llama(dtype: torch.dtype) -> nn.Module:
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return _checkpointed(BertForSequenceClassification(BertConfig(num_labels=CLASSES)))
+    return _checkpointed(BertForSequenceClassification(BertConfig(num_labels=CLASSES)))  # pyright: ignore[reportCallIssue]
 
 
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return _checkpointed(ViTForImageClassification(ViTConfig(num_labels=CLASSES)))
+    return _checkpointed(ViTForImageClassification(ViTConfig(num_labels=CLASSES)))  # pyright: ignore[reportCallIssue]
 
 
 def texts(words: int) -> tuple[Tensor, Tensor]:
@@ -85,13 +85,14 @@ class RealSize(Setup):
 
 def workloads(dtype: torch.dtype) -> dict[str, Workload]:
     """Return them by row."""
-    found = {
-        "gpt2-124m": ("GPT-2", gpt2, partial(texts, 50_257), next_words),
-        "llama-1.1b-lora": ("LoRA of rank 16 on a Llama", partial(llama, dtype), partial(texts, 32_000), next_words),
-        "bert-base": ("BERT", bert, lambda: labeled(texts(30_522)[0]), classes),
-        "vit-base": ("ViT", vit, lambda: labeled(torch.randn(EXAMPLES, 3, 224, 224)), classes),
+    return {
+        "gpt2-124m": Workload("GPT-2", EXAMPLES, gpt2, partial(texts, 50_257), next_words),
+        "llama-1.1b-lora": Workload(
+            "LoRA of rank 16 on a Llama", EXAMPLES, partial(llama, dtype), partial(texts, 32_000), next_words
+        ),
+        "bert-base": Workload("BERT", EXAMPLES, bert, lambda: labeled(texts(30_522)[0]), classes),
+        "vit-base": Workload("ViT", EXAMPLES, vit, lambda: labeled(torch.randn(EXAMPLES, 3, 224, 224)), classes),
     }
-    return {name: Workload(about, EXAMPLES, *rest) for name, (about, *rest) in found.items()}
 
 
 REAL_SIZES = tuple(workloads(torch.float32))

@@ -58,7 +58,11 @@ def tiny(folder: Path, task: str) -> Task:
     return Task(folder)
 
 
-_LONG = {("privgrad", "example", "fashion-mnist")}  # takes 20 s; the other tasks of this script run
+# These take 4 to 20 s; another task of each script runs.
+_LONG = {
+    ("privgrad", "example", "fashion-mnist"),
+    *(("opacus", "recipe", task) for task in ("adult", "tags", "fashion-mnist")),
+}
 CASES = [
     pytest.param(library, variant, task, marks=[pytest.mark.slow] if (library, variant, task) in _LONG else [])
     for library, variants in run.PLAN.items()

@@ -7,6 +7,8 @@ import pytest
 import torch
 from test_distributed import started
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -24,7 +26,6 @@ def test_half_of_the_noise_in_one_process_exceeds_the_claim(found: dict[str, Any
     assert not found["audited_fault"]["passed"], found
 
 
-@pytest.mark.slow
 def test_a_training_with_shards_stays_within_its_claim(tmp_path: Path):
     started(2, tmp_path, "audited_training")
     found = torch.load(tmp_path / "audited_training.pt")

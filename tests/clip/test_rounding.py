@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -343,7 +343,7 @@ def test_the_errors_of_a_product_with_terms_that_underflow_are_noticed(size: flo
     """weight_norm multiplies the sum with its small direction; 0 instead of this leaves what it projects away."""
     direction = torch.tensor([[1.0, 0.9, -0.4]]) * 1e-14
     parameter = direction.clone().requires_grad_()
-    weight = torch._weight_norm(parameter, torch.ones(1, 1), 0)
+    weight = cast(Any, torch)._weight_norm(parameter, torch.ones(1, 1), 0)
     a_BTI, b_BTO = torch.ones(4, 1, 3), torch.full((4, 1, 1), size)
     factor = Pulled(Outer(a_BTI, b_BTO), Jacobian(weight, parameter, 1e15), apart=False)
     pulled, rounded = factor.sum_and_rounding(torch.ones(4, dtype=torch.float64))

@@ -186,7 +186,8 @@ def test_scores_without_noise_are_caught(tmp_path: Path, monkeypatch: pytest.Mon
     assert found > claimed
 
 
-@pytest.mark.parametrize("forgotten", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", [0, 1])
 def test_a_forgotten_trial_is_caught(forgotten: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The price counts one candidate fewer than are trained."""
     every = prices.candidates_of
@@ -196,7 +197,8 @@ def test_a_forgotten_trial_is_caught(forgotten: int, tmp_path: Path, monkeypatch
     assert (found > claimed) == (forgotten > 0)
 
 
-@pytest.mark.parametrize("losers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("losers", [0, 1])
 def test_a_published_loser_is_caught(losers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Besides the best training, the pipeline publishes another one, if there is one.
 

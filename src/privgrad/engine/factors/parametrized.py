@@ -468,7 +468,7 @@ class Pulled(Factor):
         # The product with the sum times a random number differs by rounding errors. These may be far larger than |J|
         # suggests: J may be a small difference of large terms, as where weight_norm projects most of a gradient away.
         # If the sum is so small that products of terms underflow, one that is near 1 shows it.
-        largest = torch.linalg.vector_norm(summed, math.inf).clamp(min=_TINY)
+        largest = cast(Tensor, torch.linalg.vector_norm(summed, math.inf)).clamp(min=_TINY)
         pulled, share = self.jacobian.pull(summed), (0.5 + 0.5 * _SHARES.random()) / largest
         moved = self.jacobian.pull(share * summed) / share - pulled
         rounding = norms_of(at_least_float32(moved)[None], inverse_scales)[0]
