@@ -81,6 +81,7 @@ rounding: $(VENV)/installed
 	done
 
 slow: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group ray
 	$(BIN)/python -m pytest -m slow
 
 zoo: $(VENV)/installed
