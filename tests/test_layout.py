@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3531,  # shards: sums, noise and attempts of several processes; what parts refuse; mappings as batches
         "accounting": 884,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1648,  # one gradient at a time; functions, teachers as switches; what rare rows change
+        "checks": 1649,  # one gradient at a time; functions, teachers as switches; what rare rows change
         "cli": 535,  # calibrate takes epochs and a batch size
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1456,  # categories as pandas writes them, 1.0 and True

@@ -332,7 +332,8 @@ def require_apart(
                     raise _depends("a loss that changes with the number of examples or its place among them")
 
 
-# Fault: a loss that ranks the batch or keeps its largest values, which a few examples may not show.
+# Fault: a loss that ranks the batch, keeps its largest values, or counts others otherwise where a rare row is among
+#     them, which a few examples may not show.
 # Cost: 3 forward passes of at most 64 examples, 1 if the losses are known; 6 with other draws than those of dropout.
 # Refuses wrongly: no case is known.
 @in_float32_too
