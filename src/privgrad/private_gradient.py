@@ -15,12 +15,11 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +47,9 @@ from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Place
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
 _ALIKE = "in every process, load the same state, give PrivateGradient(..., ledger=) from the start, and draw alike"
-# An engine changes the model while it computes. Two threads at once would compute each other's gradients.
-_TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
+# A step changes the model while it computes, and what a process has once: autograd's functions and the generators of
+# numpy and Python. Threads at once would compute each other's gradients, and put back each other's changes.
+_TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ class PrivateGradient:
         require_all_processes("PrivateGradient", processes)
         processes.begin(model)
         self._model, self._plan = model, plan
-        self._turn = _TURNS.setdefault(model, threading.RLock())
-        with self._turn, processes.opened(model):
+        with _TURN, processes.opened(model):
             self._structure = Structure(model)
             Parts.checks.require_supported(self._structure)
             self._parts = parts = parts.begun(model, plan)
@@ -394,7 +393,7 @@ class PrivateGradient:
         processes = self._processes
         weights = processes.fingerprint(self._model)
         structure = self._structure
-        with self._turn, processes.opened(self._model), advanced(structure.follow(), keep=True):
+        with _TURN, processes.opened(self._model), advanced(structure.follow(), keep=True):
             parameters = structure.trained
             with processes.all_succeed():
                 self._admit(batch, parameters)
@@ -762,7 +761,7 @@ class PrivateGradient:
             if theirs != ours:
                 remedy = "resume with the same perturb, precondition, adaptive_clip and filter"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
-        with self._turn:
+        with _TURN:
             self._make_streams()  # before anything can fail: a step that is taken again must have other noise
             for name, part in parts.items():
                 if name in state:

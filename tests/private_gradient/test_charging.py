@@ -216,6 +216,8 @@ def test_steps_that_share_a_ledger_write_whole_lines_in_turns(tmp_path: Path, mo
     plan, lock = make_plan(steps=20), threading.Lock()
     oracles = [pg.PrivateGradient(each, loss_fn, plan, ledger=ledger) for each in own]
     plant(monkeypatch, "the disk", lambda: time.sleep(0.002))
+    autograd: Any = torch.autograd
+    before = autograd._engine_run_backward, torch.backends.mha.get_fastpath_enabled()
 
     def train(private_grad: pg.PrivateGradient) -> None:
         for batch, _ in zip(plan.batches(make_data()), range(10), strict=False):
@@ -227,6 +229,7 @@ def test_steps_that_share_a_ledger_write_whole_lines_in_turns(tmp_path: Path, mo
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(train, oracles))
     assert lines(path) == ledger.releases == len(seen) == 20
+    assert (autograd._engine_run_backward, torch.backends.mha.get_fastpath_enabled()) == before  # no step left its own
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
