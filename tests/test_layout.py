@@ -28,7 +28,7 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3531,  # shards: sums, noise and attempts of several processes; what parts refuse; mappings as batches
+        "(root)": 3532,  # shards: sums, noise and attempts of several processes; what parts refuse; mappings as batches
         "accounting": 884,  # steps of a number of epochs
         "audit": 832,
         "checks": 1649,  # one gradient at a time; functions, teachers as switches; what rare rows change
@@ -48,8 +48,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 771,  # visible repeats, extremes tried first, names of parts
-        "statement": 788,  # what each gradient was released with
-        "training": 2166,  # shards of a model, block by block, and in the files of a checkpoint
+        "statement": 793,  # what each gradient was released with; weights against a checkpoint in shards
+        "training": 2182,  # shards of a model, by block and in files of a checkpoint; what processes must have alike
     },
     "privgrad_lab": {"(root)": 3826, "cli": 619, "data": 1943, "models": 319, "papers": 857, "report": 1223},
 }

@@ -192,7 +192,7 @@ class PrivateGradient:
         if self._not_private:  # a part that depends on the private batch reveals it, whatever noise is added later
             self._release = replace(plan.release, noise_multiplier=0.0)
         if processes.count > 1:
-            self._require_shared(facts)
+            self._require_shared(facts, ledger)
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         try:
             with processes.all_succeed():
@@ -673,13 +673,15 @@ class PrivateGradient:
             self._drawn_by = drawn.stream
         return drawn.step, begins, drawn.stream == self._charged_by
 
-    def _require_shared(self, facts: Mapping[str, Any]) -> None:
+    def _require_shared(self, facts: Mapping[str, Any], ledger: object) -> None:
         """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
         plan = self._plan
         parts = {"precondition": self._precondition, "filter": self._filter}
         own = {**facts, "steps": plan.steps, "seed": plan.seed, **{name: repr(part) for name, part in parts.items()}}
-        first = self._processes.broadcast_object(own)
+        first, is_given = self._processes.broadcast_object((own, ledger is not None))
         with self._processes.all_succeed():
+            if isinstance(ledger, str | os.PathLike) and not is_given:
+                raise expected("PrivateGradient", "ledger", "to be given in the first process", "a path in this one")
             self._require_same(first, own, "build one plan, and use it with the same arguments in every process")
             if plan.group_size > 1 or self._not_private:
                 condition = "to train without groups and without parts that are NOT private"

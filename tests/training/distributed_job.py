@@ -487,6 +487,31 @@ def refusals(processes: Processes, folder: Path) -> Any:
         ledger = pg.Ledger(folder / f"{uuid4()}.jsonl")
         pg.PrivateGradient(model, loss_fn, plan, processes=processes, ledger=ledger)
 
+    def other_path() -> None:
+        """A path in the last process only: the first one, which keeps the record, would have none."""
+        ledger = folder / f"{uuid4()}.jsonl" if processes.rank == processes.count - 1 else None
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, ledger=ledger)
+
+    def other_layers() -> None:
+        pg.PrivateGradient(nn.Linear(5, 3 + processes.rank), loss_fn, plan, processes=processes)
+
+    def other_frozen() -> None:
+        mine = small_model()
+        mine[0].requires_grad_(processes.rank == 0)
+        pg.PrivateGradient(mine, loss_fn, plan, processes=processes)
+
+    def fit_alone(*, rate: float = 0.1, output_dir: Path | None = None) -> None:
+        mine = sharded(small_model())
+        private_grad = pg.PrivateGradient(mine, loss_fn, plan, processes=processes)
+        optimizer = pg.optim.SGD(mine.named_parameters(), lr=rate)
+        pg.fit(private_grad, optimizer, data, output_dir=output_dir, progress=False)
+
+    def other_rates() -> None:
+        fit_alone(rate=0.1 + processes.rank)
+
+    def other_folders() -> None:
+        fit_alone(output_dir=folder / f"{uuid4()}" if processes.rank == 0 else None)
+
     def fixed() -> None:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
@@ -508,6 +533,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
     cases += [other_dimension, a_list_of_modules, computed_weight, tied_blocks, whole_over_blocks]
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
     cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
+    cases += [other_path, other_layers, other_frozen, other_rates, other_folders]
     for case in cases:
         try:
             case()

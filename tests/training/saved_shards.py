@@ -23,10 +23,14 @@ from privgrad.training.run import TrainingRun
 DATA, WIDTH = make_data(dtype=torch.float64), 300
 
 
+def untrained(width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3)).double()
+
+
 def trained(processes: Processes, folder: Path, *, steps: int, width: int = WIDTH, **numbers: Any) -> nn.Module:
     """A training to so many steps, sharded if there are several processes, with tensors in every part of its state."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3)).double()
+    model = untrained(width)
     if processes.count > 1:
         for part in (model[2], model):  # the last layer has fewer rows than four processes
             fully_shard(part, mesh=init_device_mesh("cpu", (processes.count,)))

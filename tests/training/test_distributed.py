@@ -255,6 +255,11 @@ REFUSED = {
     "cast_by_fsdp": "under torch.autocast(device, torch.bfloat16)",
     "other_record": "give PrivateGradient(..., ledger=) from the start",
     "other_ledger": "ledger to be given to the first process only",
+    "other_path": "ledger to be given in the first process, got a path",
+    "other_layers": "to be torch.float32 of shape (3,), trained, as in the first process",
+    "other_frozen": "got torch.float64 of shape (7,), not trained",
+    "other_rates": "expected optimizer lr to be the same in all processes (0.1)",
+    "other_folders": "expected output_dir to be the same in all processes (a folder)",
 }
 
 

@@ -1,12 +1,13 @@
 """Checkpoints of sharded trainings: other numbers of processes, damage, and what is never gathered."""
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from saved_shards import WIDTH, changed, resumed, shards_of, trained
+from saved_shards import WIDTH, changed, resumed, shards_of, trained, untrained
 from test_distributed import started
 from torch import Tensor
 
@@ -66,6 +67,19 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_in_all_processes(found: dict
     assert any(words in text for text, _ in told), told
     assert all(words in text or "an exception in at least one of the others" in text for text, _ in told), told
     assert [count for _, count in told] == [releases] * len(told)
+
+
+def test_whole_weights_are_published_with_the_record_of_their_shards(found: dict[str, Any], tmp_path: Path):
+    run, copy = found["folder"] / "first", tmp_path / "copy"
+    shutil.copytree(run, copy)
+    published = untrained()
+    published.load_state_dict(trained(ALONE, copy, steps=2, seed=None).state_dict())  # gathered by one process
+    said = str(pg.save(published, tmp_path / "published", ledger=run / "ledger.jsonl", delta=1e-5))
+    assert "The weights are those of the checkpoint that was written with this record." in said
+    with torch.no_grad():
+        published[2].weight[7, 3] += 1
+    with pytest.raises(pg.PrivacyError, match="model to have the weights of"):
+        pg.save(published, tmp_path / "changed", ledger=run / "ledger.jsonl", delta=1e-5)
 
 
 class Harm:

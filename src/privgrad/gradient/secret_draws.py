@@ -2,7 +2,7 @@
 
 A mask of dropout follows an example's place in the batch, and one person more moves the others to other places. So the
 masks must be secret. torch's generator on the CPU keeps 32 bits of a seed, few enough to try them all. Here it gets a
-whole secret state, of 19,968 bits. Those of numpy and Python get seeds of 256 bits, and that of a GPU one of 63.
+whole state, expanded from 256 secret bits, as numpy's does. That of Python has 256 secret bits, that of a GPU 63.
 """
 
 from collections.abc import Callable

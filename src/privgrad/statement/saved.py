@@ -19,6 +19,7 @@ from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.private_gradient import require_model
+from privgrad.processes import ALONE
 from privgrad.statement.text import About, Section, Statement, budget_statement, public_facts, statement
 from privgrad.training.checkpoint import damage_refused, read_checkpoint
 
@@ -70,6 +71,10 @@ def save(
     if getattr(model, "saves_itself", False):
         remedy = "call head.save(folder): it also writes the extractor and the statement"
         raise expected("save", "model", "to be no Head", "a Head", remedy)
+    state = model.state_dict()
+    if any(hasattr(value, "to_local") for value in state.values()):
+        remedy = "gather the weights into a whole model first: docs/guide.md, Several processes"
+        raise expected("save", "model", "to have whole tensors", "sharded ones", remedy)
     place = require_place("save", folder, overwrite=overwrite, is_own=_is_saved)
     if post_processing is not None and not post_processing.strip():
         raise expected("save", "post_processing", "to be a few words", described(post_processing))
@@ -80,10 +85,6 @@ def save(
         raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")
     origin = Section("Weights", _origin(model, records, post_processing))
     said = replace(said, sections=(*said.sections, origin))
-    state = model.state_dict()
-    if any(hasattr(value, "to_local") for value in state.values()):
-        remedy = "gather the weights into a whole model first"
-        raise expected("save", "model", "to have whole tensors", "sharded ones", remedy)
     with written_whole(place, overwrite=overwrite) as partial:
         safetensors().save_model(model, str(partial / "weights"))
         copyfile(partial / "weights", partial / WEIGHTS)  # of the usual mode: only its owner may read the first one
@@ -235,6 +236,10 @@ def _is_of(model: nn.Module, checkpoint: Path) -> bool:
     """Return whether the model has the weights, or the averaged weights, of a checkpoint of `fit`."""
     with damage_refused("save", checkpoint):
         held = read_checkpoint(checkpoint)
+        if "shards" in held:
+            from privgrad.training import shard_files  # takes as long to import as all else
+
+            held = shard_files.read(held, checkpoint, model, ALONE)
         of_average: dict[str, Tensor] = held["averaged"] or {}
         averaged = {name.removeprefix("module."): value for name, value in of_average.items()}
         averaged.pop("n_averaged", None)

@@ -130,20 +130,30 @@ class Distributed(Processes):
         return held
 
     def begin(self, model: nn.Module) -> None:
-        """Refuse wrapped models and casts, then copy the first process's weights and buffers to all processes."""
-        for path, module in named_modules(model):
-            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-                condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
-                remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
-                raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
-            # privgrad computes without FSDP's hooks, which would cast in the forward pass.
-            policy = cast(Any, module)._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
-            for name in ("param_dtype", "output_dtype") if policy else ():
-                dtype = getattr(policy, name)
-                if dtype is not None and {parameter.dtype for parameter in module.parameters()} != {dtype}:
-                    condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
-                    remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
-                    raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
+        """Refuse wrapped and different models, and casts; then copy the first process's weights and buffers to all."""
+        own = {
+            name: f"{x.dtype} of shape {tuple(x.shape)}, {'trained' if x.requires_grad else 'not trained'}"
+            for name, x in (*model.named_parameters(), *model.named_buffers())
+        }
+        first = self.broadcast_object(own)
+        with self.all_succeed():
+            for path, module in named_modules(model):
+                if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                    condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
+                    remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
+                    raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
+                # privgrad computes without FSDP's hooks, which would cast in the forward pass.
+                policy = cast(Any, module)._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
+                for name in ("param_dtype", "output_dtype") if policy else ():
+                    dtype = getattr(policy, name)
+                    if dtype is not None and {parameter.dtype for parameter in module.parameters()} != {dtype}:
+                        condition, got = "to be the dtype of the parameters", f"{dtype} at '{path}'"
+                        remedy = f"leave it out, and compute the loss under torch.autocast(device, {dtype})"
+                        raise expected("PrivateGradient", f"MixedPrecisionPolicy's {name}", condition, got, remedy)
+            for name in sorted(n for n in {**first, **own} if first.get(n) != own.get(n)):
+                condition = f"to be {first.get(name, 'absent')}, as in the first process"
+                remedy = "build the same model in every process, and freeze the same parameters"
+                raise expected("PrivateGradient", name, condition, own.get(name, "absent"), remedy)
         if self.is_sharded(model):
             self._shards = Shards(model, self._group, self._device)
         tensors = [*model.parameters(), *model.buffers()]

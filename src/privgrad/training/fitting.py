@@ -114,14 +114,20 @@ def fit(
         raise expected("fit", "save_seconds", "to be >= 0", save_seconds)
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
+    settings = private_grad.settings | {  # a run that resumes must share these
+        **settings_of("optimizer", optimizer, optimizer.settings),
+        **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
+        "ema_decay": repr(None if ema_decay is None else float(ema_decay)),
+        **({"class rates": repr(train_set.rates)} if isinstance(train_set, ClassRates) else {}),
+    }
+    own = {"output_dir": "None" if output_dir is None else "a folder", **settings}
+    first = processes.broadcast_object(own)
+    with processes.all_succeed():
+        for name in (name for name in {**first, **own} if first.get(name) != own.get(name)):
+            condition = f"to be the same in all processes ({first.get(name)})"
+            raise expected("fit", name, condition, own.get(name), "call fit with the same arguments in each")
     with _recording_beside(private_grad, checkpoint):
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
-        settings = private_grad.settings | {  # a run that resumes must share these
-            **settings_of("optimizer", optimizer, optimizer.settings),
-            **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
-            "ema_decay": repr(None if ema_decay is None else float(ema_decay)),
-            **({"class rates": repr(train_set.rates)} if isinstance(train_set, ClassRates) else {}),
-        }
         if not model.training:
             model.train()
         run = TrainingRun(private_grad, averaged, optimizer, scheduler, stop, result, checkpoint, settings)
