@@ -126,6 +126,7 @@ from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
 from privgrad.releases import release_histogram, release_mean, release_second_moment, release_sum
 from privgrad.sampling.class_rates import ClassRates
+from privgrad.sampling.loading import Examples
 from privgrad.statement.saved import load, save
 from privgrad.training import FitResult, fit
 from privgrad.training.defaults import Suggestion, suggest
@@ -136,6 +137,7 @@ from privgrad.types import Batch, NoisyGradient
 # PrivateGradient knows no more of what stands below the guarantee than it is handed here.
 Parts.engines |= {"factored": Factored, "vmap": partial(Vmap, check=require_equal_alone)}
 Parts.checks, Parts.input_maps, Parts.explanation = checks, mapped, explanation
+Examples.require_no_memory = staticmethod(checks.require_no_memory_in_collate)
 Parts.compiled = Compiled
 
 # A user's own rule is written with these. They belong to the engine, on which `gradient` does not stand.

@@ -206,7 +206,7 @@ class PrivateGradient:
         Parts.checks.note_training(model, self._ledger)
         self._make_streams()
         self._charged_by = ""  # the stream of the last charged draw
-        keep_freed_memory()
+        keep_freed_memory(unless=self._is_sharded)
         self._step = 0
         self._shares_draws = False  # in the last check of the loss
         self._due = False  # whether a number that the loss reads has changed since that check

@@ -237,11 +237,11 @@ class meanwhile:  # noqa: N801, it is called as a function is
             self._done.result()
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, unless: bool = False) -> None:
     """Let glibc keep up to 1 GiB of freed memory, unless the environment sets its thresholds."""
-    # By default it returns memory as soon as the end of the heap holds twice the largest block that was freed so far.
-    # Each step of a model of a few million parameters then spends 2 to 6 % of its time on page faults.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    # By default it returns the heap's free end, and page faults take 2 to 6 % of a step of a few million parameters.
+    # `unless`: blocks of a sharded model come and go between objects that stay; kept memory would hold several models.
+    mallopt = None if unless or sys.platform != "linux" else getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc accepts; larger blocks are always returned
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -1,5 +1,6 @@
 """State that passes leave behind: what is fitted is refused, a counter counts steps, and all else is undone."""
 
+import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
@@ -578,6 +579,31 @@ def test_a_tensor_in_a_closure_that_the_loop_writes_warns_once():
     with pytest.warns(UserWarning, match=r"queue\['keys'\] changed between two steps") as found:
         train(linear(), loss, after=lambda _, batch: queue.update(keys=batch.examples[0].mean(0)))
     assert sum("between two steps" in str(warning.message) for warning in found) == 1
+
+
+MADE: dict[str, Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "module": lambda weight: nn.CrossEntropyLoss(weight, reduction="none").double(),
+    "partial": lambda weight: partial(F.cross_entropy, weight=weight, reduction="none"),
+    "function": lambda weight: lambda output, y: F.cross_entropy(output, y, weight, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_criterion_that_the_loop_makes_of_a_batch_warns_once(kind: str, public: bool):
+    weight = torch.ones(3, dtype=torch.float64)
+    held = SimpleNamespace(criterion=MADE[kind](weight))
+
+    def made(step: int, batch: Any) -> None:
+        held.criterion = MADE[kind](weight if public else 1 + batch.examples[1].bincount(minlength=3).double())
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(linear(), lambda m, b: held.criterion(m(b[0]), b[1]), after=made)
+    texts = [str(warning.message) for warning in found if "between two steps" in str(warning.message)]
+    assert [text.split(".")[:2] for text in texts] == (
+        [] if public else [["held", "criterion changed between two steps"]]
+    )
 
 
 class Kept:

@@ -172,3 +172,38 @@ def test_a_batch_of_one_example_is_not_compared_with_an_example_of_length_zero()
     with pytest.warns(UserWarning, match="for each example by itself"):
         found = Factored(model, loss_fn)(examples)
     assert found["embed.weight"].examples == 1
+
+
+FILLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.nanmean(0),
+    "median": lambda x: x.nanmedian(0).values,
+    "first known": lambda x: torch.stack([column[~column.isnan()][:1].sum() for column in x.T]) / ~x.isnan().all(0),
+}
+
+
+def filled(fill: Callable[[Tensor], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    x = torch.where(batch[0].isnan(), fill(batch[0]), batch[0])
+    return F.binary_cross_entropy_with_logits(model(x)[:, 0], batch[1], reduction="none")
+
+
+def lacking() -> tuple[Tensor, Tensor]:
+    x, y = features(), labels(*range(0, SIZE, 2))
+    x[torch.arange(40, SIZE, 97), 3] = torch.nan
+    return x, y
+
+
+@pytest.mark.parametrize("kind", FILLS)
+def test_missing_numbers_that_the_batch_fills_in_are_refused(kind: str):
+    """Alone such a row has no loss, and a comparison with NaN is false."""
+    with pytest.raises(pg.PrivacyError, match=r"each loss to depend on its own example only|of single examples"):
+        Factored(model(), partial(filled, FILLS[kind]))(lacking())
+
+
+def test_missing_numbers_that_a_constant_fills_in_are_accepted():
+    found = Factored(model(), partial(filled, lambda x: torch.zeros_like(x[0])))(lacking())
+    assert found["weight"].examples == SIZE
+
+
+def test_rows_that_lack_a_number_are_rare():
+    x, y = lacking()
+    assert rare_rows((x, y))[0] == 40

@@ -374,6 +374,12 @@ SAMPLING = [
         "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
     ),
     Mutant(
+        "a collate that keeps a statistic",
+        lambda patch: patch.setattr(reading.Examples, "require_no_memory", lambda *_: None),
+        "test_loading.test_a_collate_that_keeps_what_it_meets_is_refused",
+        {"kind": "scaler", "workers": 0},
+    ),
+    Mutant(
         "examples of different forms that are collated together",
         lambda patch: everywhere(patch, reading.require_alike, lambda *_: None),
         "test_loading.test_one_example_of_another_form_cannot_change_the_rows_of_the_others",

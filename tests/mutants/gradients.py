@@ -1,8 +1,10 @@
 """Faults of clipping, of per-example gradients and of what the model is checked for."""
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from privgrad.engine.layers import embedding as embedding_rules
 from privgrad.gradient import factor as factors
 from privgrad.gradient import functional as batching
 from privgrad.gradient import functional as module_state
-from privgrad.gradient import novelty, secret_draws
+from privgrad.gradient import novelty, probes, secret_draws
 from privgrad.gradient import novelty as check_schedule
 from privgrad.gradient import reference as vmap
 from privgrad.gradient.factor import Dense, SideBySide
@@ -314,6 +316,11 @@ def climbs_within_a_step(patch: Patch) -> None:
 
 def the_head_of_the_batch(patch: Patch) -> None:
     everywhere(patch, audit.rows_to_check, lambda found, examples, *_: list(range(min(count_examples(examples), 3))))
+
+
+def not_finite_believed(patch: Patch) -> None:
+    blind: dict[str, Any] = {"isfinite": lambda _: True, "isnan": lambda _: False}
+    patch.setattr(audit, "math", SimpleNamespace(**vars(math) | blind))
 
 
 def checked_in_evaluation_mode(patch: Patch) -> None:
@@ -925,8 +932,7 @@ GRADIENTS = [
     Mutant(
         "no comparison with an example that is not finite",
         unchecked(audit.require_apart_from_infinite),
-        "test_self_check.test_an_example_that_is_not_finite_leaves_the_others_as_they_are",
-        {"number": float("inf")},
+        "test_self_check.test_a_finite_row_that_depends_on_infinite_rows_is_refused",
     ),
     Mutant(
         "a batch as large as another dimension taken for any other",
@@ -969,6 +975,24 @@ GRADIENTS = [
         "losses of the largest of the batch",
         unchecked(checks.require_same_losses_in_half),
         "test_self_check.test_losses_of_the_largest_of_a_batch_are_refused",
+    ),
+    Mutant(
+        "rows that lack a number taken for usual ones",
+        lambda patch: everywhere(patch, probes.rare_rows, lambda _: list[int]()),
+        "test_rare_values.test_missing_numbers_that_the_batch_fills_in_are_refused",
+        {"kind": "median"},
+    ),
+    Mutant(
+        "an example that is not finite alone left uncompared",
+        not_finite_believed,
+        "test_rare_values.test_missing_numbers_that_the_batch_fills_in_are_refused",
+        {"kind": "mean"},
+    ),
+    Mutant(
+        "a criterion that the loop makes again unseen",
+        lambda patch: patch.setattr(variables, "_tensors_of", lambda _: list[torch.Tensor]()),
+        "test_fitted_state.test_a_criterion_that_the_loop_makes_of_a_batch_warns_once",
+        {"kind": "module", "public": False},
     ),
     Mutant(
         "rare rows in all that is compared",

@@ -165,6 +165,64 @@ def test_random_augmentation_in_collate_is_refused_for_what_it_is():
     assert len(list(plan.batches(data, collate=torch.stack))) == 30  # NaN is equal to itself here
 
 
+class Scaled:
+    """A collate with an own scaler."""
+
+    def __init__(self, *, public: Any = None) -> None:
+        self.mean, self.calls, self.cache = public, 0, dict[float, float]()
+
+    def __call__(self, items: list[Any]) -> torch.Tensor:
+        x = torch.stack(items)
+        if self.mean is None:
+            self.mean = x.mean(0)
+        self.calls += 1
+        self.cache.update({float(value): float(value) for value in x[:, 0]})
+        return x - self.mean
+
+
+def keeping_a_maximum() -> Callable[[list[Any]], torch.Tensor]:
+    most = torch.zeros(3)
+
+    def scaled(items: list[Any]) -> torch.Tensor:
+        nonlocal most
+        most = torch.maximum(most, torch.stack(items).amax(0))
+        return torch.stack(items) / most
+
+    return scaled
+
+
+def growing_vocabulary(known: dict[float, int]) -> Callable[[list[Any]], torch.Tensor]:
+    def numbered(items: list[Any]) -> torch.Tensor:
+        return torch.tensor([[known.setdefault(float(word), len(known)) for word in item] for item in items])
+
+    return numbered
+
+
+KEEP: dict[str, tuple[Callable[[], Any], str]] = {
+    "scaler": (Scaled, "calls that set collate.calls, collate.mean"),
+    "maximum": (keeping_a_maximum, "calls that set most"),
+    "vocabulary": (lambda: growing_vocabulary({}), "calls that set known"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", KEEP)
+def test_a_collate_that_keeps_what_it_meets_is_refused(kind: str, workers: int):
+    data = [torch.tensor([index + 1.0, -1.0, index / 2]) for index in range(32)]
+    made, words = KEEP[kind]
+    if workers and kind != "scaler":
+        pytest.skip("a closure cannot be sent to a worker")
+    with pytest.raises(pg.SamplingError, match=f"to keep no statistic of private examples, got {words}.*public data"):
+        list(make_plan(steps=2).batches(data, collate=made(), num_workers=workers))
+
+
+def test_a_collate_of_public_numbers_may_count_and_cache():
+    data = [torch.tensor([index + 1.0, -1.0, index / 2]) for index in range(32)]
+    known = {float(x): i for i, x in enumerate(torch.stack(data).unique())}
+    for collate in (Scaled(public=torch.ones(3)), growing_vocabulary(known)):
+        assert len(list(make_plan(steps=3).batches(data, collate=collate))) == 3
+
+
 def test_a_data_loader_of_the_users_own_yields_the_plans_batches():
     plan = make_plan(seed=3)
     sampler = plan.sampler(Augmented(), start=2)

@@ -37,7 +37,12 @@ from saved_shards import resumed as resumed
 from saved_shards import saving as saving
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -500,11 +505,43 @@ def refusals(processes: Processes, folder: Path) -> Any:
         mine[0].requires_grad_(processes.rank == 0)
         pg.PrivateGradient(mine, loss_fn, plan, processes=processes)
 
-    def fit_alone(*, rate: float = 0.1, output_dir: Path | None = None) -> None:
+    def other_blocks() -> None:
+        mine, mesh = small_model(), init_device_mesh("cpu", (processes.count,))
+        if processes.rank == 0:
+            fully_shard(mine[0], mesh=mesh)
+        by_blocks(fully_shard(mine, mesh=mesh))
+
+    def sharded_later() -> None:
+        mine = small_model()
+        private_grad = pg.PrivateGradient(mine, loss_fn, plan, processes=processes)
+        sharded(mine)
+        private_grad(next(plan.batches(data, processes=processes)))
+
+    def read_outside() -> None:
+        """The root reads the weight of a block, which FSDP keeps there after the forward pass."""
+
+        def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return loss_fn(model, (batch[0] + model(batch[0]) @ model[2][0].weight @ model[0].weight, batch[1]))
+
+        mine, mesh = small_model(), init_device_mesh("cpu", (processes.count,))
+        fully_shard(mine[0], mesh=mesh, reshard_after_forward=False)
+        fully_shard(mine, mesh=mesh)
+        private_grad = pg.PrivateGradient(mine, loss, plan, processes=processes)
+        private_grad(next(plan.batches(data, processes=processes)))
+
+    def method_of_fsdp() -> None:
+        mine: Any = sharded(small_model())
+        register_fsdp_forward_method(mine, "extra_repr")
+        by_blocks(mine)
+
+    def fit_alone(*, rate: float = 0.1, output_dir: Path | None = None, **options: Any) -> None:
         mine = sharded(small_model())
         private_grad = pg.PrivateGradient(mine, loss_fn, plan, processes=processes)
         optimizer = pg.optim.SGD(mine.named_parameters(), lr=rate)
-        pg.fit(private_grad, optimizer, data, output_dir=output_dir, progress=False)
+        pg.fit(private_grad, optimizer, data, output_dir=output_dir, progress=False, **options)
+
+    def other_evaluations() -> None:
+        fit_alone(evaluate=(lambda model: {"loss": 0.0}) if processes.rank == 0 else None)
 
     def other_rates() -> None:
         fit_alone(rate=0.1 + processes.rank)
@@ -533,7 +570,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
     cases += [other_dimension, a_list_of_modules, computed_weight, tied_blocks, whole_over_blocks]
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
     cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
-    cases += [other_path, other_layers, other_frozen, other_rates, other_folders]
+    cases += [other_path, other_layers, other_frozen, other_rates, other_folders, other_evaluations, other_blocks]
+    cases += [sharded_later, read_outside, method_of_fsdp]
     for case in cases:
         try:
             case()

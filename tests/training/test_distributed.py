@@ -256,10 +256,15 @@ REFUSED = {
     "other_record": "give PrivateGradient(..., ledger=) from the start",
     "other_ledger": "ledger to be given to the first process only",
     "other_path": "ledger to be given in the first process, got a path",
-    "other_layers": "to be torch.float32 of shape (3,), trained, as in the first process",
+    "other_layers": "to be torch.float32 of shape (3,), trained, not sharded, as in the first process",
     "other_frozen": "got torch.float64 of shape (7,), not trained",
+    "other_evaluations": "expected evaluate to be the same in all processes (given)",
+    "other_blocks": "to be torch.float64 of shape (7,), trained, sharded by '0', as in the first process",
+    "sharded_later": "the model to be sharded from the start",
+    "read_outside": "to read parameters of its own block",
+    "method_of_fsdp": "to have no method of register_fsdp_forward_method, got '.extra_repr'",
     "other_rates": "expected optimizer lr to be the same in all processes (0.1)",
-    "other_folders": "expected output_dir to be the same in all processes (a folder)",
+    "other_folders": "expected output_dir to be the same in all processes (given)",
 }
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from privgrad.checks.model_and_loss import check_loss, configuration, require_supported
 from privgrad.checks.randomness import Randomness, share_draws
-from privgrad.checks.state import require_no_memory
+from privgrad.checks.state import require_no_memory, require_no_memory_in_collate
 from privgrad.checks.variables import State
 from privgrad.gradient.probes import few_of, four_of
 from privgrad.ledger.lineage import note_base, note_training, warn_if_trained
@@ -20,6 +20,7 @@ __all__ = [
     "note_base",
     "note_training",
     "require_no_memory",
+    "require_no_memory_in_collate",
     "require_supported",
     "share_draws",
     "try_batch",

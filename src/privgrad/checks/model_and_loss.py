@@ -301,7 +301,8 @@ def require_apart(
     def require_equal(together: Tensor, alike: Tensor, row: int) -> None:
         # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
         one, other = together[row], alike[row]
-        if (other - one).abs() > 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny):
+        far = 64 * torch.finfo(one.dtype).eps * (one.abs() + torch.finfo(one.dtype).tiny)
+        if (other - one).abs() > far or other.isnan() != one.isnan():  # a mean of others may fill in what is missing
             raise _depends("a loss that changes with the other examples")
 
     is_compared = randomness.draws and not randomness.numbers  # with draws, as in training
@@ -364,7 +365,8 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
     """Return whether losses of some examples alone differ from theirs among all, in double precision too."""
 
     def is_far(alone: Tensor, losses: Tensor) -> bool:
-        return bool(((alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps).any())
+        far = (alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps
+        return bool((far | (alone.isnan() != losses.isnan())).any())
 
     few = map_examples(lambda leaf: leaf[own].clone(), examples)  # a loss may read memory by places
     if not is_far(losses_on_copies(model, loss_fn, few), losses):

@@ -334,6 +334,9 @@ class _Dropout(TorchFunctionMode):
         self.states = set[bytes]()  # of torch's random streams, at each call of a function that draws or may drop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._off and func is Tensor.backward:  # it may compute a checkpointed part again
+            with self:
+                return func(*args, **(kwargs or {}))
         if self._off and func not in _DROPOUTS and func not in _WITH_DROPOUT:
             return func(*args, **(kwargs or {}))
         options, drops = dict(kwargs or {}), False

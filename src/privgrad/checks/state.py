@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from privgrad.checks.variables import Scope, Snapshot, State, amount, set_from_e
 from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import losses_on_copies, seeded
 from privgrad.gradient.probes import few_of
+from privgrad.sampling.loading import Collate, row_of, same_row, unusable
 from privgrad.types import count_examples, map_examples, part_of
 
 _MANY = 8  # passes before the one whose loss is compared, because a slow average changes little in one
@@ -86,3 +88,28 @@ def require_no_memory(model: nn.Module, loss_fn: OwnExamples, examples: Any) -> 
         why = "values from private examples are private, so the change was undone"
         warnings.warn(f"the loss changed {names}; {why}", stacklevel=2)
     return state.learn(scope, counters, rest - kept, kept)
+
+
+# Fault: a collate that fits a scaler, a largest value or a vocabulary to the first items that it meets, and keeps it.
+# Cost: two or three calls of one item; four more if a call leaves anything behind. It sees what the code of collate
+#     names, in closures, globals and objects of the user's classes, and no objects of libraries.
+# Refuses wrongly: no case is known; a counter of calls and a cache pass.
+def require_no_memory_in_collate(collate: Collate, items: Sequence[Any]) -> None:
+    """Raise SamplingError if collate makes another row of one of two items after it has met the other one."""
+    scope = Scope(nn.Module(), collate)
+    start = Snapshot(scope, (*scope.variables, *scope.attributes), copied=None)
+
+    def after(index: int, row: int) -> tuple[list[Any], set[str]]:
+        try:
+            collate([items[index]] * 2)  # one number has no deviation
+            now = Snapshot(scope, (*scope.variables, *scope.attributes), copied=None)
+            return row_of(collate([items[row]]), 0), start.changed(now)
+        finally:
+            start.undo_since(Snapshot(scope, (*scope.variables, *scope.attributes), copied=None))
+
+    for row in (0, 1):
+        (own, changed), other = after(row, row), 1 - row
+        if changed and not same_row(own, after(other, row)[0]):
+            names, remedy = sorted(changed)[:5], "fit it on public data, before the training"
+            got = ", ".join(name.replace("loss_fn", "collate", 1) for name in names)
+            raise unusable("collate", "to keep no statistic of private examples", f"calls that set {got}", remedy)

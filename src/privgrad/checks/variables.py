@@ -402,17 +402,23 @@ class State:
             ]
             changed -= {shown(x) for x, value, old in pairs if type(value) is type(old) is tuple and value[0] != old[0]}
         before, self._functions = self._functions, self._functions_now()
-        switched = not same(before, self._functions) and _codes(before) != _codes(self._functions)
+        is_other = not same(before, self._functions)
+        switched = is_other and _codes(before) != _codes(self._functions)
+        pairs = zip(chain(*self._code), before, self._functions, strict=True) if is_other else ()
+        replaced = {
+            shown(x.path) for x, old, new in pairs if old is not new and not same(_tensors_of(old), _tensors_of(new))
+        }
         if self._outside is not None:
             before = self._outside.modules
             switched |= self._outside.follow().modules is not before  # it has read them again
-        if not (changed or switched):
+        if not (changed or switched or replaced):
             return False
         self.changes += 1
         now, places = both[0].values | both[1].values, both[0].places | both[1].places
         tensors = changed & {shown(path) for path, value in now.items() if isinstance(value, tuple | Tensor)}
         due = (switched or bool(changed - tensors)) and self._credit >= 1  # a loop may set a number at every step
         self._credit -= due
+        tensors |= replaced
         if tensors - self._warned:
             # The vectors of spectral norms follow the weights.
             vectors = {id(vector) for _, _, both in structure.once(spectral_norms) for vector in both}
@@ -489,6 +495,14 @@ def amount(before: Any, after: Any) -> Any:
 def _place_of(structure: Structure) -> tuple[object, int]:
     first = next(iter(structure.trained.values()))
     return (first.device, first.dtype), first.data_ptr()
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return what a module without parameters keeps, and a function in its closure or its arguments."""
+    if isinstance(value, nn.Module):
+        return [] if any(True for _ in value.parameters()) else list(value.buffers())
+    is_function = isinstance(value, FunctionType | partial)
+    return [x.get() for x in references("", value) if isinstance(x.get(), Tensor)] if is_function else []
 
 
 def _codes(functions: Iterable[Any]) -> list[object]:

@@ -314,6 +314,9 @@ class Capture:
         unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
         path = f"{unit}[{name_of(func)}]"
         if self.record.is_learning:
+            if any(isinstance(x, Gathered) and not x.is_here for x in tensors):
+                remedy = "call fully_shard for no module in the one that reads it, or give all processes a whole model"
+                raise refused(f"'{path}'", "to read parameters of its own block", "one of another block", remedy)
             index = self.functions.count - 1
             output = func(*args, **kwargs)
             outputs = tensors_in(output)

@@ -53,12 +53,17 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
             whole = math.hypot(*(norms[place] for _, norms, _ in measured))
             found_now = ((name, changes[place], norms[place] + 0.1 * whole) for name, norms, changes in measured)
             differences += [(name, change, tolerance * scale) for name, change, scale in found_now]
-            largest = max(largest, whole if math.isfinite(whole) else 0.0)
+            if math.isfinite(whole):
+                largest = max(largest, whole)
+                continue
+            row = torch.tensor(some[place : place + 1])
+            if all(factor[row].norms().isfinite().all() for factor in factors.values()):  # such as a mean of the batch
+                differences.append((measured[0][0], math.inf, 0.0))  # that fills in what the example lacks
     # Terms that cancel leave rounding errors where the gradient is zero; in double precision these are small.
     rounding = 64 * torch.finfo(torch.float64).eps * largest
     for name, change, allowed in differences:
-        # The comparison is false if values are not finite: such an example contributes zero anyway.
-        if change > allowed + rounding:
+        # An example that is not finite alone contributes zero, if it is not finite among the others either.
+        if change > allowed + rounding or (math.isnan(change) and math.isfinite(allowed)):
             remedy = (  # the losses are apart, so each example alone gives the right gradients
                 f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
                 "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"

@@ -77,7 +77,7 @@ def leading_rows(examples: Any, most: int, novel: Sequence[int] = ()) -> list[in
 
 
 def rare_rows(examples: Any) -> list[int]:
-    """Return the first row of each value of a label but the most frequent, the rarest value first.
+    """Return the first row of each value of a label but the most frequent, and of missing numbers, the rarest first.
 
     A loss with weights of classes may mix the examples of a rare class only, so the checks need one of them. Labels are
     the columns of tensors of shape (n,) or (n, ...) with at most COLUMNS columns, which hold integers of any dtype. A
@@ -92,6 +92,8 @@ def rare_rows(examples: Any) -> list[int]:
             continue
         columns = leaf.detach().reshape(size, leaf.numel() // size).cpu()
         if columns.is_floating_point() and not columns.double().equal(columns.double().round()):
+            lacking = (~columns.isfinite()).any(1).nonzero().flatten()
+            found += [(len(lacking), int(lacking[0]))] if 0 < len(lacking) < size else []
             continue
         numbers = columns.long().numpy()
         order = numbers.argsort(0, kind="stable")

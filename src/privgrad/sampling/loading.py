@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -126,11 +126,11 @@ def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
     if count_examples(examples) != len(items):  # both numbers are private
         raise unusable("collate", "to return one row per example", "a different number of rows")
     for index, item in enumerate(items[:2]):  # a check, not a proof
-        alone = _row(collate([item]), 0)
-        if _same(_row(examples, index), alone):
+        alone = row_of(collate([item]), 0)
+        if same_row(row_of(examples, index), alone):
             continue
         got, remedy = "rows that depend on other examples", "pad to a public length, not to the longest of the batch"
-        if not all(_same(_row(collate([item]), 0), alone) for _ in range(_REPEATS)):
+        if not all(same_row(row_of(collate([item]), 0), alone) for _ in range(_REPEATS)):
             remedy = "augment in __getitem__, from that item alone, or by augmentation.multiplicity with views >= 2"
             got = "rows that change from call to call"
         raise unusable("collate", "to return rows that depend on their own example only", got, remedy)
@@ -142,11 +142,12 @@ def _size(example: Any) -> int:
     return sum(size if isinstance(size, int) else math.prod(size) for size in sized)
 
 
-def _row(examples: Any, index: int) -> list[Any]:
+def row_of(examples: Any, index: int) -> list[Any]:
+    """Return the leaves of one row."""
     return tree_leaves(map_examples(itemgetter(index), examples))
 
 
-def _same(one: list[Any], other: list[Any]) -> bool:
+def same_row(one: list[Any], other: list[Any]) -> bool:
     """Return whether two rows have equal tensors; NaN equals NaN."""
     return len(one) == len(other) and all(
         a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -175,6 +176,8 @@ class Examples(Dataset[Batch]):
         places, so to anyone else each example has numbers of its own: docs/mathematics.md, section 0. The key gives
         each generator 256 secret bits or more, because seeds of 32 bits could be tried.
     """
+
+    require_no_memory: ClassVar[Any]  # of privgrad.checks, on which nothing here stands
 
     def __init__(self, dataset: Data, collate: Collate | None) -> None:
         self._data, self._collate = cast("Sequence[Any]", dataset), collate
@@ -215,6 +218,8 @@ class Examples(Dataset[Batch]):
                 if time.monotonic() > end:
                     break
             pair = np.array([min(sizes)[1], max(sizes)[1]])
+            if self._collate is not None:
+                self.require_no_memory(self._collate, [item(self._data, int(index)) for index in pair])
             self.take(pair)
         except PrivacyError:
             raise

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,7 @@ class Distributed(Processes):
         if not on_gpu:
             _let_gloo_finish()
         self._shards: Shards | None = None  # of the last model
+        self._whole = WeakSet[nn.Module]()  # models that were not sharded at first
 
     @contextmanager
     def all_succeed(self, *, step: int = 0, weights: Sequence[float] = ()) -> Generator[None]:
@@ -130,11 +132,16 @@ class Distributed(Processes):
         return held
 
     def begin(self, model: nn.Module) -> None:
-        """Refuse wrapped and different models, and casts; then copy the first process's weights and buffers to all."""
-        own = {
-            name: f"{x.dtype} of shape {tuple(x.shape)}, {'trained' if x.requires_grad else 'not trained'}"
-            for name, x in (*model.named_parameters(), *model.named_buffers())
-        }
+        """Refuse wrapped and different models, and casts; then copy the first process's whole weights to all."""
+        blocks = [path for path, module in named_modules(model) if isinstance(module, FSDPModule)]
+
+        def described(name: str, x: Tensor) -> str:
+            above = [path for path in blocks if path in ("", name) or name.startswith(f"{path}.")]
+            kind = f"sharded by '{max(above, key=len)}'" if isinstance(x, DTensor) and above else "not sharded"
+            trained = "trained" if x.requires_grad else "not trained"
+            return f"{x.dtype} of shape {tuple(x.shape)}, {trained}, {kind}"
+
+        own = {name: described(name, x) for name, x in (*model.named_parameters(), *model.named_buffers())}
         first = self.broadcast_object(own)
         with self.all_succeed():
             for path, module in named_modules(model):
@@ -156,6 +163,8 @@ class Distributed(Processes):
                 raise expected("PrivateGradient", name, condition, own.get(name, "absent"), remedy)
         if self.is_sharded(model):
             self._shards = Shards(model, self._group, self._device)
+        else:
+            self._whole.add(model)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
 
@@ -170,6 +179,9 @@ class Distributed(Processes):
     def opened(self, model: nn.Module) -> AbstractContextManager[object]:
         if not self.is_sharded(model):
             return nullcontext()
+        if model in self._whole:
+            remedy = "call fully_shard before PrivateGradient and the optimizer are made"
+            raise expected("PrivateGradient", "the model", "to be sharded from the start", "one sharded since", remedy)
         if self._shards is None or not self._shards.are_of(model):
             self._shards = Shards(model, self._group, self._device)
         return self._shards.opened()

@@ -120,7 +120,9 @@ def fit(
         "ema_decay": repr(None if ema_decay is None else float(ema_decay)),
         **({"class rates": repr(train_set.rates)} if isinstance(train_set, ClassRates) else {}),
     }
-    own = {"output_dir": "None" if output_dir is None else "a folder", **settings}
+    given = {"output_dir": output_dir, "evaluate": evaluate}
+    own = {name: "None" if value is None else "given" for name, value in given.items()}
+    own |= {"num_evaluations": repr(num_evaluations), "stop": repr(stop), **settings}
     first = processes.broadcast_object(own)
     with processes.all_succeed():
         for name in (name for name in {**first, **own} if first.get(name) != own.get(name)):

@@ -289,11 +289,12 @@ class TrainingRun:
         }
         if self.processes.is_sharded(self.model):
             state = _shard_files().write(state, self.checkpoint, self.processes)
-        if self.processes.rank == 0:
-            write_checkpoint(state, self.checkpoint)
-            for folder in self.checkpoint.parent.glob(f"{self.checkpoint.stem}-shards-*"):  # of earlier checkpoints
-                if folder.name != state.get("shards", {}).get("folder"):
-                    shutil.rmtree(folder, ignore_errors=True)
+        with self.processes.all_succeed():
+            if self.processes.rank == 0:
+                write_checkpoint(state, self.checkpoint)
+                for folder in self.checkpoint.parent.glob(f"{self.checkpoint.stem}-shards-*"):  # of earlier checkpoints
+                    if folder.name != state.get("shards", {}).get("folder"):
+                        shutil.rmtree(folder, ignore_errors=True)
         self.saved_at = time.monotonic()
 
     def save_after(self, error: BaseException) -> None:

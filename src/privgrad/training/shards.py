@@ -24,6 +24,7 @@ A parameter that is used in two blocks stays in memory for the step, as the para
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -247,6 +248,11 @@ class Shards:
         whole, seen = "give Distributed a whole model", dict[object, str]()
         for path, module in self._modules:
             state = module._get_fsdp_state()
+            own = cast("dict[str, Any]", vars(module))
+            codes: dict[str, Any] = {n: x.__func__.__code__ for n, x in own.items() if isinstance(x, MethodType)}
+            for name in (n for n, code in codes.items() if code.co_qualname.startswith("register_fsdp_forward_method")):
+                remedy = "call the module itself, or give all processes a whole model"
+                yield "to have no method of register_fsdp_forward_method", f"'{path}.{name}'", remedy
             if len(state._modules) > 1:
                 condition, remedy = (
                     "to have one module in each call of fully_shard",
