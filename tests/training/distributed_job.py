@@ -517,6 +517,13 @@ def refusals(processes: Processes, folder: Path) -> Any:
         sharded(mine)
         private_grad(next(plan.batches(data, processes=processes)))
 
+    def sharded_anew() -> None:
+        """Legitimate: a whole model is sharded for another training."""
+        mine = small_model()
+        by_blocks(mine)
+        private_grad = pg.PrivateGradient(sharded(mine), loss_fn, plan, processes=processes)
+        private_grad(next(plan.batches(data, processes=processes)))
+
     def read_outside() -> None:
         """The root reads the weight of a block, which FSDP keeps there after the forward pass."""
 
@@ -571,7 +578,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]
     cases += [averaged_in_one, frozen, cast_by_fsdp, same_dtype_of_fsdp, autocast_of_fsdp, other_record, other_ledger]
     cases += [other_path, other_layers, other_frozen, other_rates, other_folders, other_evaluations, other_blocks]
-    cases += [sharded_later, read_outside, method_of_fsdp]
+    cases += [sharded_later, sharded_anew, read_outside, method_of_fsdp]
     for case in cases:
         try:
             case()

@@ -281,7 +281,9 @@ def test_a_data_set_that_changes_its_items_by_chance_is_the_same_everywhere(toge
     assert {said["changing"] for said in together[1]["refusals"]} == {"nothing"}
 
 
-@pytest.mark.parametrize("case", ["averaged_in_one", "frozen", "same_dtype_of_fsdp", "autocast_of_fsdp"])
+@pytest.mark.parametrize(
+    "case", ["averaged_in_one", "frozen", "same_dtype_of_fsdp", "autocast_of_fsdp", "sharded_anew"]
+)
 def test_what_leaves_the_models_alike_is_accepted(together: tuple[int, dict[str, Any]], case: str):
     assert {said[case] for said in together[1]["refusals"]} == {"nothing"}
 

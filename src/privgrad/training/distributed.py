@@ -163,6 +163,7 @@ class Distributed(Processes):
                 raise expected("PrivateGradient", name, condition, own.get(name, "absent"), remedy)
         if self.is_sharded(model):
             self._shards = Shards(model, self._group, self._device)
+            self._whole.discard(model)
         else:
             self._whole.add(model)
         tensors = [*model.parameters(), *model.buffers()]
