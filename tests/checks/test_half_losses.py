@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import privgrad as pg
-from privgrad.checks.model_and_loss import check_loss
+from privgrad.checks.model_and_loss import check_loss, require_same_losses_in_half
+from privgrad.checks.randomness import Randomness
 from privgrad.types import LossFunction
 
 
@@ -108,3 +109,27 @@ class Insists(Centered):
 def test_a_model_that_insists_on_half_precision_is_compared_in_it_alone(raises: bool):
     torch.manual_seed(0)
     check_loss(Insists(raises=raises).bfloat16(), losses, examples())
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_half_of_a_batch_is_compared_without_a_graph(differentiates: bool):
+    seen = list[tuple[int, bool]]()
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 1).double(), torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 1).double()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        seen.append((len(batch[0]), torch.is_grad_enabled()))
+        if not differentiates:
+            return (model(batch[0]) - batch[1]).square()[:, 0]
+        at = batch[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+        return slope.square().sum(1) + (model(batch[0]) - batch[1]).square()[:, 0]
+
+    require_same_losses_in_half(model, loss_fn, (x, y), Randomness())
+    assert [graph for size, graph in seen if size == 16] == ([False, True] * 2 if differentiates else [False] * 2)
+
+    def mixing(model: nn.Module, batch: Any) -> Tensor:
+        return loss_fn(model, batch) + batch[0].mean()
+
+    with pytest.raises(pg.PrivacyError, match="the second half of the batch"):
+        require_same_losses_in_half(model, mixing, (x, y), Randomness())
