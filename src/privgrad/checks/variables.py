@@ -404,9 +404,9 @@ class State:
         before, self._functions = self._functions, self._functions_now()
         is_other = not same(before, self._functions)
         switched = is_other and _codes(before) != _codes(self._functions)
-        pairs = zip(chain(*self._code), before, self._functions, strict=True) if is_other else ()
+        at = zip(chain(*self._code), before, self._functions, strict=True) if is_other else ()
         replaced = {
-            shown(x.path) for x, old, new in pairs if old is not new and not same(_tensors_of(old), _tensors_of(new))
+            shown(x.path) for x, old, new in at if old is not new and not same(_tensors_of(old), _tensors_of(new))
         }
         if self._outside is not None:
             before = self._outside.modules
