@@ -4,19 +4,20 @@ import random
 from collections.abc import Callable, Iterator
 from random import choice
 from random import random as imported_coin
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
 from privgrad.checks.model_and_loss import check_loss
-from privgrad.checks.randomness import constant_draws, find_randomness
+from privgrad.checks.randomness import Randomness, constant_draws, find_randomness, without_randomness
 from privgrad.engine.factored import Factored
 from privgrad.gradient.functional import seeded, streams_kept
 
@@ -317,3 +318,10 @@ def test_constants_leave_the_modules_and_the_streams_as_they_were():
     assert max(drawn) <= LOW
     assert (dict(vars(random)), dict(vars(np.random)), random.getstate()) == before[:3]
     assert torch.equal(torch.get_rng_state(), before[3])
+
+
+def test_a_part_that_is_computed_again_drops_nothing_either():
+    x = torch.ones(64, requires_grad=True)
+    with without_randomness(nn.Dropout(), Randomness(draws=True), 0.5):
+        cast(Tensor, checkpoint(F.dropout, x, use_reentrant=False)).sum().backward(inputs=[x])
+    assert cast(Tensor, x.grad).eq(1).all()

@@ -334,9 +334,11 @@ class _Dropout(TorchFunctionMode):
         self.states = set[bytes]()  # of torch's random streams, at each call of a function that draws or may drop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._off and func is Tensor.backward:  # it may compute a checkpointed part again
+        if self._off and func is Tensor.backward:  # it may compute a checkpointed part again, in this mode too
+            given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False))
+            given |= kwargs or {}
             with self:
-                return func(*args, **(kwargs or {}))
+                return torch.autograd.backward(args[0], given.pop("gradient", None), **given)
         if self._off and func not in _DROPOUTS and func not in _WITH_DROPOUT:
             return func(*args, **(kwargs or {}))
         options, drops = dict(kwargs or {}), False

@@ -182,7 +182,9 @@ class Distributed(Processes):
             return nullcontext()
         if model in self._whole:
             remedy = "call fully_shard before PrivateGradient and the optimizer are made"
-            raise expected("PrivateGradient", "the model", "to be sharded from the start", "one sharded since", remedy)
+            raise expected(
+                "PrivateGradient", "the model", "to be sharded from the start", "a model that was whole", remedy
+            )
         if self._shards is None or not self._shards.are_of(model):
             self._shards = Shards(model, self._group, self._device)
         return self._shards.opened()
