@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 776,  # visible repeats, extremes tried first, names of parts
         "statement": 793,  # what each gradient was released with; weights against a checkpoint in shards
-        "training": 2204,  # shards of a model, by block and in files of a checkpoint; what processes must have alike
+        "training": 2205,  # shards of a model, by block and in files of a checkpoint; what processes must have alike
     },
     "privgrad_lab": {"(root)": 3826, "cli": 619, "data": 1943, "models": 319, "papers": 857, "report": 1223},
 }

@@ -260,7 +260,7 @@ REFUSED = {
     "other_frozen": "got torch.float64 of shape (7,), not trained",
     "other_evaluations": "expected evaluate to be the same in all processes (given)",
     "other_blocks": "to be torch.float64 of shape (7,), trained, sharded by '0', as in the first process",
-    "sharded_later": "the model to be sharded from the start",
+    "sharded_later": "fully_shard to be called before it and the optimizer are made",
     "read_outside": "to read parameters of its own block",
     "method_of_fsdp": "to have no method of register_fsdp_forward_method, got '.extra_repr'",
     "other_rates": "expected optimizer lr to be the same in all processes (0.1)",

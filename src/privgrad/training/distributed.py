@@ -181,9 +181,8 @@ class Distributed(Processes):
         if not self.is_sharded(model):
             return nullcontext()
         if model in self._whole:
-            remedy = "call fully_shard before PrivateGradient and the optimizer are made"
             raise expected(
-                "PrivateGradient", "the model", "to be sharded from the start", "a model that was whole", remedy
+                "PrivateGradient", "fully_shard", "to be called before it and the optimizer are made", "later"
             )
         if self._shards is None or not self._shards.are_of(model):
             self._shards = Shards(model, self._group, self._device)
