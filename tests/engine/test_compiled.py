@@ -172,6 +172,7 @@ def test_equals_the_engine_beside(options: dict[str, Any]) -> None:
     both(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns of itself
 def test_equals_the_engine_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks of dropout are the same, too."""
