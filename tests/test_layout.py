@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3534,  # shards: sums, noise and attempts of several processes; what parts refuse; mappings as batches
         "accounting": 884,  # steps of a number of epochs
         "audit": 832,
-        "checks": 1702,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
+        "checks": 1707,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
         "cli": 535,  # calibrate takes epochs and a batch size
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1456,  # categories as pandas writes them, 1.0 and True

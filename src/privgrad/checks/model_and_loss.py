@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import TopLevelTracedModule  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
@@ -370,7 +371,7 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
         return bool((far | (alone.isnan() != losses.isnan())).any())
 
     few = map_examples(lambda leaf: leaf[own].clone(), examples)  # a loss may read memory by places
-    with suppress(Exception), torch.no_grad():  # a graph of half a batch takes half of a step's memory
+    with suppress(Exception), saved_tensors_hooks(_forgotten, _forgotten):
         if not is_far(losses_on_copies(model, loss_fn, few), losses):
             return False
     if not is_far(losses_on_copies(model, loss_fn, few), losses):  # such as a loss that differentiates
@@ -381,6 +382,10 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
         return is_far(alone, together[own][: len(losses)])
     except Exception:  # for instance a loss that accepts single precision only
         return True
+
+
+def _forgotten(_: object) -> Any:
+    """Keep nothing for a backward pass: of half a batch, it would take half of a step's memory."""
 
 
 def _depends(got: str) -> PrivacyError:
