@@ -337,7 +337,7 @@ def require_apart(
 
 # Fault: a loss that ranks the batch, keeps its largest values, or counts others otherwise where a rare row is among
 #     them, which a few examples may not show.
-# Cost: 3 forward passes of at most 64 examples, 1 if the losses are known; 6 with other draws than those of dropout.
+# Cost: 3 passes of <= 64 examples, 1 if losses are known, 6 with draws but dropout's; 5, 2, 10 if they differentiate.
 # Refuses wrongly: no case is known.
 @in_float32_too
 def require_same_losses_in_half(
