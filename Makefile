@@ -81,8 +81,9 @@ rounding: $(VENV)/installed
 	done
 
 slow: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --group ray
+	$(BIN)/python -m pip install --quiet --group ray --group quantized
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest tests/engine/test_adapters.py # some need a quantized base
 
 zoo: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group torch --group zoo
