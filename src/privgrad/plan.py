@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
-from privgrad.accounting.mechanisms import Release, mechanisms_of, most_participations, rate_in_group
+from privgrad.accounting.mechanisms import Release, mechanisms_of, most_participations, rate_in_group, whole_epochs
 from privgrad.errors import (
     described,
     expected,
@@ -57,10 +58,13 @@ class PrivacyPlan:
         num_examples: n >= 1, the public size of the data set.
         delta: in (0, 1). None: pass it to each call of `epsilon` instead.
         target_epsilon: the epsilon that the noise was calibrated for, or None. A record only.
-        sampling: "poisson"; "truncated" for Poisson samples of at most max_batch_size examples, padded to that size; or
+        sampling: "poisson"; "truncated" for Poisson samples of at most max_batch_size examples, padded to that size;
+            "epochs" for epochs of t steps, where each example is in `participations` of them, drawn for it alone; or
             "fixed" for shuffled batches of one size. No accountant covers "fixed".
         max_batch_size: for "truncated" only: the number of rows of each batch, public. ceil(B + 6 sqrt(B)) costs next
             to nothing; less costs more noise.
+        participations: for "epochs" only: k >= 1, the number of steps of an epoch that each example is in. An epoch has
+            t = k / sample_rate steps, and the plan a whole number of epochs.
         seed: None for the operating system's entropy. An integer makes the run reproducible and its noise
             predictable, which voids the privacy guarantee: for research only.
         group_size: k >= 1, a divisor of B. The mean gradient of each k examples is clipped as one gradient. For
@@ -95,6 +99,7 @@ class PrivacyPlan:
     target_epsilon: float | None = None
     sampling: SamplingScheme = "poisson"
     max_batch_size: int | None = None
+    participations: int = 1
     seed: int | None = None
     group_size: int = 1
     noise_on_grid: bool = False
@@ -132,6 +137,7 @@ class PrivacyPlan:
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
         # All examples of a user are clipped as one anyway.
+        self._require_epochs()
         if self.group_size > 1 and (self.privacy_unit == "user" or self.sampling == "truncated"):
             condition = "to be 1 for privacy_unit 'user' and for truncated batches"
             raise expected(function, "group_size", condition, self.group_size)
@@ -159,6 +165,23 @@ class PrivacyPlan:
         if self.simulates is not None:
             _require_scaled(self, self.simulates)
 
+    def _require_epochs(self) -> None:
+        """Raise PrivacyError unless the plan has whole epochs, or no number of participations."""
+        function, chosen = "PrivacyPlan", self.participations
+        require_integer(function, "participations", chosen, 1)
+        if self.sampling != "epochs":
+            if chosen != 1:
+                raise expected(function, "participations", 'to be 1 unless sampling is "epochs"', chosen)
+            return
+        steps = self.epoch_steps
+        if not math.isclose(self.sample_rate, chosen / steps, rel_tol=1e-12):
+            remedy = f"give {chosen / steps!r}, for epochs of {steps} steps, or use for_budget"
+            condition = f"to be {chosen} / t for a whole number of steps t"
+            raise expected(function, "sample_rate", condition, self.sample_rate, remedy)
+        if self.steps % steps:
+            remedy = f"give {whole_epochs(self.steps, steps)}; an epoch that was begun costs as much as a whole one"
+            raise expected(function, "steps", f"to be whole epochs of {steps} steps", self.steps, remedy)
+
     @classmethod
     def for_budget(
         cls,
@@ -173,6 +196,7 @@ class PrivacyPlan:
         epochs: float | None = None,
         sampling: SamplingScheme = "poisson",
         max_batch_size: int | None = None,
+        participations: int = 1,
         seed: int | None = None,
         group_size: int = 1,
         noise_on_grid: bool = False,
@@ -207,7 +231,11 @@ class PrivacyPlan:
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
         _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
-        steps = steps_of(function, steps, epochs, expected_batch_size / num_examples)
+        sample_rate = expected_batch_size / num_examples
+        if sampling == "epochs":
+            require_integer(function, "participations", participations, 1)
+            sample_rate = participations / max(participations, round(participations / sample_rate))
+        steps = steps_of(function, steps, epochs, sample_rate / participations)
         require_integer(function, "steps", steps, 1)
         if sampling == "fixed":  # the error of the ledger
             mechanisms_of(function, [Release(0.0, 1.0, sampling)], assume_poisson=assume_poisson)
@@ -224,13 +252,14 @@ class PrivacyPlan:
                     "nothing",
                     stacklevel=2,
                 )
-        sample_rate = expected_batch_size / num_examples
 
         def sigma_for(bands: int) -> float:
             """Return sigma for a number of bands: ceil(T / b) draws of each person at the rate b q."""
             own = Release(0.0, rate_in_group(sample_rate, bands), count=most_participations(steps, bands))
             if largest is not None:
                 own = replace(own, scheme="truncated", max_batch_size=largest, num_examples=num_examples)
+            if sampling == "epochs":
+                own = replace(own, scheme="epochs", epoch_steps=round(participations / sample_rate))
             return calibrate(
                 lambda sigma: [replace(own, noise_multiplier=sigma)], target_epsilon=target_epsilon, delta=delta
             )
@@ -247,6 +276,7 @@ class PrivacyPlan:
             target_epsilon=target_epsilon,
             sampling=sampling,
             max_batch_size=max_batch_size,
+            participations=participations,
             seed=seed,
             group_size=group_size,
             noise_on_grid=noise_on_grid,
@@ -396,6 +426,7 @@ class PrivacyPlan:
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         collate_fn: Collate | None = None,
+        epoch_key: Path | None = None,
         **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
@@ -412,11 +443,17 @@ class PrivacyPlan:
         refuse_habits(habits)
         if collate_fn is not None:
             collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
-        sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
+        sampler = self.sampler(dataset, start=start, collate=collate, processes=processes, epoch_key=epoch_key)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
     def sampler(
-        self, dataset: Data, *, start: int = 0, collate: Collate | None = None, processes: Processes = ALONE
+        self,
+        dataset: Data,
+        *,
+        start: int = 0,
+        collate: Collate | None = None,
+        processes: Processes = ALONE,
+        epoch_key: Path | None = None,
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
@@ -438,6 +475,8 @@ class PrivacyPlan:
             privacy_unit=self.privacy_unit,
             bands=self.bands,
             max_batch_size=self.max_batch_size,
+            epoch_steps=self.release.epoch_steps,
+            epoch_key=epoch_key,
         )
 
     @property
@@ -497,20 +536,26 @@ class PrivacyPlan:
 
     @property
     def epoch_steps(self) -> int:
-        """The number of steps that draw each example once on average. A plan that simulates another has its number."""
+        """The number of steps that draw each example `participations` times on average, or exactly with "epochs".
+
+        A plan that simulates another has its number.
+        """
         plan = self if self.simulates is None else self.simulates
-        return max(1, round(1 / plan.sample_rate))
+        return max(1, round(plan.participations / plan.sample_rate))
 
     @property
     def release(self) -> Release:
         """The release that one step charges to the ledger; one without noise if the plan simulates another."""
         charged = self.noise_multiplier if self.simulates is None else 0.0  # then every epsilon is infinite
         examples = None if self.max_batch_size is None else self.num_examples
-        return Release(charged, self.group_rate, self.sampling, 1, self.max_batch_size, examples)
+        epoch = self.epoch_steps if self.sampling == "epochs" else None
+        return Release(charged, self.group_rate, self.sampling, 1, self.max_batch_size, examples, epoch)
 
     def release_of(self, steps: int) -> Release:
-        """Return the releases in which one person may take part in so many steps."""
-        return replace(self.release, count=most_participations(steps, self.bands))
+        """Return the releases in which one person may take part in so many steps, or in the epochs that they begin."""
+        epoch = self.release.epoch_steps
+        count = most_participations(steps, self.bands) if epoch is None else whole_epochs(steps, epoch)
+        return replace(self.release, count=count)
 
     @property
     def public_facts(self) -> dict[str, Any]:
@@ -527,6 +572,7 @@ class PrivacyPlan:
             "sample_rate": self.group_rate,
             "expected_batch_size": self.expected_batch_size,
             "max_batch_size": self.max_batch_size,
+            "epoch_steps": self.release.epoch_steps,
             "noise_multiplier": self.release.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
@@ -588,6 +634,8 @@ def _numbers_at(plan: PrivacyPlan, batch_size: int, num_examples: int) -> dict[s
         "noise_multiplier": plan.noise_multiplier * share,  # sigma C / B stays
         "max_batch_size": None if largest is None else min(num_examples, math.ceil(largest * share)),
         "target_epsilon": None,
+        "sampling": "poisson" if plan.sampling == "epochs" else plan.sampling,
+        "participations": 1,
         "simulates": plan,
     }
 

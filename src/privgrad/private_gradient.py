@@ -180,6 +180,7 @@ class PrivateGradient:
             "bands": plan.bands,
             "max_batch_size": plan.max_batch_size,
             "num_examples": plan.num_examples if plan.sampling == "truncated" else None,
+            "epoch_steps": plan.release.epoch_steps,
             "rank": processes.rank,
             "processes": processes.count,
         }

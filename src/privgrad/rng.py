@@ -125,7 +125,7 @@ class RandomSource:
 
     def stream(self, name: str) -> "Stream":
         """Return the stream with this name. Equal (root, name) give equal streams; all others are independent."""
-        # All names in the library: noise, dropout, groups (private_gradient); sampling, truncation, bands,
+        # All names in the library: noise, dropout, groups (private_gradient); sampling, truncation, bands, epochs,
         # augmentation, workers (sampling); repetitions (accounting/selection); function and name of a release
         # (releases). No two uses share a name of one root.
         return Stream(derived_key(self._root, name))
@@ -161,13 +161,17 @@ class Stream:
         self._require_own_process()
         return self._key
 
-    def uint64(self, step: int, count: int) -> np.ndarray:
+    def uint64(self, step: int, count: int, first: int = 0) -> np.ndarray:
         """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
+
+        They are those from number `first` >= 0 of the step on, so that whoever needs a part draws that part alone.
 
         In one step, draw either integers or normals from a stream: both start at the step's first counter. In the
         library, normals come from the stream "noise" and from those of `releases` alone, and no integers do.
         """
-        return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
+        before = first % 2  # a counter has two words
+        words = self._key_stream(step, first // 2).update(bytes(8 * (before + count)))
+        return np.frombuffer(words, dtype=np.uint64)[before:]
 
     def key(self, step: int, size: int) -> bytes:
         """Return a key of up to 64 secret bytes for one step, independent of all that the stream draws."""

@@ -14,8 +14,8 @@ from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_f
 
 from privgrad.errors import PrivacyError, described, expected
 
-SamplingScheme = Literal["poisson", "truncated", "fixed"]
-COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated")  # schemes that an accountant covers
+SamplingScheme = Literal["poisson", "truncated", "epochs", "fixed"]
+COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated", "epochs")  # schemes that an accountant covers
 PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"  # the source of features that it whitens
 PrivacyUnit = Literal["example", "user"]
 LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
@@ -29,7 +29,8 @@ class Sampling:
 
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate), "truncated" (the same, and then at
-            most max_batch_size of them) or "fixed" (shuffled, fixed size; no accountant covers it).
+            most max_batch_size of them), "epochs" (every example in as many steps of each epoch) or "fixed" (shuffled,
+            fixed size; no accountant covers it).
         sample_rate: q, in (0, 1]; with bands, of the people in the group of this step.
         expected_batch_size: B, the divisor of the clipped sum.
         step: index of the batch in its stream, from 0.
@@ -41,6 +42,7 @@ class Sampling:
         bands: b, the number of groups that take turns: step t draws from group t mod b. 1: all are one group.
         max_batch_size: for "truncated", the number of rows of each batch; None for other schemes.
         num_examples: for "truncated", the size of the data that the cost depends on; None for other schemes.
+        epoch_steps: for "epochs", the number of steps of an epoch; None for other schemes.
     """
 
     scheme: SamplingScheme
@@ -54,6 +56,7 @@ class Sampling:
     bands: int = 1
     max_batch_size: int | None = None
     num_examples: int | None = None
+    epoch_steps: int | None = None
 
     @property
     def draw(self) -> str:

@@ -32,9 +32,9 @@ def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
     if not mechanisms:
         return alpha
     has_selection = any(isinstance(one, Selection) for one in mechanisms)
-    if _lacks_noise(mechanisms) or (has_selection and _is_truncated(mechanisms)):
+    if _lacks_noise(mechanisms) or (has_selection and _is_by_pld_alone(mechanisms)):
         return 1.0
-    by_pld = pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=1e-3)
+    by_pld = _by_pld(mechanisms, 1e-3)
     by_rdp = rdp.RdpAccountant(RDP_ORDERS, _NEIGHBORS)
     if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
         return 1.0
@@ -56,8 +56,8 @@ def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str)
     is_coarse = accountant.startswith("coarse")
     orders = _COARSE_ORDERS if is_coarse else RDP_ORDERS
     has_selection = any(isinstance(one, Selection) for one in mechanisms)
-    truncated = _is_truncated(mechanisms)
-    if truncated and (accountant == "rdp" or has_selection):
+    is_by_pld_alone = _is_by_pld_alone(mechanisms)
+    if is_by_pld_alone and (accountant == "rdp" or has_selection):
         return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
     # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
     by_rdp = _compose(rdp.RdpAccountant(orders, _NEIGHBORS), tuple(map(_untruncated, mechanisms)), delta)
@@ -67,8 +67,8 @@ def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str)
     finest = 1e-3 if is_coarse else 1e-4
     interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
     # Any interval gives an upper bound: the discretization is pessimistic. The smaller of two is one.
-    by_pld = _compose(pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=interval), mechanisms, delta)
-    return by_pld if truncated else min(by_rdp, by_pld)
+    by_pld = _compose(_by_pld(mechanisms, interval), mechanisms, delta)
+    return by_pld if is_by_pld_alone else min(by_rdp, by_pld)
 
 
 def _compose(
@@ -79,7 +79,7 @@ def _compose(
     logger.addFilter(_is_worth_telling)
     try:
         for mechanism in mechanisms:
-            accountant.compose(_event(mechanism), mechanism.count)
+            accountant.compose(_event(mechanism), mechanism.count // _steps_of(mechanism))
         if isinstance(accountant, rdp.RdpAccountant):
             costs = _safe_costs(accountant, mechanisms)
             if (costs != accountant.rdp).any():
@@ -104,7 +104,7 @@ def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
 def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
     """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
     accountant, one = rdp.RdpAccountant(orders, _NEIGHBORS), (mechanism,)
-    if _is_truncated(one) or _lacks_noise(one) or not math.isfinite(_compose(accountant, one, 1e-6)):
+    if _is_by_pld_alone(one) or _lacks_noise(one) or not math.isfinite(_compose(accountant, one, 1e-6)):
         return (math.inf,) * len(orders)
     return tuple(_safe_costs(accountant, one).tolist())
 
@@ -115,7 +115,7 @@ def epsilon_at(order: float, cost: float, delta: float) -> float:
 
 
 def _event(mechanism: Mechanism) -> dp_accounting.DpEvent:
-    """Return one of the releases, not its count, in dp_accounting's form."""
+    """Return one of the releases, or of the epochs, not its count, in dp_accounting's form."""
     if isinstance(mechanism, Selection):
         events = [dp_accounting.SelfComposedDpEvent(_event(one), one.count) for one in mechanism.releases]
         # Rounding may lower the RDP of one run. It is added here, because the selection multiplies it.
@@ -123,6 +123,11 @@ def _event(mechanism: Mechanism) -> dp_accounting.DpEvent:
         run = dp_accounting.ComposedDpEvent([*events, rounding])
         return dp_event.RepeatAndSelectDpEvent(run, mechanism.mean, mechanism.shape)
     sigma, rate = mechanism.noise_multiplier, mechanism.sample_rate
+    if mechanism.scheme == "epochs":
+        from privgrad.accounting.allocation import Epoch
+
+        assert mechanism.epoch_steps is not None  # `mechanisms_of` checked it
+        return Epoch(sigma, mechanism.epoch_steps, round(rate * mechanism.epoch_steps))
     if mechanism.scheme == "truncated":
         # Its dataset_size is that of the larger of the two neighbors. The sampler admits n and n - 1 rows.
         examples, largest = mechanism.num_examples, mechanism.max_batch_size
@@ -154,8 +159,23 @@ def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
     return any(release.noise_multiplier < 1e-100 for release in _releases(mechanisms))
 
 
-def _is_truncated(mechanisms: Iterable[Mechanism]) -> bool:
-    return any(release.scheme == "truncated" for release in _releases(mechanisms))
+def _is_by_pld_alone(mechanisms: Iterable[Mechanism]) -> bool:
+    """Return whether RDP does not cover a release: from a truncated batch, or in an epoch."""
+    return any(release.scheme != "poisson" for release in _releases(mechanisms))
+
+
+def _steps_of(mechanism: Mechanism) -> int:
+    """Return the number of releases of an event."""
+    return 1 if isinstance(mechanism, Selection) or mechanism.epoch_steps is None else mechanism.epoch_steps
+
+
+def _by_pld(mechanisms: Iterable[Mechanism], interval: float) -> pld.PLDAccountant:
+    """Return an accountant by PLD, on a grid of the interval; on one ten times as coarse if there are epochs."""
+    if all(release.scheme != "epochs" for release in _releases(mechanisms)):
+        return pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=interval)
+    from privgrad.accounting.allocation import EpochAccountant
+
+    return EpochAccountant(_NEIGHBORS, value_discretization_interval=10 * interval)
 
 
 def _releases(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
@@ -165,10 +185,10 @@ def _releases(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
 
 
 def _untruncated(mechanism: Mechanism) -> Mechanism:
-    """Return the same releases without truncation, which cost a little less."""
-    if isinstance(mechanism, Selection) or mechanism.scheme != "truncated":
+    """Return Poisson samples of the same rate, whose cost is near: for truncated ones, it is a little less."""
+    if isinstance(mechanism, Selection) or mechanism.scheme == "poisson":
         return mechanism
-    return replace(mechanism, scheme="poisson", max_batch_size=None, num_examples=None)
+    return Release(mechanism.noise_multiplier, mechanism.sample_rate, count=mechanism.count)
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:

@@ -1,5 +1,6 @@
 """Releases as the accountant knows them, and how often one person may take part in those of a training."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ class Release:
         count: number of releases, >= 0.
         max_batch_size: for scheme "truncated", the largest number of examples in a batch.
         num_examples: for scheme "truncated", the exact public size of the data set.
+        epoch_steps: for scheme "epochs", t, the number of steps of an epoch. q = k / t, where each example is in k of
+            them. An epoch that was begun costs as much as a whole one.
     """
 
     noise_multiplier: float
@@ -40,6 +43,7 @@ class Release:
     count: int = 1
     max_batch_size: int | None = None
     num_examples: int | None = None
+    epoch_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
     if isinstance(mechanism, Selection):
         return tuple(map(numbers_of, mechanism.releases)), mechanism.mean, mechanism.shape, mechanism.count
     truncation = (mechanism.max_batch_size, mechanism.num_examples) if mechanism.scheme == "truncated" else ()
-    return mechanism.noise_multiplier, mechanism.sample_rate, *truncation, mechanism.count
+    epochs = () if mechanism.epoch_steps is None else (mechanism.epoch_steps,)
+    return mechanism.noise_multiplier, mechanism.sample_rate, *truncation, *epochs, mechanism.count
 
 
 def require_law(function: str, mean: float, shape: float) -> None:
@@ -157,8 +162,24 @@ def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | Non
             require_integer(function, "max_batch_size", release.max_batch_size, 1)
             require_integer(function, "num_examples", release.num_examples, 1)
             one = replace(release, noise_multiplier=one.noise_multiplier, sample_rate=one.sample_rate, count=1)
-        counts[one] = counts.get(one, 0) + release.count
+        count = release.count
+        if release.scheme == "epochs":
+            steps = require_epochs(function, release.sample_rate, release.epoch_steps)
+            if one.sample_rate < 1:  # else each step has all examples
+                one, count = replace(one, scheme="epochs", epoch_steps=steps), whole_epochs(count, steps)
+        counts[one] = counts.get(one, 0) + count
     return _counted(counts)
+
+
+def require_epochs(function: str, sample_rate: float, epoch_steps: int | None) -> int:
+    """Return t; raise PrivacyError unless an epoch has a whole number of steps, t, and each example is in k of them."""
+    require_integer(function, "epoch_steps", epoch_steps, 1)
+    assert epoch_steps is not None
+    chosen = round(sample_rate * epoch_steps)
+    if chosen < 1 or not math.isclose(sample_rate, chosen / epoch_steps, rel_tol=1e-12):
+        condition = f"to be a whole number / {epoch_steps}, the number of steps of an epoch"
+        raise expected(function, "sample_rate", condition, sample_rate)
+    return epoch_steps
 
 
 def _counted(counts: dict[M, int]) -> tuple[M, ...]:
@@ -176,6 +197,11 @@ def most_participations(steps: int, bands: int) -> int:
 def first_step_of_new_groups(step: int, bands: int) -> int:
     """Return the first step from `step` on at which new groups may begin: a multiple of b."""
     return most_participations(step, bands) * bands
+
+
+def whole_epochs(steps: int, epoch_steps: int) -> int:
+    """Return the steps of all epochs that so many steps begin."""
+    return -(-steps // epoch_steps) * epoch_steps
 
 
 def rate_in_group(sample_rate: float, bands: int) -> float:
@@ -214,6 +240,10 @@ class Participations:
         # The count is the sum over streams of the fullest group. It grows where this release makes a new fullest one.
         return self.count + (self._by_group[stream, step % self._bands] + 1 > self._most[stream])
 
+    def most(self, steps: int) -> int:
+        """Return in how many of a plan's steps one person may take part."""
+        return most_participations(steps, self._bands)
+
     @property
     def next_step(self) -> int:
         """The step at which new groups may begin without a loss for those who have taken part."""
@@ -223,3 +253,34 @@ class Participations:
         """Return stream and step of a draw; one without a step is a stream of its own."""
         stream, _, step = draw.rpartition(":")
         return (stream, int(step)) if stream and step.isdecimal() else (draw, 0)
+
+
+class BegunEpochs(Participations):
+    """The same count for epochs: all steps of each epoch that was begun, because one person may be in any of them.
+
+    An epoch of another stream, as after a resume without its key, is another one.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(bands=1)
+        self._steps, self._begun = steps, set[tuple[str, int]]()
+
+    def add(self, draw: str) -> None:
+        self._begun.add(self._epoch(draw))
+        self.count = self._steps * len(self._begun)
+        self._last = max(self._last, self._parts(draw)[1])
+
+    def after(self, draw: str) -> int:
+        return self.count + (self._steps if self._epoch(draw) not in self._begun else 0)
+
+    def most(self, steps: int) -> int:
+        return whole_epochs(steps, self._steps)
+
+    @property
+    def next_step(self) -> int:
+        """The step after the last one."""
+        return self._last + 1
+
+    def _epoch(self, draw: str) -> tuple[str, int]:
+        stream, step = self._parts(draw)
+        return stream, step // self._steps

@@ -469,7 +469,8 @@ def _plain(release: Release | Selection | Split) -> Any:
     """Return a release as JSON: a Release as a list of its numbers; an infinite shape of a Selection is null."""
     if isinstance(release, Release):
         plain: list[Any] = [release.noise_multiplier, release.sample_rate, release.scheme, release.count]
-        return plain if release.scheme != "truncated" else [*plain, release.max_batch_size, release.num_examples]
+        more = [release.max_batch_size, release.num_examples, release.epoch_steps]
+        return {"truncated": [*plain, *more[:2]], "epochs": [*plain, *more]}.get(release.scheme, plain)
     if isinstance(release, Split):
         return {"groups": [list(map(_plain, group)) for group in release.groups]}
     shape = None if release.shape == float("inf") else release.shape

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from privgrad.accounting.accountant import Accountant, epsilon
-from privgrad.accounting.mechanisms import Participations, Release, most_participations
+from privgrad.accounting.mechanisms import BegunEpochs, Participations, Release, require_epochs
 from privgrad.errors import (
     SUGGESTED,
     BudgetExceededError,
@@ -121,9 +121,11 @@ class Ledger:
         """The step at which a training resumes: the number of draws charged so far.
 
         For noise with memory, it is the first multiple of its bands after the last step: the noise and the groups begin
-        again there, and a person takes part as often as in a training without an interruption.
+        again there, and a person takes part as often as in a training without an interruption. In epochs, it is the
+        step after the last one.
         """
-        return self.releases if self._bands == 1 else self._participations.next_step
+        is_plain = self._bands == 1 and not isinstance(self._participations, BegunEpochs)
+        return self.releases if is_plain else self._participations.next_step
 
     @property
     def planned_steps(self) -> tuple[int, ...]:
@@ -242,7 +244,7 @@ class Ledger:
             remedy = f"take the next batch of the iterator; to continue with a new one, {_DRAW_ON}"
             got = f"draw {draw}, which is already charged"
             raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
-        most = most_participations(limit, self._bands)
+        most = self._participations.most(limit)
         limited = f"the plan's {limit} steps" + (f", {most} of each person" if self._bands > 1 else "")
         if self._hold is not None and self._hold.release.count < most:
             most = self._hold.release.count
@@ -343,7 +345,8 @@ class Ledger:
         """Take the facts of a plan, before any release is counted, and the hold that its first line records."""
         self.plan_facts = plan_facts
         self._bands = bands_of(plan_facts)
-        self._participations = Participations(self._bands)
+        steps = plan_facts.get("epoch_steps")
+        self._participations = Participations(self._bands) if steps is None else BegunEpochs(steps)
         if (held := plan_facts.get("commitment")) is not None:
             require_integer("Ledger", "commitment", held["releases"], 1)
             most = replace(release_of(plan_facts), count=held["releases"])
@@ -385,6 +388,8 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
     """Return the release of one line; without a line, that of the plan."""
     found: Mapping[str, Any] = {**facts, "scheme": facts["sampling"]} if line is None else line
     release = Release(found["noise_multiplier"], found["sample_rate"], found["scheme"])
+    if release.scheme == "epochs":
+        return replace(release, epoch_steps=facts["epoch_steps"])
     if release.scheme != "truncated":
         return release
     return replace(release, max_batch_size=facts["max_batch_size"], num_examples=facts["num_examples"])
@@ -417,6 +422,8 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     require_choice("Ledger", "sampling", plan["sampling"], get_args(SamplingScheme))
     if plan["sampling"] == "truncated":
         require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
+    if plan["sampling"] == "epochs":
+        require_epochs("Ledger", plan["sample_rate"], plan["epoch_steps"])
     return dict(plan)
 
 

@@ -7,6 +7,7 @@ is as good as coins of each person's own. The record of a draw (`Sampling`) is p
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows, other_container, require_same_data, warn_of_repeats
+from privgrad.sampling.epochs import EpochKeys, rows_in_step
 from privgrad.sampling.loading import Collate, Data, Draw, Examples, unusable
 from privgrad.types import PrivacyUnit, Sampling, SamplingScheme
 
@@ -33,7 +35,8 @@ class BatchSampler(Sampler[Draw]):
             dict of values that default_collate takes. A ClassRates has a rate for each class.
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
             batch may be empty. "truncated": of such a sample with more than max_batch_size examples, as many at random;
-            each batch is padded to that size. "fixed": the next expected_batch_size examples of a shuffled pass; the
+            each batch is padded to that size. "epochs": every example is in as many of the epoch_steps steps of each
+            epoch, drawn uniformly, independently of all else; a batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the
             remainder of each pass is dropped. The data set must then hold num_examples.
         sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
         expected_batch_size: B, public.
@@ -54,6 +57,8 @@ class BatchSampler(Sampler[Draw]):
             draws from group t mod b; see noise.Banded. 1: all examples are one group.
         max_batch_size: for "truncated", the number of rows of each batch. The data set must then have
             num_examples examples, or one less: epsilon depends on how often a batch is truncated.
+        epoch_steps: for "epochs", t. Each example is in sample_rate * t steps of an epoch.
+        epoch_key: for "epochs", the file that keeps the key of the running epoch; see `EpochKeys`.
     Raises:
         SamplingError: the data set has no length or no examples, or a number of them that the scheme does not admit;
             batches are not Poisson in several processes or with ClassRates; start is no multiple of bands; or the data
@@ -87,6 +92,8 @@ class BatchSampler(Sampler[Draw]):
         privacy_unit: PrivacyUnit = "example",
         bands: int = 1,
         max_batch_size: int | None = None,
+        epoch_steps: int | None = None,
+        epoch_key: Path | None = None,
     ) -> None:
         require_all_processes("plan.batches", processes)
         require_integer("plan.batches", "start", start, 0)
@@ -103,6 +110,9 @@ class BatchSampler(Sampler[Draw]):
         warn_of_repeats(dataset)
         if processes.count > 1:
             require_same_data(self.dataset.take, self._count, processes)
+        self._epochs = None if epoch_steps is None else EpochKeys(source, epoch_key, processes)
+        if self._epochs is not None and epoch_steps is not None:
+            start = self._epochs.first_step(start, epoch_steps)
         self._steps = range(start, steps)
         self._stream, self._keys = source.stream("sampling"), source.stream("augmentation")
         self._truncating = source.stream("truncation")
@@ -118,6 +128,7 @@ class BatchSampler(Sampler[Draw]):
             bands=bands,
             max_batch_size=max_batch_size,
             num_examples=num_examples if scheme == "truncated" else None,
+            epoch_steps=epoch_steps,
         )
         self._bands = bands
         # Their law need not be uniform: a person is charged for the steps of one whole group, whichever it is.
@@ -129,11 +140,18 @@ class BatchSampler(Sampler[Draw]):
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Draw]:
-        return map(self._draw, self._steps)
+        yield from map(self._draw, self._steps)
+        if self._epochs is not None:
+            self._epochs.forget()
 
     def _draw(self, step: int) -> Draw:
         drawn = replace(self._drawn, step=step)
-        if drawn.scheme == "fixed":
+        if self._epochs is not None and drawn.epoch_steps is not None:
+            epoch, position = divmod(step, drawn.epoch_steps)
+            stream, number = self._epochs.stream(epoch), round(drawn.sample_rate * drawn.epoch_steps)
+            drawn = replace(drawn, stream=stream.public_id)
+            chosen = rows_in_step(stream, drawn.epoch_steps, number, position, 0, self._count)
+        elif drawn.scheme == "fixed":
             chosen = _fixed(self._stream, step, drawn.expected_batch_size, self._count)
         else:
             chosen = _poisson(self._stream, step, drawn.sample_rate * self._relative, self._count)
@@ -169,7 +187,9 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
             "simulate the plan on fewer public examples by plan.scaled(factor, num_examples=...)",
             stacklevel=1,
         )
-    if scheme == "poisson":
+    if scheme == "epochs" and isinstance(dataset, ClassRates):
+        raise unusable("sampling", "to be 'poisson' for ClassRates", repr(scheme))
+    if scheme in ("poisson", "epochs"):
         return
     if processes.count > 1 or isinstance(dataset, ClassRates):
         raise unusable("sampling", "to be 'poisson' for ClassRates, and in several processes", repr(scheme))

@@ -1,0 +1,91 @@
+"""Epochs: each example is in k of the t steps of an epoch, which are drawn for it alone, from a key of the epoch.
+
+The key of the running epoch may be kept in a file, so that a training that was interrupted goes on within the epoch.
+Whoever reads it knows which examples the steps of this epoch use. It is deleted when the epoch has been drawn.
+"""
+
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from privgrad.accounting.mechanisms import whole_epochs
+from privgrad.errors import readable
+from privgrad.processes import ALONE, Processes
+from privgrad.rng import RandomSource, Stream
+
+_SIZE = 32  # bytes of a key
+
+
+def rows_in_step(stream: Stream, steps: int, chosen: int, position: int, first: int, last: int) -> np.ndarray:
+    """Return the rows from `first` to `last` - 1 that a step of an epoch uses, given its position among the t steps.
+
+    Each row has `chosen` of the `steps` positions, uniformly: the probability of a set is off by less than a share of
+    t 2^-64. The words of a row belong to its number, so any part of the rows can be drawn alone.
+    """
+    words = stream.uint64(0, chosen * (last - first), chosen * first).reshape(-1, chosen)
+    taken = np.empty_like(words)
+    for j in range(chosen):  # Floyd's: a position that is taken stands for the one that has just become possible
+        top = np.uint64(steps - chosen + j)
+        drawn = words[:, j] % (top + np.uint64(1))
+        taken[:, j] = np.where((taken[:, :j] == drawn[:, None]).any(1), top, drawn)
+    return first + np.flatnonzero((taken == position).any(1))
+
+
+class EpochKeys:
+    """The streams that draw epochs: one for each, from a key that is new at each start, unless a file still holds it.
+
+    Args:
+        source: of new keys, which are those of the first process in all of them. Each process must make this call.
+        file: keeps the key of the epoch that was begun last, readable for its owner alone (mode 0600). None: no file,
+            so that an interrupted training goes on with the next epoch. A research seed needs none.
+    """
+
+    def __init__(self, source: RandomSource, file: Path | None = None, processes: Processes = ALONE) -> None:
+        self._file = file if processes.rank == 0 and source.seed is None else None
+        own = source.stream("epochs").shared_key, self._read()
+        key, self._held = processes.broadcast_object(own)
+        self._keys, self._is_seeded = Stream(key), source.seed is not None
+        self._epoch, self._stream = -1, self._keys
+
+    def stream(self, epoch: int) -> Stream:
+        """Return the stream of an epoch, and keep its key in the file from now on."""
+        if epoch != self._epoch:
+            number, key = self._held
+            key = key if number == epoch else self._keys.key(epoch, _SIZE)
+            self._write(epoch, key)
+            self._epoch, self._stream = epoch, Stream(key)
+        return self._stream
+
+    def first_step(self, step: int, steps: int) -> int:
+        """Return where a training goes on that has taken `step` steps: there, or at the next epoch without its key."""
+        first = step if self._is_seeded or self._held[0] == step // steps else whole_epochs(step, steps)
+        if first > step:
+            warnings.warn(
+                f"the training goes on at step {first}, where the next epoch begins: the key of the epoch that was "
+                f"interrupted at step {step} is not here. The whole epoch stays charged; epoch_key=ledger.epoch_key "
+                "keeps the key",
+                stacklevel=4,
+            )
+        return first
+
+    def forget(self) -> None:
+        """Delete the file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _read(self) -> tuple[int, bytes]:
+        """Return the epoch of the file and its key; -1 without a file."""
+        if self._file is None or not self._file.exists():
+            return -1, b""
+        with readable("plan.batches", f"the key of an epoch, {self._file},", "to be readable", "delete it"):
+            number, key = self._file.read_text().split()
+            return int(number), bytes.fromhex(key)
+
+    def _write(self, epoch: int, key: bytes) -> None:
+        if self._file is not None:
+            new = self._file.with_name(f"{self._file.name}.new")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(f"{epoch} {key.hex()}")
+            new.replace(self._file)

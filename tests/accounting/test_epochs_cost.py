@@ -1,0 +1,127 @@
+"""The cost of epochs, against a Monte Carlo of the privacy losses, the library's own lower bound, and exact cases."""
+
+import math
+
+import numpy as np
+import pytest
+from conftest import seed_of
+
+import privgrad as pg
+from privgrad.accounting import epsilon
+from privgrad.accounting.allocation import AllocationSchemeConfig, BoundType, PrivacyParams
+from privgrad.accounting.mechanisms import Release
+
+
+def epochs(sigma: float, steps: int, count: int, chosen: int = 1) -> Release:
+    return Release(sigma, chosen / steps, "epochs", count=steps * count, epoch_steps=steps)
+
+
+def losses(rng: np.random.Generator, sigma: float, steps: int, count: int, runs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return privacy losses of runs with the example and without it, where the other hypothesis is that of the loss.
+
+    With it, one step of each epoch, drawn uniformly, is moved by 1. So an epoch's ratio of densities is the mean over
+    its steps of exp(x / sigma^2 - 1 / (2 sigma^2)).
+    """
+    found = []
+    for is_in in (True, False):
+        total = np.zeros(runs)
+        for _ in range(count):
+            x = sigma * rng.standard_normal((runs, steps))
+            if is_in:
+                x[np.arange(runs), rng.integers(steps, size=runs)] += 1.0
+            total += np.log(np.exp(x / sigma**2 - 0.5 / sigma**2).mean(1))
+        found.append(total if is_in else -total)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("sigma", "steps", "count"), [(1.0, 4, 2), (0.8, 12, 3)])
+def test_delta_is_above_that_of_a_simulation_in_both_directions_and_near_it(sigma: float, steps: int, count: int):
+    delta, runs = 1e-2, 200_000
+    claimed = epsilon([epochs(sigma, steps, count)], delta=delta)
+    simulated = []
+    for loss in losses(np.random.default_rng(seed_of(0)), sigma, steps, count, runs):
+        shares = np.maximum(0.0, -np.expm1(claimed - loss))
+        simulated.append(shares.mean())
+        assert shares.mean() <= delta + 5 * shares.std() / math.sqrt(runs)
+    assert max(simulated) >= 0.93 * delta
+
+
+@pytest.mark.parametrize(
+    ("release", "exact"),
+    [
+        (epochs(2.0, 1, 10), Release(2.0, 1.0, count=10)),
+        (epochs(2.0, 5, 3, chosen=5), Release(2.0, 1.0, count=15)),
+        (Release(2.0, 1.0, "epochs", count=7, epoch_steps=5), Release(2.0, 1.0, count=7)),
+    ],
+)
+def test_full_batches_cost_what_the_gaussian_costs(release: Release, exact: Release):
+    assert epsilon([release], delta=1e-5) == epsilon([exact], delta=1e-5)
+
+
+def test_an_epoch_that_was_begun_costs_as_much_as_a_whole_one():
+    one, begun = epochs(1.0, 6, 2), Release(1.0, 1 / 6, "epochs", count=7, epoch_steps=6)
+    assert epsilon([begun], delta=1e-5) == epsilon([one], delta=1e-5)
+    both = epsilon([begun, begun], delta=1e-5)
+    assert both == epsilon([epochs(1.0, 6, 4)], delta=1e-5)
+
+
+def test_epochs_compose_with_other_releases_and_other_epochs():
+    own, other, head = epochs(1.0, 6, 2), epochs(1.5, 4, 1), Release(3.0, 0.1, count=20)
+    alone = [epsilon([each], delta=1e-5) for each in (own, other, head)]
+    together = epsilon([own, other, head], delta=1e-5)
+    assert max(alone) < together < sum(alone)
+    assert together == epsilon([head, other, own], delta=1e-5)
+
+
+def test_epochs_cost_less_than_poisson_samples_of_the_same_rate():
+    assert epsilon([epochs(0.9, 20, 2)], delta=1e-5) < epsilon([Release(0.9, 1 / 20, count=40)], delta=1e-5)
+
+
+def test_rdp_and_selections_do_not_cover_epochs():
+    own = epochs(1.0, 6, 2)
+    assert epsilon([own], delta=1e-5, accountant="rdp") == math.inf
+    assert epsilon([pg.accounting.Selection((own,), 3.0, 1.0)], delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.0, 1.5])
+def test_a_rate_that_no_epoch_has_is_refused(rate: float):
+    with pytest.raises(pg.PrivacyError, match="sample_rate"):
+        epsilon([Release(1.0, rate, "epochs", count=4, epoch_steps=4)], delta=1e-5)
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_paper_and_its_noise():
+    """60,000 examples, 1,000 in a batch, 7 epochs; Poisson samples pay 3.01."""
+    assert epsilon([epochs(0.86, 60, 7)], delta=1e-5) <= 2.74
+    numbers = {"delta": 1e-5, "max_grad_norm": 1.0, "num_examples": 60_000, "batch_size": 1000, "epochs": 7}
+    own, poisson = (
+        pg.PrivacyPlan.for_budget(target_epsilon=3.0, sampling=each, **numbers) for each in ("epochs", "poisson")
+    )
+    assert own.noise_multiplier <= 0.965 * poisson.noise_multiplier
+    assert 0.998 * 3 <= own.epsilon() <= 3
+
+
+PLANS = [
+    (0.86, 60, 7, 1),
+    (0.6, 234, 4, 1),
+    (0.7, 41, 10, 1),
+    (3.4, 7, 40, 1),
+    (6.0, 10, 30, 1),
+    (1.0, 100, 1, 1),
+    (1.2, 16, 20, 1),
+    (0.8, 30, 5, 3),
+    (2.0, 50, 10, 5),
+    (1.5, 8, 12, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sigma", "steps", "count", "chosen"), PLANS)
+def test_epsilon_is_near_the_librarys_lower_bound(sigma: float, steps: int, count: int, chosen: int):
+    numbers = PrivacyParams(sigma=sigma, num_steps=steps, num_selected=chosen, num_epochs=count)
+    grid = AllocationSchemeConfig(loss_discretization=0.03)
+    from PLD_accounting import gaussian_allocation_pld
+
+    below = gaussian_allocation_pld(params=numbers, config=grid, bound_type=BoundType.IS_DOMINATED)
+    claimed = epsilon([epochs(sigma, steps, count, chosen)], delta=1e-5)
+    assert below.get_epsilon_for_delta(1e-5) <= claimed <= 1.015 * below.get_epsilon_for_delta(1e-5)

@@ -1,0 +1,159 @@
+"""Epochs: the law of the draws, the key of the running epoch, and a resume with and without it."""
+
+import stat
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import loss_fn, make_data, make_model, make_plan, seed_of
+from scipy.stats import chi2
+
+import privgrad as pg
+from privgrad.rng import RandomSource
+from privgrad.sampling.epochs import rows_in_step
+
+ROWS = 32
+
+
+def plan_of(**changed: object) -> pg.PrivacyPlan:
+    numbers = {"sampling": "epochs", "sample_rate": 1 / 4, "steps": 12, "num_examples": ROWS, "expected_batch_size": 8}
+    return make_plan(**(numbers | changed))
+
+
+def rows_of(batch: pg.Batch) -> list[int]:
+    return batch.examples[0][:, 0].long().tolist() if batch.size else []
+
+
+def numbered() -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.arange(float(ROWS))[:, None])
+
+
+def steps_of_rows(key: int, rows: int, steps: int, chosen: int) -> np.ndarray:
+    """Return whether each row is in each step, shape (rows, steps)."""
+    stream, found = RandomSource(seed_of(key)).stream("epochs"), np.zeros((rows, steps), bool)
+    for step in range(steps):
+        found[rows_in_step(stream, steps, chosen, step, 0, rows), step] = True
+    return found
+
+
+@pytest.mark.parametrize(("rate", "times"), [(1 / 4, 1), (2 / 4, 2), (3 / 4, 3), (1.0, 4)])
+def test_each_example_is_in_so_many_steps_of_each_epoch(rate: float, times: int):
+    plan = plan_of(sample_rate=rate, expected_batch_size=round(rate * ROWS), participations=times)
+    batches = [rows_of(batch) for batch in plan.batches(numbered())]
+    for epoch in range(3):
+        counted = Counter(row for batch in batches[4 * epoch : 4 * epoch + 4] for row in batch)
+        assert counted == dict.fromkeys(range(ROWS), times)
+        assert all(len(set(batch)) == len(batch) for batch in batches)
+    assert rate == 1 or batches[:4] != batches[4:8]
+
+
+@pytest.mark.filterwarnings("ignore:a fixed seed")
+@pytest.mark.parametrize(("steps", "chosen"), [(5, 1), (5, 2), (6, 3)])
+def test_every_set_of_steps_is_as_likely(steps: int, chosen: int):
+    count = 60_000
+    found = steps_of_rows(1, count, steps, chosen)
+    sets = Counter(tuple(np.flatnonzero(row)) for row in found)
+    possible = list(combinations(range(steps), chosen))
+    assert set(sets) == set(possible)
+    expected = count / len(possible)
+    distance = sum((sets[each] - expected) ** 2 / expected for each in possible)
+    assert distance < chi2.isf(1e-6, len(possible) - 1)
+
+
+@pytest.mark.filterwarnings("ignore:a fixed seed")
+def test_two_examples_are_independent():
+    first, second = np.split(np.argmax(steps_of_rows(2, 120_000, 4, 1), axis=1), 2)
+    table = np.bincount(4 * first + second, minlength=16)
+    assert ((table - 3750) ** 2 / 3750).sum() < chi2.isf(1e-6, 15)
+
+
+@pytest.mark.filterwarnings("ignore:a fixed seed")
+@pytest.mark.parametrize("chosen", [1, 3])
+@pytest.mark.parametrize("cut", [1, 10, 17])
+def test_any_part_of_the_rows_can_be_drawn_alone(chosen: int, cut: int):
+    stream = RandomSource(seed_of(3)).stream("epochs")
+    for step in range(7):
+        parts = [rows_in_step(stream, 7, chosen, step, *ends) for ends in ((0, cut), (cut, 40))]
+        assert np.array_equal(np.concatenate(parts), rows_in_step(stream, 7, chosen, step, 0, 40))
+
+
+def test_a_resume_goes_on_within_the_epoch_by_its_key_and_the_key_is_deleted(tmp_path: Path):
+    data, plan, key = numbered(), plan_of(), tmp_path / "key"
+    batches = plan.batches(data, epoch_key=key)
+    drawn = [next(batches) for _ in range(6)]
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    later = list(plan.batches(data, start=6, epoch_key=key))
+    assert [batch.sampling.step for batch in later] == list(range(6, 12))
+    second = Counter(row for batch in [*drawn[4:], *later[:2]] for row in rows_of(batch))
+    assert second == dict.fromkeys(range(ROWS), 1)
+    assert {batch.sampling.stream for batch in drawn[4:]} == {batch.sampling.stream for batch in later[:2]}
+    assert len({batch.sampling.stream for batch in [*drawn, *later]}) == 3
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["none", "another epoch", "gone"])
+def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_for(tmp_path: Path, damage: str):
+    plan, key, path = plan_of(), tmp_path / "key", tmp_path / "ledger.jsonl"
+    model, data = make_model(), make_data(ROWS)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=path)
+    for batch, _ in zip(plan.batches(data, epoch_key=key), range(5), strict=False):
+        private_grad(batch)
+    assert private_grad.ledger.participations == 8
+    private_grad.ledger.close()
+    if damage == "gone":
+        key.unlink()
+    elif damage == "another epoch":
+        key.write_text(f"0 {bytes(32).hex()}")
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=path)
+    assert private_grad.ledger.next_step == 5
+    if damage == "none":
+        left = list(plan.batches(data, start=5, epoch_key=key))
+    else:
+        with pytest.warns(UserWarning, match="goes on at step 8.*stays charged"):
+            left = list(plan.batches(data, start=5, epoch_key=key))
+    assert [batch.sampling.step for batch in left] == list(range(5 if damage == "none" else 8, 12))
+    for batch in left:
+        private_grad(batch)
+    assert private_grad.ledger.participations == 12
+
+
+def test_a_damaged_key_is_one_clear_error(tmp_path: Path):
+    key = tmp_path / "key"
+    key.write_text("4 not a key")
+    with pytest.raises(pg.PrivacyError, match="the key of an epoch, .*; delete it"):
+        plan_of().batches(numbered(), epoch_key=key)
+
+
+@pytest.mark.filterwarnings("ignore:a fixed seed")
+def test_a_seeded_plan_draws_the_same_from_any_step(tmp_path: Path):
+    plan = plan_of(seed=3)
+    whole = [rows_of(batch) for batch in plan.batches(numbered())]
+    assert [rows_of(batch) for batch in plan.batches(numbered(), start=5, epoch_key=tmp_path / "key")] == whole[5:]
+    assert not (tmp_path / "key").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": 10}, "expected steps to be whole epochs of 4 steps, got 10; give 12"),
+        ({"sample_rate": 0.26}, "expected sample_rate to be 1 / t"),
+        ({"participations": 0}, "participations"),
+        ({"participations": 5}, "expected"),
+        ({"sampling": "poisson", "participations": 2}, "participations to be 1 unless"),
+    ],
+)
+def test_epochs_that_are_no_whole_ones_are_refused(changed: dict[str, object], message: str):
+    with pytest.raises(pg.PrivacyError, match=message):
+        plan_of(**changed)
+
+
+def test_a_training_pays_for_each_epoch_that_it_begins():
+    plan = plan_of(delta=1e-5)
+    by_steps = [plan.epsilon(steps=steps) for steps in range(1, 13)]
+    assert by_steps == sorted(by_steps)
+    assert len(set(by_steps)) == 3
+    assert by_steps[3] == by_steps[0]
+    assert by_steps[4] == by_steps[7] > by_steps[3]
