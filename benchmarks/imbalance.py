@@ -155,7 +155,6 @@ def trained(task: Task, name: str, way: str, seed: int, factor: float) -> dict[s
         "epsilon": accounting.epsilon(
             [Release(COUNTING, 1.0, count=2), *private_grad.ledger.charged],
             delta=PLANS[name]["delta"],
-            assume_poisson=True,
         ),
         "cpu_seconds": round(time.process_time() - began),
     }

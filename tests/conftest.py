@@ -101,8 +101,8 @@ def account_by_rdp(patch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def fast(mechanisms: tuple[Mechanism, ...], delta: float, _: accounting.Accountant) -> float:
-        truncated = any(getattr(mechanism, "scheme", None) == "truncated" for mechanism in mechanisms)
-        return real(mechanisms, delta, "coarse rdp" if truncated else "rdp")  # RDP does not cover truncation
+        sampled = all(getattr(mechanism, "scheme", "poisson") == "poisson" for mechanism in mechanisms)
+        return real(mechanisms, delta, "rdp" if sampled else "coarse rdp")  # "rdp" covers Poisson samples alone
 
     patch.setattr(composition, "RDP_ORDERS", (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
     patch.setattr(composition, "epsilon_of", fast)

@@ -31,18 +31,19 @@ NAMES = {
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation simulates",
+    "target_epsilon sampling max_batch_size participations seed group_size noise_on_grid privacy_unit correlation "
+    "simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps batch_size "
-    "epochs sampling max_batch_size seed group_size noise_on_grid privacy_unit correlation assume_poisson",
+    "epochs sampling max_batch_size participations seed group_size noise_on_grid privacy_unit correlation",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid correlation assume_poisson",
+    "noise_multiplier sampling seed noise_on_grid correlation",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
-    "habits",
-    pg.PrivacyPlan.sampler: "self dataset start collate processes",
+    "epoch_key habits",
+    pg.PrivacyPlan.sampler: "self dataset start collate processes epoch_key",
     pg.Batch.to: "self device non_blocking",
     pg.ClassRates: "dataset labels rates",
     pg.EarlyStopping: "monitor patience mode data min_delta",
-    pg.PrivacyPlan.epsilon: "self delta steps accountant assume_poisson",
+    pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb compile ledger "
     "norm_bins adaptive_clip filter processes side_information",
@@ -88,7 +89,7 @@ SIGNATURES = {
     "num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir "
     "seed progress",
     pg.Ledger: "path read_only",
-    pg.Ledger.epsilon: "self delta accountant assume_poisson",
+    pg.Ledger.epsilon: "self delta accountant",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",
     pg.optim.AdamWBC: "params lr noise_step betas weight_decay debias_floor gamma_prime floor_rule",
     pg.optim.NAdamBC: "params lr noise_step betas momentum_decay debias_floor gamma_prime floor_rule",

@@ -18,7 +18,7 @@ import numpy as np
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
-from privgrad.accounting.mechanisms import Release, mechanisms_of, most_participations, rate_in_group, whole_epochs
+from privgrad.accounting.mechanisms import Release, most_participations, rate_in_group, whole_epochs
 from privgrad.errors import (
     described,
     expected,
@@ -37,7 +37,7 @@ from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler
 from privgrad.sampling.loading import Collate, Data, batches, refuse_habits
-from privgrad.types import COVERED, Batch, PrivacyUnit, SamplingScheme
+from privgrad.types import SHUFFLED, Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
 _CANDIDATES = (2, 4, 8, 16, 32, 64)  # numbers of bands that "auto" tries
@@ -59,8 +59,7 @@ class PrivacyPlan:
         delta: in (0, 1). None: pass it to each call of `epsilon` instead.
         target_epsilon: the epsilon that the noise was calibrated for, or None. A record only.
         sampling: "poisson"; "truncated" for Poisson samples of at most max_batch_size examples, padded to that size;
-            "epochs" for epochs of t steps, where each example is in `participations` of them, drawn for it alone; or
-            "fixed" for shuffled batches of one size. No accountant covers "fixed".
+            or "epochs" for epochs of t steps, where each example is in `participations` of them, drawn for it alone.
         max_batch_size: for "truncated" only: the number of rows of each batch, public. ceil(B + 6 sqrt(B)) costs next
             to nothing; less costs more noise.
         participations: for "epochs" only: k >= 1, the number of steps of an epoch that each example is in. An epoch has
@@ -135,7 +134,7 @@ class PrivacyPlan:
         if self.noise_on_grid and self.noise_multiplier == 0:
             raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
-        require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
+        _require_scheme(function, self.sampling)
         # All examples of a user are clipped as one anyway.
         self._require_epochs()
         if self.group_size > 1 and (self.privacy_unit == "user" or self.sampling == "truncated"):
@@ -202,7 +201,6 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
-        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -213,32 +211,26 @@ class PrivacyPlan:
         - `expected_batch_size`, or `batch_size` by another name: at most num_examples;
         - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
         - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
-          or None if no number gains 1 %. `plan.correlation` says what it gains;
-        - `assume_poisson`: calibrate sampling="fixed" as if batches were Poisson samples, for comparison only.
+          or None if no number gains 1 %. `plan.correlation` says what it gains.
 
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier, which is
             at least 0.01: a target that allows less noise is not used up.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
-            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
-            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked. With
-            assume_poisson, it is a label, not a guarantee.
+            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked.
         """
         function = "for_budget"
         expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
         _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
-        sample_rate = expected_batch_size / num_examples
-        if sampling == "epochs":
-            require_integer(function, "participations", participations, 1)
-            sample_rate = participations / max(participations, round(participations / sample_rate))
+        _require_scheme(function, sampling)
+        require_integer(function, "participations", participations, 1)
+        sample_rate = sample_rate_of(expected_batch_size, num_examples, sampling, participations)
         steps = steps_of(function, steps, epochs, sample_rate / participations)
         require_integer(function, "steps", steps, 1)
-        if sampling == "fixed":  # the error of the ledger
-            mechanisms_of(function, [Release(0.0, 1.0, sampling)], assume_poisson=assume_poisson)
         if correlation is not None:
             _require_poisson(function, sampling)
         largest = None
@@ -299,7 +291,6 @@ class PrivacyPlan:
         seed: int | None = None,
         noise_on_grid: bool = False,
         correlation: Banded | None = None,
-        assume_poisson: bool = False,
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
@@ -311,8 +302,7 @@ class PrivacyPlan:
         - `rounds`: T >= 1, the number of releases;
         - `max_update_norm`: C, the bound on one user's whole update;
         - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
-        - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
-        - `assume_poisson`: as in for_budget, with target_epsilon only.
+        - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both.
 
         Returns:
             A plan with privacy_unit "user".
@@ -342,9 +332,10 @@ class PrivacyPlan:
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
-            return cls.for_budget(target_epsilon=target_epsilon, assume_poisson=assume_poisson, **numbers)
+            return cls.for_budget(target_epsilon=target_epsilon, **numbers)
         assert noise_multiplier is not None
-        return cls(sample_rate=expected_cohort_size / num_users, noise_multiplier=noise_multiplier, **numbers)
+        sample_rate = sample_rate_of(expected_cohort_size, num_users, sampling)
+        return cls(sample_rate=sample_rate, noise_multiplier=noise_multiplier, **numbers)
 
     def scaled(self, factor: float, *, num_examples: int | None = None) -> "PrivacyPlan":
         """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.
@@ -386,34 +377,25 @@ class PrivacyPlan:
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
-    def epsilon(
-        self,
-        *,
-        delta: float | None = None,
-        steps: int | None = None,
-        accountant: Accountant = "pld",
-        assume_poisson: bool = False,
-    ) -> float:
+    def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
         """Compute the epsilon that a number of the plan's steps costs.
 
         Args:
             delta: in (0, 1). None: the plan's.
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
-            assume_poisson: as in accounting.epsilon.
         Returns:
             Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
             PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
-            SamplingError: batches are of fixed size, and assume_poisson is False.
         Privacy:
-            An upper bound for Poisson sampling, truncated or not.
+            An upper bound for the plan's sampling.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         release = self.release_of(self.steps if steps is None else steps)
-        return accounting.epsilon([release], delta=delta, accountant=accountant, assume_poisson=assume_poisson)
+        return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(
         self,
@@ -526,13 +508,7 @@ class PrivacyPlan:
         if self.max_batch_size is not None:
             return self.max_batch_size
         expected = self.expected_batch_size / processes
-        spread = 3 * math.sqrt(expected * (1 - self.sample_rate)) if self.sampling == "poisson" else 0.0
-        return math.ceil(expected + spread)
-
-    @property
-    def is_covered(self) -> bool:
-        """Whether the accountant covers the way batches are drawn."""
-        return self.sampling in COVERED
+        return math.ceil(expected + 3 * math.sqrt(expected * (1 - self.sample_rate)))
 
     @property
     def epoch_steps(self) -> int:
@@ -584,6 +560,20 @@ class PrivacyPlan:
             "noise_memory": memory,
             "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
         }
+
+
+def sample_rate_of(batch_size: int, num_examples: int, sampling: SamplingScheme, participations: int = 1) -> float:
+    """Return the sample rate q of a batch size; for "epochs", the nearest one of which an epoch has whole steps."""
+    rate = batch_size / num_examples
+    return participations / max(participations, round(participations / rate)) if sampling == "epochs" else rate
+
+
+def _require_scheme(function: str, sampling: str) -> None:
+    """Raise PrivacyError unless batches are drawn as an accountant covers."""
+    if sampling in (SHUFFLED, "shuffled", "shuffle"):
+        remedy = 'give sampling="epochs": each example is in one step of each epoch, and batches vary in size'
+        raise expected(function, "sampling", "to have an accountant", repr(sampling), remedy)
+    require_choice(function, "sampling", sampling, get_args(SamplingScheme))
 
 
 def _require_poisson(function: str, sampling: object) -> None:

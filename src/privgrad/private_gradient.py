@@ -114,7 +114,7 @@ class PrivateGradient:
         All calls together cost what `plan.epsilon()` says. For Poisson batches and independent noise, these are T
         subsampled Gaussian mechanisms with the plan's sigma and q; neighboring data sets differ by one unit more or
         less. The reason: each contribution has norm at most C, the noise is scaled to the sensitivity of their sum, and
-        each step is charged before it is returned. No accountant covers sampling "fixed". Any use of the returned
+        each step is charged before it is returned. Any use of the returned
         gradients is post-processing.
     Attributes:
         raw_nonfinite_examples: the number of gradients that were not finite, which count as zero. NOT private. Read it
@@ -348,14 +348,14 @@ class PrivateGradient:
         Parts.checks.note_training(self._model, ledger)
         self._ledger = ledger
 
-    def epsilon(self, *, steps: int, assume_poisson: bool = False) -> float:
+    def epsilon(self, *, steps: int) -> float:
         """Return the epsilon of `steps` steps; infinite if a part declares that it is not public.
 
         Raises:
-            PrivacyError: as plan.epsilon, also for assume_poisson.
+            PrivacyError: as plan.epsilon.
         """
         is_planned = self._release == self._plan.release
-        return self._plan.epsilon(steps=steps, assume_poisson=assume_poisson) if is_planned else math.inf
+        return self._plan.epsilon(steps=steps) if is_planned else math.inf
 
     @property
     def simulated_epsilon(self) -> float | None:
@@ -365,7 +365,7 @@ class PrivateGradient:
         that it is not public. It is not the epsilon of this training, which is infinite.
         """
         simulated = self._plan.simulates
-        if simulated is None or simulated.delta is None or not simulated.is_covered:
+        if simulated is None or simulated.delta is None:
             return None
         return math.inf if self._not_private else simulated.epsilon()
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_f
 
 from privgrad.errors import PrivacyError, described, expected
 
-SamplingScheme = Literal["poisson", "truncated", "epochs", "fixed"]
-COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated", "epochs")  # schemes that an accountant covers
+SamplingScheme = Literal["poisson", "truncated", "epochs"]
+SHUFFLED = "fixed"  # in records: batches of one size, as of a shuffled DataLoader, which no accountant covers
 PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"  # the source of features that it whitens
 PrivacyUnit = Literal["example", "user"]
 LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
@@ -29,8 +29,8 @@ class Sampling:
 
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate), "truncated" (the same, and then at
-            most max_batch_size of them), "epochs" (every example in as many steps of each epoch) or "fixed" (shuffled,
-            fixed size; no accountant covers it).
+            most max_batch_size of them) or "epochs" (every example in as many steps of each
+            epoch).
         sample_rate: q, in (0, 1]; with bands, of the people in the group of this step.
         expected_batch_size: B, the divisor of the clipped sum.
         step: index of the batch in its stream, from 0.

@@ -85,7 +85,7 @@ class PaidFolder:
 
         The record of a secret run is NOT private.
         """
-        if not math.isfinite(made.private_grad.epsilon(steps=1, assume_poisson=True)):
+        if not math.isfinite(made.private_grad.epsilon(steps=1)):
             raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf)
         path, plan = run.folder(self.out) / "ledger.jsonl", made.plan
         made.private_grad.record_in(self.ledger(path, plan.release_of(plan.steps)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from privgrad.errors import PrivacyError, expected, readable
 from privgrad.ledger.file import is_in_use
+from privgrad.types import SHUFFLED
 from privgrad_lab import old_spelling
 from privgrad_lab.calls import imported
 from privgrad_lab.spec import Candidate, Spec, plain
@@ -168,7 +169,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
-        "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
+        "sampling": SHUFFLED if SHUFFLED in schemes else (schemes.pop() if len(schemes) == 1 else None),
         "raw_clip_fraction": mean(clipped),
         "raw_least_clipped": min(clipped, default=None),
         **{name: mean(numbers(finals, name)) for name in ("fraction_floored", "seconds", "updates")},

@@ -119,7 +119,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "noise_step": _noise_step(run, made.optimizer),
         "seed": run.seed,
         "phase": run.phase,
-        "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
+        "epsilon": result.ledger.epsilon(delta=plan.delta),
         "simulates_epsilon": made.private_grad.simulated_epsilon,
         "delta": plan.delta,
         "sampling": plan.sampling,

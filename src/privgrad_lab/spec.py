@@ -20,7 +20,7 @@ from privgrad.optim import OPTIMIZERS, PrivateOptimizer, filters
 from privgrad.optim.base import NamedParameters
 from privgrad.perturb.augmentation import Flip
 from privgrad.perturb.local_training import LocalUpdate
-from privgrad.plan import PrivacyPlan
+from privgrad.plan import PrivacyPlan, sample_rate_of
 from privgrad.precondition import counts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.training.schedule import Decay, Schedule
@@ -126,6 +126,7 @@ class PrivacyTable(Table):
     steps: int
     sampling: SamplingScheme = "poisson"
     max_batch_size: int | None = None
+    participations: int = 1
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"  # with "user", every number of examples is a number of users
     simulate: int = Field(default=1, ge=1)  # K > 1: batches of 1/K of their size and no privacy; see PrivacyPlan.scaled
@@ -473,13 +474,13 @@ class Spec(Table):
         bands = None if method is None or method.non_private else method.bands
         correlation = Banded(bands) if isinstance(bands, int) else bands
         if self.privacy.noise_multiplier is None:
-            # Reports label the epsilon of batches of fixed size.
-            plan = PrivacyPlan.for_budget(**numbers, correlation=correlation, assume_poisson=True)
+            plan = PrivacyPlan.for_budget(**numbers, correlation=correlation)
         elif correlation == "auto":
             got = self.privacy.noise_multiplier
             raise wrong("privacy.noise_multiplier", 'to be absent for bands = "auto"', got, "give target_epsilon")
         else:
-            rate = self.privacy.expected_batch_size / self.privacy.num_examples
+            own = self.privacy
+            rate = sample_rate_of(own.expected_batch_size, own.num_examples, own.sampling, own.participations)
             plan = PrivacyPlan(**numbers, sample_rate=rate, correlation=correlation)
         if method is not None and method.non_private:
             no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from conftest import seed_of
 
 import privgrad as pg
+from conftest import seed_of
 from privgrad.accounting import epsilon
 from privgrad.accounting.allocation import AllocationSchemeConfig, BoundType, PrivacyParams
 from privgrad.accounting.mechanisms import Release

@@ -111,7 +111,7 @@ def test_laws_out_of_range_are_refused(mean: float, shape: float):
 
 
 def test_a_selection_of_selections_is_refused():
-    with pytest.raises(AttributeError, match="scheme"):
+    with pytest.raises(AttributeError, match="noise_multiplier"):
         epsilon([Selection((Selection(RUN, 2, 1),), 2, 1)], delta=1e-5)  # pyright: ignore[reportArgumentType]
 
 

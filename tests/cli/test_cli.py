@@ -286,14 +286,9 @@ def test_epsilon_of_several_ledgers_is_composed(here: Here, tmp_path: Path):
     assert "to protect the same unit" in here("epsilon", *paths, "--delta", "1e-5", code=2).stderr
 
 
-def test_fixed_batches_are_labeled_everywhere(here: Here, tmp_path: Path):
+def test_shuffled_batches_are_refused_with_epochs_named(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE.replace("steps = 6", 'steps = 6\nsampling = "fixed"'))
-    here("train", "one.toml", "--seed", 3)
-    page = (tmp_path / "runs/one/index.html").read_text()
-    assert "not covered" in page.lower()
-    assert "fixed research seed" in page
-    (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
-    assert "The batches had a fixed size." in here("epsilon", ledger, "--delta", "1e-5").stderr
+    assert "epochs" in here("train", "one.toml", "--seed", 3, code=2).stderr
 
 
 @pytest.mark.usefixtures("without_rendering")

@@ -183,7 +183,7 @@ def _write_ledger(folder: Path) -> None:
 
 def _read_ledger(folder: Path) -> None:
     record = pg.Ledger(folder / "ledger.jsonl", read_only=True)
-    record.epsilon(delta=1e-5, accountant="rdp", assume_poisson=True)
+    record.epsilon(delta=1e-5, accountant="rdp")
     assert record.plan_facts["num_examples"] > 0
     assert record.plan_facts["sampling"]
     pg.Ledger(folder / "ledger.jsonl").close()

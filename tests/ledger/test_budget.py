@@ -70,7 +70,7 @@ def test_a_commitment_above_the_cap_writes_nothing(tmp_path: Path):
         budget.commit("b", [Release(1.0, 1.0)])
     with pytest.raises(pg.BudgetExceededError):
         budget.commit("c", [Release(0.0, 1.0)])
-    with pytest.raises(pg.SamplingError):
+    with pytest.raises(pg.BudgetExceededError):
         budget.commit("c", [Release(50.0, 0.5, "fixed")])
     assert budget.path.read_bytes() == before
     with pytest.raises(pg.BudgetExceededError):
@@ -328,7 +328,7 @@ def test_an_empty_file_does_not_stand_for_a_lost_ledger(tmp_path: Path, fast: No
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"sampling": "fixed"}, "to draw Poisson batches"),
+        ({"sampling": "epochs", "steps": 12}, "to draw Poisson batches"),
         ({"privacy_unit": "user"}, "to be 'example'"),
         ({"noise_multiplier": 0.05}, "to be at most"),
     ],

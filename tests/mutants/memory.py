@@ -125,8 +125,8 @@ def truncation_free(patch: Patch) -> None:
     """Truncated batches cost what Poisson samples do."""
     real = mechanisms._sums
 
-    def wrong(function: str, releases: Any, assume_poisson: bool) -> Any:
-        return real(function, [replace(one, scheme="poisson") for one in releases], assume_poisson)
+    def wrong(function: str, releases: Any) -> Any:
+        return real(function, [replace(one, scheme="poisson") for one in releases])
 
     patch.setattr(mechanisms, "_sums", wrong)
 

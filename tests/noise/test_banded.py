@@ -73,7 +73,7 @@ def test_longer_coefficients_are_divided_by_their_norm():
     [
         ({"correlation": Banded(16)}, "bands to be at most 8 .*, got 16"),
         ({"steps": 3}, "bands to be at most 3"),
-        ({"sampling": "fixed"}, "to be 'poisson' for noise with memory"),
+        ({"sampling": "epochs", "steps": 16}, "to be 'poisson' for noise with memory"),
         ({"sample_rate": 0.75, "expected_batch_size": 24}, "leave correlation out"),
     ],
 )

@@ -28,7 +28,7 @@ def realized(_: str, raw: RawStep) -> float:
 # options of the plan, of PrivateGradient, of the optimizer; wrong noise over right noise, by parameter
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Wrong]] = {
     "Poisson, other sizes than expected": ({}, {}, {}, realized),
-    "fixed size": ({"sampling": "fixed"}, {}, {}, lambda *_: B / 64),
+    "epochs": ({"sampling": "epochs", "participations": 2}, {}, {}, realized),
     "full batch": ({"sample_rate": 1.0, "expected_batch_size": 64}, {}, {}, lambda *_: 64 / 63),
     "empty batches": ({"sample_rate": 1 / 64, "expected_batch_size": 1}, {}, {}, lambda _, raw: realized(_, raw) / B),
     "microbatches": (

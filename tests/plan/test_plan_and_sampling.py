@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import make_data, make_plan
 from privgrad.accounting.accountant import epsilon
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
@@ -300,9 +300,9 @@ def test_rates_that_do_not_divide_evenly_keep_their_steps_and_rate():
 @pytest.mark.parametrize("rows", [20, 31, 33, 100])
 def test_the_number_of_rows_is_no_error_of_poisson_batches_and_is_never_shown(rows: int):
     assert len(list(make_plan(steps=3).batches(make_data(rows)))) == 3
-    if rows < 32:
-        with pytest.raises(pg.SamplingError, match="num_examples = 32 or more for fixed batches") as caught:
-            make_plan(sampling="fixed").batches(make_data(rows))
+    if rows not in (31, 32):
+        with pytest.raises(pg.SamplingError, match="num_examples = 32 or one fewer for truncated batches") as caught:
+            make_plan(sampling="truncated", max_batch_size=20).batches(make_data(rows))
         assert str(rows) not in str(caught.value)
 
 
@@ -349,22 +349,15 @@ def test_conflicts_of_epochs_and_batch_size_are_refused(numbers: dict[str, Any],
         pg.PrivacyPlan.for_budget(**BUDGET, **numbers)
 
 
-def test_batches_of_fixed_size_have_no_epsilon_before_a_training_either(tmp_path: Path):
-    plan = make_plan(sampling="fixed", delta=1e-3)
-    ledger = pg.Ledger(tmp_path / "ledger.jsonl")
-    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
-    private_grad(next(plan.batches(make_data())))
-    with pytest.raises(pg.SamplingError) as of_ledger:
-        ledger.epsilon(delta=1e-3)
-    for call in (plan.epsilon, lambda: private_grad.epsilon(steps=1)):
-        with pytest.raises(pg.SamplingError) as refused:
-            call()
-        assert str(refused.value) == str(of_ledger.value)
-    with pytest.raises(pg.SamplingError, match="or pass assume_poisson=True for a number that is only a label"):
-        pg.PrivacyPlan.for_budget(**BUDGET, steps=3, batch_size=10, sampling="fixed")
+@pytest.mark.parametrize("name", ["fixed", "shuffled"])
+def test_shuffled_batches_are_refused_and_epochs_are_named(name: Any):
+    told = f"sampling to have an accountant, got '{name}'; give sampling=\"epochs\""
     users: dict[str, Any] = {"num_users": 100, "expected_cohort_size": 10, "rounds": 3, "max_update_norm": 1.0}
-    with pytest.raises(pg.SamplingError, match="assume_poisson=True"):
-        pg.PrivacyPlan.for_users(**users, target_epsilon=1.0, delta=1e-3, sampling="fixed")
-    label = ledger.epsilon(delta=1e-3, assume_poisson=True)
-    assert plan.epsilon(steps=1, assume_poisson=True) == private_grad.epsilon(steps=1, assume_poisson=True) == label
-    assert make_plan(delta=1e-3).epsilon(steps=1) == label
+    calls: list[Callable[[], object]] = [
+        lambda: make_plan(sampling=name),
+        lambda: pg.PrivacyPlan.for_budget(**BUDGET, steps=3, batch_size=10, sampling=name),
+        lambda: pg.PrivacyPlan.for_users(**users, noise_multiplier=1.0, delta=1e-3, sampling=name),
+    ]
+    for call in calls:
+        with pytest.raises(pg.PrivacyError, match=told):
+            call()

@@ -120,7 +120,6 @@ def test_an_ordinary_batch_needs_no_pass_of_its_own_for_its_last_examples():
     assert plan.usual_batch_size() == 130
     assert plan.usual_batch_size(processes=4) == 40
     assert make_plan(sample_rate=1.0, expected_batch_size=32).usual_batch_size() == 32
-    assert make_plan(sampling="fixed").usual_batch_size() == 8
     sizes = [batch.size for batch in make_plan(**vars(plan) | {"steps": 500, "seed": 0}).batches(make_data(10_000))]
     assert sum(size > 130 for size in sizes) <= 5
 

@@ -32,7 +32,7 @@ def test_a_bare_tuple_is_refused():
 
 
 @pytest.mark.parametrize(
-    "other", [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "fixed"}, {"seed": 7}]
+    "other", [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "epochs", "steps": 12}, {"seed": 7}]
 )
 def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
     private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())

@@ -111,6 +111,6 @@ def test_rates_from_the_counts_of_the_data_warn_where_they_can_be_recognized():
     pg.ClassRates(DATA, (torch.arange(COUNT) % 5 == 0).long(), [0.25, 1.0])  # typed; it happens to fit
 
 
-def test_fixed_batches_have_no_rates():
+def test_epochs_have_no_rates():
     with pytest.raises(pg.SamplingError, match="'poisson' for ClassRates"):
-        plan_of(sampling="fixed").batches(pg.ClassRates(DATA, LABELS, [0.1, 1.0]))
+        plan_of(sampling="epochs").batches(pg.ClassRates(DATA, LABELS, [0.1, 1.0]))

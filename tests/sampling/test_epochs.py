@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from scipy.stats import chi2
 
 import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad.rng import RandomSource
 from privgrad.sampling.epochs import rows_in_step
 
@@ -123,7 +123,7 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
 def test_a_damaged_key_is_one_clear_error(tmp_path: Path):
     key = tmp_path / "key"
     key.write_text("4 not a key")
-    with pytest.raises(pg.PrivacyError, match="the key of an epoch, .*; delete it"):
+    with pytest.raises(pg.PrivacyError, match=r"the key of an epoch, .*; delete it"):
         plan_of().batches(numbered(), epoch_key=key)
 
 

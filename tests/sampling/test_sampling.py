@@ -53,7 +53,7 @@ def test_batches_are_poisson_samples_at_the_plans_rate():
 TWINS: dict[str, Callable[[], np.ndarray]] = {
     "a tenth less": lambda: drawn(seed=seed_of(2), sample_rate=0.09, expected_batch_size=36),
     "a tenth more": lambda: drawn(seed=seed_of(2), sample_rate=0.11, expected_batch_size=44),
-    "fixed size, shuffled": lambda: drawn(seed=seed_of(2), sampling="fixed"),
+    "epochs": lambda: drawn(seed=seed_of(2), sampling="epochs"),
     "one draw for ever": lambda: np.repeat(drawn(seed=seed_of(2), steps=1), STEPS, axis=0),
 }
 
@@ -71,11 +71,3 @@ def test_every_iteration_without_a_seed_is_new_and_with_one_the_same():
     assert not np.array_equal(drawn(steps=3), drawn(steps=3))
     assert np.array_equal(drawn(steps=3, seed=seed_of(1)), drawn(steps=3, seed=seed_of(1)))
     assert not np.array_equal(drawn(steps=3, seed=seed_of(1)), drawn(steps=3, seed=seed_of(2)))
-
-
-def test_fixed_batches_pass_over_the_shuffled_data():
-    table = drawn(sampling="fixed", steps=20)
-    assert (table.sum(1) == 40).all()
-    assert (table[:10].sum(0) == 1).all()
-    assert (table[10:].sum(0) == 1).all()
-    assert not np.array_equal(table[:10], table[10:])

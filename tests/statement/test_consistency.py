@@ -33,6 +33,7 @@ from privgrad_lab.report.page import write_report
 pytestmark = [pytest.mark.usefixtures("by_rdp"), pytest.mark.filterwarnings("ignore")]
 BANDED: dict[str, Any] = {"correlation": Banded(4), "sample_rate": 0.125, "expected_batch_size": 4, "steps": 16}
 TRUNCATED: dict[str, Any] = {"sampling": "truncated", "max_batch_size": 12}
+EPOCHS: dict[str, Any] = {"sampling": "epochs", "steps": 12}
 SCALES = pg.Scales({"0.weight": torch.ones(4, 5)}, provenance="public data", source="a dictionary")
 
 # What differs from a plan of 10 steps, of which 2 are made.
@@ -47,8 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "truncated": TRUNCATED,
     "truncated, complete": TRUNCATED | {"steps": 2},
     "a tight truncation": TRUNCATED | {"max_batch_size": 8},
-    "fixed": {"sampling": "fixed"},
-    "fixed, a seed": {"sampling": "fixed", "seed": 1},
+    "epochs": EPOCHS,
+    "epochs, a seed": EPOCHS | {"seed": 1},
     "banded": BANDED,
     "two bands": BANDED | {"correlation": Banded(2)},
     "banded, on a grid": BANDED | {"noise_on_grid": True},
@@ -138,7 +139,7 @@ def trained(folder: Path, *, trainings: int, more_steps: int, options: dict[str,
 def report_of(folder: Path, plan: pg.PrivacyPlan, ledgers: Sequence[pg.Ledger]) -> str:
     """The report of trainings, of which records and metadata are as the runner writes them."""
     facts = ledgers[0].plan_facts
-    costs = [one.epsilon(delta=plan.delta or 1.0, assume_poisson=True) for one in ledgers]
+    costs = [one.epsilon(delta=plan.delta or 1.0) for one in ledgers]
     records = [
         {"method": f"A{number}", "phase": "final", "lr": 0.1, "epsilon": cost, "delta": plan.delta, "seed": plan.seed}
         | {"sampling": plan.sampling, "test_accuracy": 0.5, "side_information": facts["side_information"]}

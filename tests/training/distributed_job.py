@@ -556,8 +556,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
     def other_folders() -> None:
         fit_alone(output_dir=folder / f"{uuid4()}" if processes.rank == 0 else None)
 
-    def fixed() -> None:
-        next(make_plan(sampling="fixed").batches(data, processes=processes))
+    def truncated() -> None:
+        next(make_plan(sampling="truncated", max_batch_size=20).batches(data, processes=processes))
 
     said: dict[str, str] = {}
     cases = [
@@ -572,7 +572,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
         wrapped_inside,
         wrapped_by_fsdp1,
     ]
-    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
+    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, truncated]
     cases += [vmap_by_blocks, perturbed_by_blocks, preconditioned_by_blocks, tensor_parallel, two_dimensions]
     cases += [other_dimension, a_list_of_modules, computed_weight, tied_blocks, whole_over_blocks]
     cases += [update_in_one, update_in_all_but_one, update_of_one_shard, schedule_in_one, loaded_in_one]

@@ -246,7 +246,7 @@ REFUSED = {
     "computed_weight": "to hold its weights",
     "tied_blocks": "to have no weight in two blocks",
     "whole_over_blocks": "to have its parameters in one block",
-    "fixed": "to be 'poisson' for ClassRates, and in several processes",
+    "truncated": "to be 'poisson' for ClassRates, and in several processes",
     "update_in_one": _UPDATE,
     "update_in_all_but_one": _UPDATE,
     "update_of_one_shard": _UPDATE,

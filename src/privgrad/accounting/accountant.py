@@ -28,7 +28,7 @@ _MAIN_SHARE = 0.8  # of delta, for the order that suits the first releases
 _OTHER_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
-def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
+def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld") -> float:
     """Compute the epsilon of all releases together, at the given delta.
 
     Args:
@@ -38,13 +38,11 @@ def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld",
         accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
             Selection it returns that of RDP, because PLD does not cover Selections. RDP does not cover truncated
             samples: it gives infinity, and so do these together with a Selection.
-        assume_poisson: account for fixed-size batches as if they were Poisson samples. The number is then a label
-            for comparison with the literature, not a guarantee.
     Returns:
-        Epsilon >= 0; infinity if any release had no noise, or if no finite bound can be computed.
+        Epsilon >= 0; infinite if a release had no noise or was of shuffled batches, or if no finite bound can be
+        computed.
     Raises:
         PrivacyError: a number is out of its range, or the accountant is unknown.
-        SamplingError: a release is from fixed-size batches, which no accountant here covers.
     Privacy:
         An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, truncated or not, add or remove
         one unit. Their noise and number were fixed beforehand. Where later ones were chosen after a look at results,
@@ -57,11 +55,11 @@ def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld",
 
     require_delta("epsilon", delta)
     require_choice("epsilon", "accountant", accountant, get_args(Accountant))
-    found = [mechanisms_of("epsilon", own, assume_poisson=assume_poisson) for own in each_group("epsilon", releases)]
+    found = [mechanisms_of("epsilon", own) for own in each_group("epsilon", releases)]
     return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
 
 
-def attack_success(releases: Releases, *, false_positive_rate: float, assume_poisson: bool = False) -> float:
+def attack_success(releases: Releases, *, false_positive_rate: float) -> float:
     """Bound the success of every attack that tells from the releases whether one unit was in the data.
 
     Computes: the minimum over epsilon of e**epsilon * alpha + delta(epsilon) and 1 - e**-epsilon (1 - delta(epsilon) -
@@ -71,11 +69,10 @@ def attack_success(releases: Releases, *, false_positive_rate: float, assume_poi
     Args:
         releases: as in epsilon.
         false_positive_rate: alpha in (0, 1), the share of absent units that the attack takes for present ones.
-        assume_poisson: as in epsilon.
     Returns:
         The largest possible share of present units that the attack finds, in [alpha, 1]; 1 if no bound can be computed.
     Raises:
-        PrivacyError, SamplingError: as epsilon.
+        PrivacyError: as epsilon.
     Privacy:
         An upper bound, because each point of the profile bounds both error rates.
     Reference:
@@ -85,7 +82,7 @@ def attack_success(releases: Releases, *, false_positive_rate: float, assume_poi
 
     function, alpha = "attack_success", false_positive_rate
     require_in(function, "false_positive_rate", alpha, "(0, 1)")
-    found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
+    found = [mechanisms_of(function, own) for own in each_group(function, releases)]
     return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
 
 
@@ -108,7 +105,6 @@ def calibrate_noise_multiplier(
         percent of the target, unless sigma is near 0.01, the smallest sigma that is tried.
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target.
-        SamplingError: a release of `besides` is from fixed-size batches.
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
@@ -143,7 +139,6 @@ def calibrate(
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target. A Selection costs something even with
             infinite noise, because the number of its runs is random.
-        SamplingError: a release is from fixed-size batches.
     Privacy:
         Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
@@ -206,7 +201,7 @@ def filter_epsilon(releases: Releases, *, first: Releases, delta: float, total_e
         like the first it is about 1 to 3 percent above epsilon(accountant="rdp") near the cap. It is further above
         for other releases, and far below the cap.
     Raises:
-        PrivacyError, SamplingError: as accounting.epsilon.
+        PrivacyError: as accounting.epsilon.
     Privacy:
         All releases together satisfy (total_epsilon, delta) differential privacy, if each is made only where
         this number stays at most the cap. Proof: let B_a be the RDP of order a that gives total_epsilon at

@@ -37,7 +37,7 @@ class Epoch(dp_event.DpEvent):
 class EpochAccountant(pld.PLDAccountant):
     """dp_accounting's accountant by PLD, with Epoch."""
 
-    def _maybe_compose(self, event: dp_event.DpEvent, count: int, do_compose: bool) -> Any:  # noqa: FBT001, its own
+    def _maybe_compose(self, event: dp_event.DpEvent, count: int, do_compose: bool) -> Any:
         if not isinstance(event, Epoch):
             return super()._maybe_compose(event, count, do_compose)
         if do_compose:

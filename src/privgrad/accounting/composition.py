@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import dp_accounting
 import numpy as np

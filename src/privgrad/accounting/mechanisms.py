@@ -5,18 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from privgrad.errors import (
-    SamplingError,
-    described,
-    expected,
-    require_in,
-    require_integer,
-    require_nonnegative,
-    require_rate,
-)
-from privgrad.types import COVERED, SamplingScheme
+from privgrad.errors import described, expected, require_in, require_integer, require_nonnegative, require_rate
+from privgrad.types import SamplingScheme
 
 _MOST_GROUPS = 256  # combinations whose cost is computed one by one
 M = TypeVar("M", "Release", "Selection")
@@ -29,7 +21,7 @@ class Release:
     Attributes:
         noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
         sample_rate: q in (0, 1].
-        scheme: how the batches were drawn.
+        scheme: how the batches were drawn. Batches that were drawn in another way cost infinitely much.
         count: number of releases, >= 0.
         max_batch_size: for scheme "truncated", the largest number of examples in a batch.
         num_examples: for scheme "truncated", the exact public size of the data set.
@@ -39,7 +31,7 @@ class Release:
 
     noise_multiplier: float
     sample_rate: float
-    scheme: SamplingScheme = "poisson"
+    scheme: SamplingScheme | str = "poisson"
     count: int = 1
     max_batch_size: int | None = None
     num_examples: int | None = None
@@ -106,13 +98,10 @@ def each_group(function: str, releases: Iterable[Release | Selection | Split]) -
 Mechanism = Release | Selection  # in the form of `mechanisms_of`
 
 
-def mechanisms_of(
-    function: str, releases: Iterable[Release | Selection], *, assume_poisson: bool | None = None
-) -> tuple[Mechanism, ...]:
+def mechanisms_of(function: str, releases: Iterable[Release | Selection]) -> tuple[Mechanism, ...]:
     """Return releases in one form: checked, equal ones added up, in the order of `numbers_of`, Selections last.
 
-    So releases that cost the same are equal, in whatever order and parts they were given. assume_poisson is None if
-    `function`, which errors name, has no such argument.
+    So releases that cost the same are equal, in whatever order and parts they were given.
     """
     plain: list[Release] = []
     counts: dict[Selection, int] = {}
@@ -120,12 +109,12 @@ def mechanisms_of(
         if isinstance(release, Selection):
             require_law(function, release.mean, release.shape)
             require_integer(function, "count", release.count, 0)
-            own = _sums(function, release.releases, assume_poisson)
+            own = _sums(function, release.releases)
             one = Selection(own, float(release.mean), float(release.shape))
             counts[one] = counts.get(one, 0) + release.count
         else:
             plain.append(release)
-    return *_sums(function, plain, assume_poisson), *_counted(counts)
+    return *_sums(function, plain), *_counted(counts)
 
 
 def numbers_of(mechanism: Mechanism) -> tuple[Any, ...]:
@@ -144,20 +133,16 @@ def require_law(function: str, mean: float, shape: float) -> None:
         raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape))
 
 
-def _sums(function: str, releases: Iterable[Release], assume_poisson: bool | None) -> tuple[Release, ...]:
+def _sums(function: str, releases: Iterable[Release]) -> tuple[Release, ...]:
     """Return plain releases as `mechanisms_of` does."""
     counts: dict[Release, int] = {}
     for release in releases:
-        if release.scheme not in COVERED and not assume_poisson:
-            remedy = "draw Poisson samples"
-            if assume_poisson is not None:
-                remedy += ", or pass assume_poisson=True for a number that is only a label"
-            got = f"scheme {release.scheme!r}, which is not covered by the accountant"
-            raise expected(function, "batches", "to be Poisson samples", got, remedy, SamplingError)
         require_nonnegative(function, "noise_multiplier", release.noise_multiplier)
         require_rate(function, release.sample_rate)
         require_integer(function, "count", release.count, 0)
-        one = Release(float(release.noise_multiplier), float(release.sample_rate))
+        # Shuffled batches, as in old ledgers and those of other libraries, cost as much as a release without noise.
+        sigma = release.noise_multiplier if release.scheme in get_args(SamplingScheme) else 0.0
+        one = Release(float(sigma), float(release.sample_rate))
         if release.scheme == "truncated":
             require_integer(function, "max_batch_size", release.max_batch_size, 1)
             require_integer(function, "num_examples", release.num_examples, 1)

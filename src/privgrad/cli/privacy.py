@@ -16,7 +16,7 @@ from privgrad.ledger.ledger import Ledger
 from privgrad.statement.facts import Facts, ledger_facts
 from privgrad.statement.saved import opened, statement_of
 from privgrad.statement.text import About, written
-from privgrad.types import COVERED
+from privgrad.types import SHUFFLED
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
@@ -83,9 +83,13 @@ def epsilon(
 def _row(ledger: Ledger, delta: float) -> dict[str, Any]:
     """Return the facts of one ledger, and its epsilons."""
     facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "delta"}  # it may be another one
-    covered = facts["sampling"] in COVERED
-    found = _epsilons_of(ledger.charged, delta, assume_poisson=not covered)
-    return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **found}
+    covered = facts["sampling"] != SHUFFLED
+    return {
+        "releases": ledger.releases,
+        "covered_by_accountant": covered,
+        **facts,
+        **_epsilons_of(ledger.charged, delta),
+    }
 
 
 def _note(facts: Facts, records: Mapping[Path, Ledger]) -> None:
@@ -140,9 +144,9 @@ def calibrate(
     print_answer(budget | {"noise_multiplier": noise_multiplier, "steps": steps} | cost, as_json=as_json)
 
 
-def _epsilons_of(releases: list[Release], delta: float, *, assume_poisson: bool = False) -> dict[str, float]:
-    options: dict[str, Any] = {"delta": delta, "assume_poisson": assume_poisson}
-    return {f"epsilon_{one}": accounting.epsilon(releases, accountant=one, **options) for one in get_args(Accountant)}
+def _epsilons_of(releases: list[Release], delta: float) -> dict[str, float]:
+    accountants = get_args(Accountant)
+    return {f"epsilon_{one}": accounting.epsilon(releases, delta=delta, accountant=one) for one in accountants}
 
 
 def budget(

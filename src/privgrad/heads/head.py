@@ -348,7 +348,7 @@ def declared(extractor: Extractor) -> str:
 
 def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     """Return the public facts of a training, for JSON; epsilon is None without a guarantee."""
-    epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
+    epsilon = math.inf if plan.delta is None else ledger.epsilon(delta=plan.delta)
     facts = public_facts(ledger) | ({} if ledger.commitment is None else {"budget": ledger.budget})
     return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
 

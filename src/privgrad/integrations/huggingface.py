@@ -276,8 +276,7 @@ class PrivateTrainer(Trainer):
         ledger, rare = self.private_grad.ledger, any(name.endswith("_runtime") for name in logs)
         delta = self.private_grad.plan.delta
         if rare and ledger.releases and self.is_in_train and delta is not None:
-            is_label = not self.private_grad.plan.is_covered
-            public["epsilon"] = ledger.epsilon(delta=delta, assume_poisson=is_label)  # may take seconds
+            public["epsilon"] = ledger.epsilon(delta=delta)  # may take seconds
         super().log(public, start_time)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:

@@ -22,7 +22,7 @@ from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import forget_training, note_training
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
-from privgrad.types import NoisyGradient
+from privgrad.types import SHUFFLED, NoisyGradient
 
 _KNOWN = (
     DPOptimizer,
@@ -141,7 +141,8 @@ def _record(optimizer: Any, plan: PrivacyPlan | None) -> None:
                 if before is not None:
                     forget_training(parameters, before)
                 ledgers[noise, rate] = Ledger()
-                ledgers[noise, rate].bind((own or _plan_of_steps(optimizer, noise, rate, steps)).public_facts)
+                facts = (own or _plan_of_steps(optimizer, noise, rate, steps)).public_facts
+                ledgers[noise, rate].bind(facts if own else facts | {"sampling": SHUFFLED})
             ledger = ledgers[noise, rate]
             for step in range(ledger.releases, steps):
                 kind = Release(noise, rate, ledger.plan_facts["sampling"])
@@ -164,7 +165,6 @@ def _plan_of_steps(optimizer: Any, noise: float, rate: float, steps: int) -> Pri
         noise_multiplier=noise,
         max_grad_norm=float(optimizer.max_grad_norm),
         num_examples=math.floor(size / rate),
-        sampling="fixed",
     )
 
 

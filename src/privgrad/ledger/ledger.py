@@ -28,7 +28,7 @@ from privgrad.errors import (
 from privgrad.ledger.file import TWO_LEDGERS, VERSION, LedgerFile, not_open
 from privgrad.processes import Processes
 from privgrad.rng import this_process
-from privgrad.types import SamplingScheme
+from privgrad.types import SHUFFLED, SamplingScheme
 
 # A ledger knows this of its releases, wherever it keeps them.
 _RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
@@ -146,9 +146,9 @@ class Ledger:
         """Return whether `head` was once the head of this ledger: the checksum of one of its lines."""
         return self._file is not None and self._file.went_through(head)
 
-    def epsilon(self, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
+    def epsilon(self, *, delta: float, accountant: Accountant = "pld") -> float:
         """Compute the epsilon of all releases charged so far; arguments and errors are as in `accounting.epsilon`."""
-        return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
+        return epsilon(self.charged, delta=delta, accountant=accountant)
 
     @property
     def draws(self) -> set[str]:
@@ -419,7 +419,7 @@ def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     require_integer("Ledger", "num_examples", plan["num_examples"], 1)
     if (memory := plan.get("noise_memory")) is not None:
         require_integer("Ledger", "bands", memory["bands"], 2)
-    require_choice("Ledger", "sampling", plan["sampling"], get_args(SamplingScheme))
+    require_choice("Ledger", "sampling", plan["sampling"], (*get_args(SamplingScheme), SHUFFLED))
     if plan["sampling"] == "truncated":
         require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
     if plan["sampling"] == "epochs":

@@ -36,8 +36,7 @@ class BatchSampler(Sampler[Draw]):
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
             batch may be empty. "truncated": of such a sample with more than max_batch_size examples, as many at random;
             each batch is padded to that size. "epochs": every example is in as many of the epoch_steps steps of each
-            epoch, drawn uniformly, independently of all else; a batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the
-            remainder of each pass is dropped. The data set must then hold num_examples.
+            epoch, drawn uniformly, independently of all else; a batch may be empty.
         sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
         expected_batch_size: B, public.
         num_examples: the public count. The data set may hold more or fewer, but see "truncated".
@@ -72,8 +71,8 @@ class BatchSampler(Sampler[Draw]):
         never above the example's own rate times sample_rate. With bands, no example is in two batches that are fewer
         than b steps apart, and its group depends on no data. Draws come from a cryptographic stream. Without a seed
         each process has a stream of its own entropy. With a seed all processes share one stream, and each uses the
-        words of its own examples. No accountant here covers "fixed". A second iteration makes the same draws, and the
-        ledger refuses them.
+        words of its own examples; in epochs, the first process makes the keys. A second iteration makes the same
+        draws, and the ledger refuses them.
     """
 
     def __init__(
@@ -146,13 +145,11 @@ class BatchSampler(Sampler[Draw]):
 
     def _draw(self, step: int) -> Draw:
         drawn = replace(self._drawn, step=step)
-        if self._epochs is not None and drawn.epoch_steps is not None:
-            epoch, position = divmod(step, drawn.epoch_steps)
-            stream, number = self._epochs.stream(epoch), round(drawn.sample_rate * drawn.epoch_steps)
+        if self._epochs is not None and (steps := drawn.epoch_steps) is not None:
+            epoch, position = divmod(step, steps)
+            stream = self._epochs.stream(epoch)
             drawn = replace(drawn, stream=stream.public_id)
-            chosen = rows_in_step(stream, drawn.epoch_steps, number, position, 0, self._count)
-        elif drawn.scheme == "fixed":
-            chosen = _fixed(self._stream, step, drawn.expected_batch_size, self._count)
+            chosen = rows_in_step(stream, steps, round(drawn.sample_rate * steps), position, 0, self._count)
         else:
             chosen = _poisson(self._stream, step, drawn.sample_rate * self._relative, self._count)
         if drawn.scheme == "truncated":
@@ -174,8 +171,8 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
     if len(data) == 0:
         raise unusable("dataset", "to hold at least one example", "0 examples")
     # Under "poisson", the number of rows is no error: q is drawn and charged as planned, B only divides, and an example
-    # is drawn with probability q whatever n is. Privacy needs n elsewhere: truncation is charged for n or n - 1 rows,
-    # and shuffled batches are slices of a pass over n. No number of rows is shown: it is private.
+    # is drawn with probability q whatever n is; so it is in "epochs". Truncation is charged for n or n - 1 rows. No
+    # number of rows is shown: it is private.
     is_list = isinstance(dataset, tuple | list)
     if is_list and 2 * len(data) < num_examples and all(isinstance(one, Tensor | np.ndarray | list) for one in data):
         remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data))"
@@ -193,10 +190,9 @@ def _require_samplable(dataset: Data, num_examples: int, scheme: SamplingScheme,
         return
     if processes.count > 1 or isinstance(dataset, ClassRates):
         raise unusable("sampling", "to be 'poisson' for ClassRates, and in several processes", repr(scheme))
-    is_truncated = scheme == "truncated"
-    if not (num_examples - 1 <= len(data) <= num_examples if is_truncated else len(data) >= num_examples):
-        condition = f"to hold num_examples = {num_examples} or {'one fewer' if is_truncated else 'more'}"
-        raise unusable("dataset", f"{condition} for {scheme} batches", "a different number", "draw Poisson batches")
+    if not num_examples - 1 <= len(data) <= num_examples:
+        condition = f"to hold num_examples = {num_examples} or one fewer for truncated batches"
+        raise unusable("dataset", condition, "a different number", "draw Poisson batches")
 
 
 def _poisson(stream: Stream, step: int, rates: float | np.ndarray, count: int) -> np.ndarray:
@@ -205,10 +201,3 @@ def _poisson(stream: Stream, step: int, rates: float | np.ndarray, count: int) -
     # word of (step, place) is used for nothing else. A rate of 1 takes every word, because 2^64 is no uint64.
     thresholds = np.minimum(rates * 2.0**64, np.nextafter(2.0**64, 0)).astype(np.uint64)
     return np.flatnonzero((stream.uint64(step, count) < thresholds) | (rates == 1))
-
-
-def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
-    """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
-    shuffle, position = divmod(step, count // size)
-    order = np.argsort(stream.uint64(shuffle, count), kind="stable")
-    return order[position * size : (position + 1) * size]

@@ -13,7 +13,7 @@ from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
 from privgrad.errors import expected, require_delta
 from privgrad.ledger.budget import Budget, Commitment
 from privgrad.ledger.ledger import Ledger
-from privgrad.types import COVERED, PRIVATE_MOMENT
+from privgrad.types import PRIVATE_MOMENT, SHUFFLED
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _SOFTWARE = ("privgrad", "dp-accounting", "torch")  # it computes the numbers
@@ -120,17 +120,15 @@ def ledger_facts(
     require_delta(function, delta)
     plans = [{**one.plan_facts, "made": one.releases, "participations": one.participations} for one in ledgers]
     charged = [release for ledger in ledgers for release in ledger.charged]
-    is_covered = all(plan["sampling"] in COVERED for plan in plans)
-    options: dict[str, Any] = {"assume_poisson": not is_covered}
-    success = attack_success(charged, false_positive_rate=_FALSE_POSITIVES, **options) if bounds_attacks else None
+    success = attack_success(charged, false_positive_rate=_FALSE_POSITIVES) if bounds_attacks else None
     return Facts(
-        epsilon=epsilon(charged, delta=delta, accountant="pld", **options),
-        epsilon_rdp=epsilon(charged, delta=delta, accountant="rdp", **options),
+        epsilon=epsilon(charged, delta=delta, accountant="pld"),
+        epsilon_rdp=epsilon(charged, delta=delta, accountant="rdp"),
         delta=delta,
         attack_success=success,
         releases=sum(ledger.releases for ledger in ledgers),
         seeded_releases=sum(ledger.seeded_releases for ledger in ledgers),
-        covered_by_accountant=is_covered,
+        covered_by_accountant=all(plan["sampling"] != SHUFFLED for plan in plans),
         privacy_unit=unit,
         num_examples=min(int(plan["num_examples"]) for plan in plans),
         at_least=all(plan["sampling"] != "truncated" for plan in plans),

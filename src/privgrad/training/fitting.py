@@ -203,7 +203,7 @@ class _Evaluations:
 def _spent(private_grad: PrivateGradient, steps: int) -> float | None:
     """Return the epsilon of a number of steps; None without a delta, or for batches that no accountant covers."""
     plan = private_grad.plan
-    return private_grad.epsilon(steps=steps) if plan.delta is not None and plan.is_covered else None
+    return private_grad.epsilon(steps=steps) if plan.delta is not None else None
 
 
 def _scheduler_of(

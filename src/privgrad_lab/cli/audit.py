@@ -167,7 +167,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             precondition=preconditioner(method.precondition, public, model, data),
             side_information=None if public is None else public.source,
         )
-        if math.isinf(private_grad.epsilon(steps=1, assume_poisson=True)):
+        if math.isinf(private_grad.epsilon(steps=1)):
             raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, "choose --method")
         release, raw = one_step(private_grad), list[Tensor]()
         if not before_noise:

@@ -15,7 +15,7 @@ from privgrad.perturb import DiSK
 from privgrad.plan import PrivacyPlan
 from privgrad.statement.facts import doubts
 from privgrad.training.schedule import Schedule
-from privgrad.types import COVERED
+from privgrad.types import SHUFFLED
 from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.runner import Run
 from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
@@ -126,9 +126,9 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
         if not {run.name, tuned.name} & ledgers.keys():
             return None
     releases = [release for ledger in ledgers.values() for release in ledger.charged]
-    covered = spec.privacy.sampling in COVERED
+    covered = spec.privacy.sampling != SHUFFLED
     return {
-        "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),
+        "value": epsilon(releases, delta=spec.privacy.delta),
         "runs": len(ledgers),
         "covered": covered,
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",

@@ -16,7 +16,7 @@ from privgrad.errors import expected
 from privgrad.optim.debiased import Debiased
 from privgrad.statement.facts import Facts
 from privgrad.statement.text import written
-from privgrad.types import COVERED
+from privgrad.types import SHUFFLED
 from privgrad_lab import records as recorded
 from privgrad_lab.metrics import title
 from privgrad_lab.records import Record
@@ -30,10 +30,10 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     embeds its plots and needs no other file. The results on it are NOT private for the examples on which they were
     measured.
     """
-    # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
+    # A run without its own sampling takes the plan's. If an old run or plan says "fixed", sampling was fixed.
     plan = metadata.get("plan") or {}
     first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
-    last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
+    last = {"sampling": SHUFFLED} if plan.get("sampling") == SHUFFLED else {}
     records = [{**first, **recorded.without_raw(record), **last} for record in records]
     if not (finals := recorded.in_phase(records, "final")):
         got = f"{len(records)} runs of the phases {sorted({str(record.get('phase')) for record in records})}"
@@ -201,7 +201,7 @@ def _short(value: Any) -> str:
 
 def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     epsilon = recorded.summary_row("all", records)["epsilon"]
-    fixed = [row["method"] for row in rows if row["sampling"] == "fixed"]
+    fixed = [row["method"] for row in rows if row["sampling"] == SHUFFLED]
     budgets = {row["epsilon"] for row in rows if row["seeds"]}
     return {
         "epsilon": epsilon,
@@ -212,7 +212,7 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
         "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
         # None: not recorded
-        "covered": False if fixed else all(row["sampling"] in COVERED for row in rows) or None,
+        "covered": False if fixed else all(row["sampling"] is not None for row in rows) or None,
         "runs": sum(row["trainings"] for row in rows),
         "nonfinite": sum(int(record.get("raw_nonfinite_examples") or 0) for record in records),
     }

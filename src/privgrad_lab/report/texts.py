@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from privgrad.accounting.accountant import two_decimals_up
+from privgrad.types import SHUFFLED
 from privgrad_lab import records as recorded
 from privgrad_lab.metrics import title
 from privgrad_lab.records import Record
@@ -110,7 +111,7 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
             for name, found in row["metrics"].items()
         },
         "epsilon": cost if row["seeds"] else _DASH,
-        "uncovered": row["sampling"] == "fixed",
+        "uncovered": row["sampling"] == SHUFFLED,
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
         "measured": "" if measured is None else f"u {measured:.2g}, measured",
         "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
