@@ -157,3 +157,56 @@ def test_a_training_pays_for_each_epoch_that_it_begins():
     assert len(set(by_steps)) == 3
     assert by_steps[3] == by_steps[0]
     assert by_steps[4] == by_steps[7] > by_steps[3]
+
+
+class Stopped(Exception):
+    pass
+
+
+def fitted(
+    folder: Path, plan: pg.PrivacyPlan, *, dies_at: int | None = None, stop: object = None
+) -> pg.training.FitResult:
+    """Fit, and die before a step's gradient is computed."""
+
+    def dying(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        if dies_at is not None and private_grad.ledger.releases >= dies_at:
+            raise Stopped
+        return loss_fn(model, batch)  # pyright: ignore[reportArgumentType]
+
+    model = make_model()
+    private_grad = pg.PrivateGradient(model, dying, plan, ledger=folder / "ledger.jsonl")
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    options = {"evaluate": lambda _: {"loss": 1.0}, "stop": stop, "num_evaluations": 6} if stop else {}
+    try:
+        return pg.fit(private_grad, optimizer, make_data(ROWS), output_dir=folder, progress=False, **options)
+    finally:
+        private_grad.ledger.close()
+
+
+def test_fit_resumes_within_an_epoch_and_keeps_the_key_in_its_folder(tmp_path: Path):
+    plan = plan_of(delta=1e-3)
+    with pytest.raises(Stopped):
+        fitted(tmp_path, plan, dies_at=6)
+    key = tmp_path / "ledger.jsonl.epoch"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    result = fitted(tmp_path, plan)
+    assert (result.updates, result.ledger.releases, result.ledger.participations) == (12, 12, 12)
+    assert not key.exists()
+
+
+def test_fit_without_the_key_goes_on_with_the_next_epoch(tmp_path: Path):
+    plan = plan_of(delta=1e-3)
+    with pytest.raises(Stopped):
+        fitted(tmp_path, plan, dies_at=6)
+    (tmp_path / "ledger.jsonl.epoch").unlink()
+    with pytest.warns(UserWarning, match="the key of the epoch that was interrupted at step 6 is not here"):
+        result = fitted(tmp_path, plan)
+    assert (result.updates, result.ledger.releases, result.ledger.participations) == (10, 10, 12)
+
+
+def test_a_training_that_results_stopped_is_charged_whole_and_leaves_no_key(tmp_path: Path):
+    stop = pg.EarlyStopping(monitor="loss", patience=1, data="public")
+    result = fitted(tmp_path, plan_of(delta=1e-3), stop=stop)
+    assert result.stopped
+    assert result.ledger.participations == 12
+    assert not list(tmp_path.glob("*.epoch"))

@@ -32,7 +32,8 @@ RAW = 0.123456789  # what `evaluate` says about private examples
 
 PLAN = {
     "sampling", "sample_rate", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples", "delta",
-    "group_size", "max_batch_size", "epoch_steps", "noise_memory", "noise_on_grid", "neighboring_relation", "privacy_unit",
+    "group_size", "max_batch_size", "epoch_steps", "noise_memory", "noise_on_grid", "neighboring_relation",
+    "privacy_unit",
     "simulates", "research_seed",
     "side_information", "perturbation", "noise_generator", "norm_statistic", "adaptive_clip",
 }  # fmt: skip

@@ -224,7 +224,8 @@ class PrivateStrategy(Strategy):
     def _begin(self) -> Iterator[Batch]:
         """Return the plan's draws of users, from the next round on."""
         users = TensorDataset(torch.arange(self._plan.num_examples))
-        return self._plan.batches(users, start=self.private_grad.state_dict()["step"])
+        key = self.private_grad.ledger.epoch_key
+        return self._plan.batches(users, start=self.private_grad.state_dict()["step"], epoch_key=key)
 
     def _draw(self) -> Batch:
         """Draw the users of the next round; raise BudgetExceededError if all are done, or were not resumed."""

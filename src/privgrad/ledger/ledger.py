@@ -128,6 +128,14 @@ class Ledger:
         return self.releases if is_plain else self._participations.next_step
 
     @property
+    def epoch_key(self) -> Path | None:
+        """The file in which `plan.batches` may keep the key of the running epoch; None for a ledger in memory.
+
+        Whoever has the key knows which examples each step of this epoch uses: do not publish or copy the file.
+        """
+        return None if self.path is None else self.path.with_name(f"{self.path.name}.epoch")
+
+    @property
     def planned_steps(self) -> tuple[int, ...]:
         """The plan's number of steps at the first release, and each other one later."""
         return tuple(self._steps)

@@ -110,7 +110,8 @@ class ExternalLoopStep:
             plan = self.private_grad.plan
             if plan.seed is None:  # noise with memory begins again with another iterator
                 start = min(plan.steps, first_step_of_new_groups(start, plan.bands))
-            self._batches = plan.batches(dataset, start=start, collate=collate, **loading)
+            key = self.private_grad.ledger.epoch_key
+            self._batches = plan.batches(dataset, start=start, collate=collate, epoch_key=key, **loading)
             self._source = (dataset, collate)  # kept, because worker processes load batches of the next epoch
         for batch in islice(self._batches, left):
             self._position = batch.sampling.step + 1

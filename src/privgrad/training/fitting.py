@@ -147,6 +147,7 @@ def fit(
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
+            epoch_key=private_grad.ledger.epoch_key,
         )
         try:
             shown = progress if processes.rank == 0 else False

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from privgrad.accounting.mechanisms import whole_epochs
 from privgrad.errors import (
     BudgetExceededError,
     described,
@@ -119,7 +120,9 @@ def charge_unused(private_grad: PrivateGradient) -> None:
         return
     release = release_of(ledger.plan_facts)
     stream = secrets.token_hex(4)  # no two ledgers share a draw
-    for step in range(ledger.next_step, plan.steps):
+    if ledger.epoch_key is not None:
+        ledger.epoch_key.unlink(missing_ok=True)
+    for step in range(whole_epochs(ledger.next_step, release.epoch_steps or 1), plan.steps):
         try:
             ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
         except BudgetExceededError:  # more samplers than planned have used up what each person may cost
