@@ -205,7 +205,7 @@ def test_fit_without_the_key_goes_on_with_the_next_epoch(tmp_path: Path):
 
 
 def test_a_training_that_results_stopped_is_charged_whole_and_leaves_no_key(tmp_path: Path):
-    stop = pg.EarlyStopping(monitor="loss", patience=1, data="public")
+    stop = pg.EarlyStopping(monitor="loss", mode="min", patience=1, data="public")
     result = fitted(tmp_path, plan_of(delta=1e-3), stop=stop)
     assert result.stopped
     assert result.ledger.participations == 12
