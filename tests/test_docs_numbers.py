@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
-from dp_accounting.pld import PLDAccountant
-from scipy.stats import binom
 
 import privgrad as pg
 from benchmarks.claims.__main__ import read, table
@@ -72,13 +69,6 @@ def printed(value: float, like: str) -> str:
     return f"{value:.{len(like.partition('.')[2])}f}"
 
 
-def epsilon_of_rows(plan: pg.PrivacyPlan, rows: int) -> float:
-    """The epsilon of one person's rows together, if each is drawn by itself and all pull in one direction."""
-    drawn = [float(binom.pmf(count, rows, plan.sample_rate)) for count in range(rows + 1)]
-    event = MixtureOfGaussiansDpEvent(plan.noise_multiplier, list(range(rows + 1)), drawn)
-    return PLDAccountant(value_discretization_interval=1e-3).compose(event, plan.steps).get_epsilon(plan.delta)
-
-
 def test_the_epsilon_of_a_person_with_several_rows_is_computed_and_more_than_k_times():
     (quick_start,) = (block.text for block in blocks("README.md", "python") if "plan.batches(" in block.text)
     options = re.search(r"for_budget\(.*\n(.*)\n\)", quick_start)
@@ -88,7 +78,7 @@ def test_the_epsilon_of_a_person_with_several_rows_is_computed_and_more_than_k_t
     found = {int(k): (float(said), int(k_times)) for k, said, k_times in re.findall(PERSON, page, re.MULTILINE)}
     assert list(found) == [1, 2, 5, 9]
     for k, (said, k_times) in found.items():
-        assert said == math.ceil(100 * epsilon_of_rows(plan, k)) / 100  # never below
+        assert said == math.ceil(100 * plan.epsilon(rows_per_person=k)) / 100  # never below
         assert k_times == 3 * k
         assert k == 1 or said > k_times
     for name in ("README.md", "docs/own-data.md", "docs/lessons/what-epsilon-means.md"):

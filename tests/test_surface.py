@@ -43,7 +43,7 @@ SIGNATURES = {
     pg.Batch.to: "self device non_blocking",
     pg.ClassRates: "dataset labels rates",
     pg.EarlyStopping: "monitor patience mode data min_delta",
-    pg.PrivacyPlan.epsilon: "self delta steps accountant",
+    pg.PrivacyPlan.epsilon: "self delta steps accountant rows_per_person",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb compile ledger "
     "norm_bins adaptive_clip filter processes side_information",

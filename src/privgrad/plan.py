@@ -377,13 +377,21 @@ class PrivacyPlan:
         is_same = factor == 1 and count == self.num_examples
         return self if is_same else replace(self, **_numbers_at(self, left, count))
 
-    def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
+    def epsilon(
+        self,
+        *,
+        delta: float | None = None,
+        steps: int | None = None,
+        accountant: Accountant = "pld",
+        rows_per_person: int = 1,
+    ) -> float:
         """Compute the epsilon that a number of the plan's steps costs.
 
         Args:
             delta: in (0, 1). None: the plan's.
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
+            rows_per_person: as in accounting.epsilon.
         Returns:
             Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
@@ -395,7 +403,8 @@ class PrivacyPlan:
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         release = self.release_of(self.steps if steps is None else steps)
-        return accounting.epsilon([release], delta=delta, accountant=accountant)
+        options: dict[str, Any] = {"accountant": accountant, "rows_per_person": rows_per_person}
+        return accounting.epsilon([release], delta=delta, **options)
 
     def batches(
         self,

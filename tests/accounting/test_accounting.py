@@ -5,18 +5,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import norm
+from scipy.stats import binom, norm
 
 import privgrad as pg
 from privgrad.accounting import composition
 from privgrad.accounting.accountant import (
     Release,
+    Selection,
     attack_success,
     calibrate,
     calibrate_noise_multiplier,
     epsilon,
+    gaussian_dp,
     steps_for_budget,
 )
 from reference.calibration import smallest_sigma
@@ -166,6 +170,54 @@ def test_releases_compose_in_any_order():
     assert both == epsilon([b, a], delta=1e-5)
     assert both == epsilon([a, Release(2.0, 0.1, count=20), Release(2.0, 0.1, count=30)], delta=1e-5)
     assert both > max(epsilon([a], delta=1e-5), epsilon([b], delta=1e-5))
+
+
+@pytest.mark.parametrize(("rate", "rows"), [(0.1, 1), (0.1, 3), (1.0, 2)])
+def test_the_rows_of_a_person_cost_what_their_mixture_does(rate: float, rows: int):
+    releases, chances = [Release(2.0, rate, count=20)], binom.pmf(range(rows + 1), rows, rate)
+    event = MixtureOfGaussiansDpEvent(2.0, range(rows + 1), chances.tolist())
+    direct = PLDAccountant(value_discretization_interval=1e-4).compose(event, 20).get_epsilon(1e-5)
+    assert epsilon(releases, delta=1e-5, rows_per_person=rows) == pytest.approx(direct, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"accountant": "rdp"}, {"scheme": "truncated"}, {"scheme": "epochs"}, {"selected": True}, {"rows": 0}]
+)
+def test_rows_of_a_person_are_refused_where_no_proof_covers_them(options: dict[str, Any]):
+    kinds = {"max_batch_size": 20, "num_examples": 100, "epoch_steps": 10}
+    scheme = options.get("scheme", "poisson")
+    release = Release(2.0, 0.1, scheme, 20, **kinds) if scheme != "poisson" else Release(2.0, 0.1, count=20)
+    found = Selection((release,), 2.0, 1.0) if "selected" in options else release
+    with pytest.raises(pg.PrivacyError, match="rows_per_person"):
+        epsilon(
+            [found], delta=1e-5, accountant=options.get("accountant", "pld"), rows_per_person=options.get("rows", 2)
+        )
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(3.44, 0.1365, 300), (9.4, 0.328, 2000), (2.0, 1.0, 5)])
+def test_mu_and_its_regret_are_those_of_gdpnum(sigma: float, rate: float, steps: int):
+    """At small rates, gdpnum 0.1.2 finds attacks with fewer hits than false alarms, so it is no reference there."""
+    gdpnum = pytest.importorskip("gdpnum", reason="needs gdpnum")
+    mu, regret = gdpnum.dpsgd.get_mu_and_regret_for_dpsgd(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
+    found = gaussian_dp([Release(sigma, rate, count=steps)])
+    assert found == (pytest.approx(mu, rel=0.01), pytest.approx(regret, abs=1e-4))
+
+
+def test_mu_of_gaussian_releases_is_exact_and_infinite_without_noise():
+    mu, regret = gaussian_dp([Release(2.0, 1.0, count=4), Release(1.0, 1.0)])
+    assert mu == pytest.approx(math.sqrt(2), rel=1e-3)
+    assert regret < 1e-4
+    assert gaussian_dp([]) == (0.0, 0.0)
+    assert gaussian_dp([Release(0.0, 0.1)])[0] == math.inf
+
+
+@pytest.mark.parametrize("rate", [1e-7, 1e-5, 1e-3, 0.1])
+def test_no_attack_on_mu_has_fewer_hits_than_one_on_the_releases(rate: float):
+    releases = [Release(0.7, 0.004, count=2000)]
+    mu, regret = gaussian_dp(releases)
+    hits = attack_success(releases, false_positive_rate=rate)
+    assert hits <= norm.cdf(mu - norm.isf(rate)) * (1 + 1e-6)
+    assert regret > 0.01
 
 
 def test_shuffled_batches_cost_infinitely_much():

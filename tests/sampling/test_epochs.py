@@ -159,7 +159,7 @@ def test_a_training_pays_for_each_epoch_that_it_begins():
     assert by_steps[4] == by_steps[7] > by_steps[3]
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
@@ -170,7 +170,7 @@ def fitted(
 
     def dying(model: torch.nn.Module, batch: object) -> torch.Tensor:
         if dies_at is not None and private_grad.ledger.releases >= dies_at:
-            raise Stopped
+            raise StoppedError
         return loss_fn(model, batch)  # pyright: ignore[reportArgumentType]
 
     model = make_model()
@@ -185,7 +185,7 @@ def fitted(
 
 def test_fit_resumes_within_an_epoch_and_keeps_the_key_in_its_folder(tmp_path: Path):
     plan = plan_of(delta=1e-3)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         fitted(tmp_path, plan, dies_at=6)
     key = tmp_path / "ledger.jsonl.epoch"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -196,7 +196,7 @@ def test_fit_resumes_within_an_epoch_and_keeps_the_key_in_its_folder(tmp_path: P
 
 def test_fit_without_the_key_goes_on_with_the_next_epoch(tmp_path: Path):
     plan = plan_of(delta=1e-3)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         fitted(tmp_path, plan, dies_at=6)
     (tmp_path / "ledger.jsonl.epoch").unlink()
     with pytest.warns(UserWarning, match="the key of the epoch that was interrupted at step 6 is not here"):

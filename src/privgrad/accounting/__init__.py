@@ -9,6 +9,7 @@ from privgrad.accounting.accountant import (
     calibrate,
     calibrate_noise_multiplier,
     epsilon,
+    gaussian_dp,
     steps_for_budget,
 )
 from privgrad.accounting.mechanisms import Release, Selection, Split
@@ -22,5 +23,6 @@ __all__ = [
     "calibrate",
     "calibrate_noise_multiplier",
     "epsilon",
+    "gaussian_dp",
     "steps_for_budget",
 ]

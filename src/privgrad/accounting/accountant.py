@@ -10,6 +10,8 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Literal, get_args
 
+import numpy as np
+
 from privgrad.accounting.calibration import last_within, noise_within
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
@@ -28,7 +30,7 @@ _MAIN_SHARE = 0.8  # of delta, for the order that suits the first releases
 _OTHER_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
-def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld") -> float:
+def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld", rows_per_person: int = 1) -> float:
     """Compute the epsilon of all releases together, at the given delta.
 
     Args:
@@ -38,6 +40,8 @@ def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld")
         accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
             Selection it returns that of RDP, because PLD does not cover Selections. RDP does not cover truncated
             samples: it gives infinity, and so do these together with a Selection.
+        rows_per_person: k >= 1, for a person with up to k rows, each of which is drawn by itself. With k > 1, for
+            Poisson samples and by "pld" only.
     Returns:
         Epsilon >= 0; infinite if a release had no noise or was of shuffled batches, or if no finite bound can be
         computed.
@@ -51,12 +55,20 @@ def epsilon(releases: Releases, *, delta: float, accountant: Accountant = "pld")
         Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380); on Selections,
         Papernot, Steinke 2022 (arXiv 2110.03620).
     """
-    from privgrad.accounting.composition import epsilon_of
+    from privgrad.accounting.composition import epsilon_of, epsilon_of_rows
 
     require_delta("epsilon", delta)
+    require_integer("epsilon", "rows_per_person", rows_per_person, 1)
     require_choice("epsilon", "accountant", accountant, get_args(Accountant))
     found = [mechanisms_of("epsilon", own) for own in each_group("epsilon", releases)]
-    return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
+    if rows_per_person == 1:
+        return max(epsilon_of(mechanisms, float(delta), accountant) for mechanisms in found)
+    plain = [[one for one in own if isinstance(one, Release) and one.scheme == "poisson"] for own in found]
+    if accountant != "pld" or any(len(own) < len(given) for own, given in zip(plain, found, strict=True)):
+        remedy = "sum up the rows of each person, and make the person the unit"
+        condition = "to be 1 unless all batches are Poisson samples, accounted by PLD"
+        raise expected("epsilon", "rows_per_person", condition, rows_per_person, remedy)
+    return max(epsilon_of_rows(tuple(own), float(delta), rows_per_person) for own in plain)
 
 
 def attack_success(releases: Releases, *, false_positive_rate: float) -> float:
@@ -83,7 +95,33 @@ def attack_success(releases: Releases, *, false_positive_rate: float) -> float:
     function, alpha = "attack_success", false_positive_rate
     require_in(function, "false_positive_rate", alpha, "(0, 1)")
     found = [mechanisms_of(function, own) for own in each_group(function, releases)]
-    return max(attack_success_of(mechanisms, alpha) for mechanisms in found)
+    return max(float(attack_success_of(mechanisms, np.array([alpha]))[0]) for mechanisms in found)
+
+
+def gaussian_dp(releases: Releases) -> tuple[float, float]:
+    """Compute the mu of Gaussian differential privacy that all releases together have, and how near it is.
+
+    Computes: the smallest mu such that no attack has smaller error rates than against one Gaussian release with noise
+        multiplier 1 / mu, where they are above 1e-10; and the regret, the smallest amount by which both error rates of
+        any attack must be lowered until they are at most those that mu allows.
+
+    Args:
+        releases: as in epsilon.
+    Returns:
+        mu >= 0, infinite if epsilon is; and the regret in [0, 1], with which mu describes the releases well if it is
+        at most 0.01.
+    Raises:
+        PrivacyError: as epsilon.
+    Privacy:
+        mu is an upper bound, but for attacks with a false positive rate below 1e-10.
+    Reference:
+        Dong, Roth, Su 2022 (arXiv 1905.02383); Gomez et al. 2026 (arXiv 2503.10945).
+    """
+    from privgrad.accounting.composition import gaussian_of
+
+    function = "gaussian_dp"
+    found = [gaussian_of(mechanisms_of(function, own)) for own in each_group(function, releases)]
+    return max(found)
 
 
 def calibrate_noise_multiplier(

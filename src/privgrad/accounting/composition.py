@@ -12,9 +12,12 @@ import dp_accounting
 import numpy as np
 from dp_accounting import dp_event, pld, rdp
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+from scipy.stats import binom, norm
 
 from privgrad.accounting.mechanisms import Mechanism, Release, Selection
 
+_LEAST, _POINTS = 1e-10, 1000  # the last delta of a profile, and the number of its epsilons
+_FINEST = 1e-4  # the interval of PLD, which is accurate enough up to epsilon 20
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
     *range(11, 64),
@@ -25,24 +28,57 @@ _NEIGHBORS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 _COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 
-@functools.lru_cache(maxsize=4096)
-def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
-    """Compute `accounting.attack_success` of one group of people; cached."""
-    if not mechanisms:
-        return alpha
+@functools.lru_cache(maxsize=256)
+def profile_of(mechanisms: tuple[Mechanism, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return epsilons from 0 on and the delta of each, of one group of people; None if there is no bound; cached."""
     has_selection = any(isinstance(one, Selection) for one in mechanisms)
     if _lacks_noise(mechanisms) or (has_selection and _is_by_pld_alone(mechanisms)):
-        return 1.0
-    by_pld = _by_pld(mechanisms, 1e-3)
-    by_rdp = rdp.RdpAccountant(RDP_ORDERS, _NEIGHBORS)
-    if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
-        return 1.0
-    costs: list[float] = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
-    bound = 1.0
-    for eps in np.linspace(0.0, 12.0, 121):
-        delta = float(compute_delta(RDP_ORDERS, costs, eps)[0] if has_selection else by_pld.get_delta(eps))
-        bound = min(bound, math.exp(eps) * alpha + delta, 1 - math.exp(-eps) * (1 - delta - alpha))
-    return max(alpha, bound)
+        return None
+    by_rdp, by_pld = rdp.RdpAccountant(RDP_ORDERS, _NEIGHBORS), _by_pld(mechanisms, 10 * _FINEST)
+    last = _compose(by_rdp if has_selection else by_pld, mechanisms, _LEAST)
+    if not math.isfinite(last):
+        return None
+    epsilons = np.linspace(0.0, last, _POINTS)
+    if has_selection:
+        costs = _safe_costs(by_rdp, mechanisms).tolist()
+        return epsilons, np.array([compute_delta(RDP_ORDERS, costs, each)[0] for each in epsilons])
+    return epsilons, np.array([by_pld.get_delta(each) for each in epsilons])
+
+
+def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: np.ndarray) -> np.ndarray:
+    """Compute `accounting.attack_success` of one group of people at several false positive rates."""
+    if not mechanisms:
+        return alpha
+    if (found := profile_of(mechanisms)) is None:
+        return np.ones_like(alpha)
+    epsilons, deltas = (each[:, None] for each in found)
+    bounds = np.minimum(np.exp(epsilons) * alpha + deltas, 1 - np.exp(-epsilons) * (1 - deltas - alpha))
+    return np.maximum(alpha, np.minimum(bounds.min(0), 1.0))
+
+
+def gaussian_of(mechanisms: tuple[Mechanism, ...]) -> tuple[float, float]:
+    """Compute `accounting.gaussian_dp` of one group of people."""
+    if not mechanisms:
+        return 0.0, 0.0
+    if (found := profile_of(mechanisms)) is None:
+        return math.inf, 0.0
+    slopes, deltas = np.exp(found[0]), found[1]
+    false = -np.diff(deltas) / np.diff(slopes)  # error rates where two of the lines meet that bound those of attacks
+    missed = 1 - deltas[:-1] - slopes[:-1] * false
+    is_seen = (false > _LEAST) & (missed < 1 - false - _LEAST)
+    mu = float(np.max(norm.isf(false[is_seen]) + norm.isf(missed[is_seen]), initial=0.0))
+    rates = np.linspace(0.0, 1.0, _POINTS)
+
+    def is_near(shift: float) -> bool:
+        """Return whether both errors of any attack are at most those under mu, if they are lowered by the shift."""
+        missed = 1 - attack_success_of(mechanisms, np.minimum(rates + shift, 1.0))
+        return bool((missed - shift <= norm.cdf(norm.isf(rates) - mu)).all())
+
+    low, high = 0.0, 1.0
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_near(middle) else (middle, high)
+    return mu, high
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,12 +98,27 @@ def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str)
     by_rdp = _compose(rdp.RdpAccountant(orders, _NEIGHBORS), tuple(map(_untruncated, mechanisms)), delta)
     if accountant.endswith("rdp") or has_selection:
         return by_rdp
-    # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
-    finest = 1e-3 if is_coarse else 1e-4
+    # Above epsilon 20, the interval grows with epsilon to bound memory.
+    finest = 10 * _FINEST if is_coarse else _FINEST
     interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
     # Any interval gives an upper bound: the discretization is pessimistic. The smaller of two is one.
     by_pld = _compose(_by_pld(mechanisms, interval), mechanisms, delta)
     return by_pld if is_by_pld_alone else min(by_rdp, by_pld)
+
+
+@functools.lru_cache(maxsize=256)
+def epsilon_of_rows(mechanisms: tuple[Release, ...], delta: float, rows: int) -> float:
+    """Compute the epsilon of Poisson samples for a person with several rows, each drawn by itself; cached."""
+    if _lacks_noise(mechanisms):
+        return math.inf
+    interval = _FINEST * max(1.0, rows * epsilon_of(mechanisms, delta, "rdp") / 20)
+    accountant = pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=min(interval, 1e-2))
+    for one in mechanisms:
+        chances = binom.pmf(np.arange(rows + 1), rows, one.sample_rate)
+        event = dp_event.MixtureOfGaussiansDpEvent(one.noise_multiplier, range(rows + 1), chances.tolist())
+        alike = dp_accounting.GaussianDpEvent(one.noise_multiplier / rows)
+        accountant.compose(alike if one.sample_rate == 1 else event, one.count)
+    return max(0.0, float(accountant.get_epsilon(delta)))
 
 
 def _compose(
