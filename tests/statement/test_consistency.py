@@ -148,6 +148,7 @@ def report_of(folder: Path, plan: pg.PrivacyPlan, ledgers: Sequence[pg.Ledger]) 
     ]
     numbers = {name: value for name, value in asdict(plan).items() if name != "correlation"}
     numbers |= {"bands": str(plan.bands), "sample_rate": plan.group_rate, "noise_generator": facts["noise_generator"]}
+    numbers |= {"epoch_steps": plan.release.epoch_steps}
     numbers |= {name: facts[name] for name in ("norm_statistic",) if facts[name]}
     if moved := facts["adaptive_clip"]:
         numbers["max_grad_norm"] = f"{plan.max_grad_norm:g}, moved by {moved}"

@@ -21,7 +21,8 @@ from privgrad.statement import About, budget_statement, statement
 
 def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
     """The ledger of a short training."""
-    plan = make_plan(**({"delta": 1e-3} | changed))
+    planned = {"steps": 12} if changed.get("sampling") == "epochs" else {}
+    plan = make_plan(**({"delta": 1e-3} | planned | changed))
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
     for batch in plan.batches(make_data()):
         if private_grad.ledger.releases < steps:
@@ -116,6 +117,15 @@ def test_what_weakens_the_protection_is_said_first():
     assert "The batches had a fixed size. No computation here covers such batches." in said.replace("\n", " ")
     simulated = pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3).scaled(1 / 2)).ledger
     assert "simulates another one" in str(statement([simulated]))
+
+
+def test_epochs_are_described_with_the_proof_that_they_rest_on():
+    said = " ".join(str(statement([trained(sampling="epochs")])).split())
+    assert "Each row was in 1 of the 4 steps of each epoch, drawn for it alone." in said
+    assert "An epoch that was begun counts as a whole one." in said
+    assert "The other bound (RDP) does not cover epochs." in said
+    assert "not reviewed independently" in said
+    assert "Poisson sampling" not in said
 
 
 def test_people_are_called_people():

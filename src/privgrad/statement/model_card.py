@@ -24,7 +24,15 @@ from privgrad.statement.text import Section, Statement, written
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
 _TAGS = ("differential-privacy", "privgrad")
-_OF_PLAN = ("neighboring_relation", "sampling", "sample_rate", "max_batch_size", "expected_batch_size", "num_examples")
+_OF_PLAN = (
+    "neighboring_relation",
+    "sampling",
+    "sample_rate",
+    "max_batch_size",
+    "epoch_steps",
+    "expected_batch_size",
+    "num_examples",
+)
 
 
 def write_privacy(

@@ -45,6 +45,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "seed": ", ".join(map(str, seeds)) or None,
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
+            "epoch_steps": plan.release.epoch_steps,
             **_turns(spec, plan),
             "filter": _by_method(averages) or "none",
             "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
