@@ -164,7 +164,7 @@ class Stream:
     def uint64(self, step: int, count: int, first: int = 0) -> np.ndarray:
         """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
 
-        They are those from number `first` >= 0 of the step on, so that whoever needs a part draws that part alone.
+        They are those from number `first` >= 0 of the step on, so that a part can be drawn alone.
 
         In one step, draw either integers or normals from a stream: both start at the step's first counter. In the
         library, normals come from the stream "noise" and from those of `releases` alone, and no integers do.

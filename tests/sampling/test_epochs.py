@@ -112,7 +112,7 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     if damage == "none":
         left = list(plan.batches(data, start=5, epoch_key=key))
     else:
-        with pytest.warns(UserWarning, match="goes on at step 8.*stays charged"):
+        with pytest.warns(UserWarning, match=r"continues at step 8.*stays charged"):
             left = list(plan.batches(data, start=5, epoch_key=key))
     assert [batch.sampling.step for batch in left] == list(range(5 if damage == "none" else 8, 12))
     for batch in left:

@@ -113,7 +113,7 @@ def gaussian_dp(releases: Releases) -> tuple[float, float]:
     Raises:
         PrivacyError: as epsilon.
     Privacy:
-        mu is an upper bound, but for attacks with a false positive rate below 1e-10.
+        mu is an upper bound, except for attacks with a false positive rate below 1e-10.
     Reference:
         Dong, Roth, Su 2022 (arXiv 1905.02383); Gomez et al. 2026 (arXiv 2503.10945).
     """

@@ -131,7 +131,7 @@ class Ledger:
     def epoch_key(self) -> Path | None:
         """The file in which `plan.batches` may keep the key of the running epoch; None for a ledger in memory.
 
-        Whoever has the key knows which examples each step of this epoch uses: do not publish or copy the file.
+        Anyone who has the key knows which examples each step of this epoch uses: do not publish or copy the file.
         """
         return None if self.path is None else self.path.with_name(f"{self.path.name}.epoch")
 

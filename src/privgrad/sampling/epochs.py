@@ -1,7 +1,7 @@
 """Epochs: each example is in k of the t steps of an epoch, which are drawn for it alone, from a key of the epoch.
 
-The key of the running epoch may be kept in a file, so that a training that was interrupted goes on within the epoch.
-Whoever reads it knows which examples the steps of this epoch use. It is deleted when the epoch has been drawn.
+The key of the running epoch may be kept in a file, so that an interrupted training resumes within the epoch.
+Anyone who reads it knows which examples the steps of this epoch use. It is deleted when the epoch has been drawn.
 """
 
 import os
@@ -26,7 +26,7 @@ def rows_in_step(stream: Stream, steps: int, chosen: int, position: int, first: 
     """
     words = stream.uint64(0, chosen * (last - first), chosen * first).reshape(-1, chosen)
     taken = np.empty_like(words)
-    for j in range(chosen):  # Floyd's: a position that is taken stands for the one that has just become possible
+    for j in range(chosen):  # Floyd's: in place of a taken position, the one that has just become possible
         top = np.uint64(steps - chosen + j)
         drawn = words[:, j] % (top + np.uint64(1))
         taken[:, j] = np.where((taken[:, :j] == drawn[:, None]).any(1), top, drawn)
@@ -39,7 +39,7 @@ class EpochKeys:
     Args:
         source: of new keys, which are those of the first process in all of them. Each process must make this call.
         file: keeps the key of the epoch that was begun last, readable for its owner alone (mode 0600). None: no file,
-            so that an interrupted training goes on with the next epoch. A research seed needs none.
+            so that an interrupted training continues with the next epoch. A research seed needs none.
     """
 
     def __init__(self, source: RandomSource, file: Path | None = None, processes: Processes = ALONE) -> None:
@@ -59,11 +59,11 @@ class EpochKeys:
         return self._stream
 
     def first_step(self, step: int, steps: int) -> int:
-        """Return where a training goes on that has taken `step` steps: there, or at the next epoch without its key."""
+        """Return where a training resumes after `step` steps: there, or at the next epoch without its key."""
         first = step if self._is_seeded or self._held[0] == step // steps else whole_epochs(step, steps)
         if first > step:
             warnings.warn(
-                f"the training goes on at step {first}, where the next epoch begins: the key of the epoch that was "
+                f"the training continues at step {first}, where the next epoch begins: the key of the epoch that was "
                 f"interrupted at step {step} is not here. The whole epoch stays charged; epoch_key=ledger.epoch_key "
                 "keeps the key",
                 stacklevel=4,
