@@ -4,6 +4,7 @@ import stat
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from scipy.stats import chi2
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
+from privgrad.processes import Processes
 from privgrad.rng import RandomSource
-from privgrad.sampling.epochs import rows_in_step
+from privgrad.sampling.epochs import EpochKeys, rows_in_step
 
 ROWS = 32
 
@@ -210,3 +212,35 @@ def test_a_training_that_results_stopped_is_charged_whole_and_leaves_no_key(tmp_
     assert result.stopped
     assert result.ledger.participations == 12
     assert not list(tmp_path.glob("*.epoch"))
+
+
+class Rank(Processes):
+    """One of two processes; `sent` holds what the first one sends."""
+
+    def __init__(self, rank: int, sent: list[Any]) -> None:
+        self._rank, self._sent = rank, sent
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def count(self) -> int:
+        return 2
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self._rank == 0:
+            self._sent.append(value)
+        return self._sent[-1]
+
+
+def test_all_processes_draw_one_epoch_and_the_first_keeps_its_key(tmp_path: Path):
+    sent = list[Any]()
+    key = tmp_path / "key"
+    keys = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    draws = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in keys]
+    assert draws[0] == draws[1]
+    resumed = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    assert [each.first_step(6, 4) for each in resumed] == [6, 6]
+    again = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in resumed]
+    assert again == draws

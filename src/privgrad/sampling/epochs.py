@@ -44,8 +44,9 @@ class EpochKeys:
 
     def __init__(self, source: RandomSource, file: Path | None = None, processes: Processes = ALONE) -> None:
         self._file = file if processes.rank == 0 and source.seed is None else None
-        own = source.stream("epochs").shared_key, self._read()
-        key, self._held = processes.broadcast_object(own)
+        with processes.all_succeed():  # the file may be damaged
+            held = self._read()
+        key, self._held = processes.broadcast_object((source.stream("epochs").shared_key, held))
         self._keys, self._is_seeded = Stream(key), source.seed is not None
         self._epoch, self._stream = -1, self._keys
 
