@@ -14,7 +14,7 @@ from privgrad import rng
 from privgrad.noise import gaussian as noise
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling import draws as sampling
-from privgrad.sampling import loading
+from privgrad.sampling import epochs, loading
 from privgrad.sampling import loading as reading
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -213,7 +213,9 @@ def poisson(planted: Callable[..., np.ndarray]) -> Callable[[Patch], None]:
 
 
 def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
-    return sampling._fixed(stream, step, round(sample_rate * count), count)
+    size = round(sample_rate * count)
+    shuffle, position = divmod(step, count // size)
+    return np.argsort(stream.uint64(shuffle, count))[position * size : (position + 1) * size]
 
 
 def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
@@ -224,6 +226,36 @@ def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int
     """Neighbors are drawn together: the rate is right, independence is not."""
     firsts = real(stream, step, sample_rate, count // 2)
     return np.concatenate([2 * firsts, 2 * firsts + 1])
+
+
+def slices_of_a_shuffle(patch: Patch) -> None:
+    def wrong(stream: Stream, steps: int, chosen: int, position: int, first: int, last: int) -> np.ndarray:
+        order = np.argsort(stream.uint64(0, last))
+        return np.sort(order[position * last // steps : (position + 1) * last // steps])
+
+    everywhere(patch, epochs.rows_in_step, wrong)
+
+
+def one_epoch_for_ever(patch: Patch) -> None:
+    real = epochs.EpochKeys.stream
+    patch.setattr(epochs.EpochKeys, "stream", lambda self, _: real(self, 0))
+
+
+def resumed_without_the_key(patch: Patch) -> None:
+    patch.setattr(epochs.EpochKeys, "first_step", lambda self, step, steps: step)
+
+
+def a_readable_key(patch: Patch) -> None:
+    def wrong(self: Any, epoch: int, key: bytes) -> None:
+        if self._file is not None:
+            self._file.write_text(f"{epoch} {key.hex()}")
+            self._file.chmod(0o644)
+
+    patch.setattr(epochs.EpochKeys, "_write", wrong)
+
+
+def a_key_that_stays(patch: Patch) -> None:
+    patch.setattr(epochs.EpochKeys, "forget", lambda self: None)
 
 
 def count_believed(patch: Patch) -> None:
@@ -237,6 +269,35 @@ def public_augmentation(patch: Patch) -> None:
     everywhere(patch, real, lambda _: real(torch.initial_seed().to_bytes(32)))
 
 
+EPOCHS = [
+    Mutant(
+        "slices of a shuffle in place of an epoch",
+        slices_of_a_shuffle,
+        "test_epochs.test_each_row_is_drawn_alone",
+    ),
+    Mutant(
+        "one epoch for ever",
+        one_epoch_for_ever,
+        "test_epochs.test_each_example_is_in_so_many_steps_of_each_epoch",
+        {"rate": 0.25, "times": 1},
+    ),
+    Mutant(
+        "an epoch drawn anew where it was interrupted",
+        resumed_without_the_key,
+        "test_epochs.test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_for",
+        {"damage": "gone"},
+    ),
+    Mutant(
+        "a key of an epoch that others can read",
+        a_readable_key,
+        "test_epochs.test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted",
+    ),
+    Mutant(
+        "a key of an epoch that stays",
+        a_key_that_stays,
+        "test_epochs.test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted",
+    ),
+]
 NOISE = [
     Mutant("noise at half scale", scaled(0.5), "test_noise.test_noise_has_the_stated_scale"),
     Mutant("noise at 0.9 of its scale", scaled(0.9), "test_noise.test_noise_has_the_stated_scale"),

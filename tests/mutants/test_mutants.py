@@ -12,7 +12,7 @@ import pytest
 import privgrad as pg
 from mutants.bridges import BRIDGES
 from mutants.budgets import BUDGET
-from mutants.draws import NOISE, SAMPLING
+from mutants.draws import EPOCHS, NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.input_maps import INPUT_MAPS
@@ -27,7 +27,7 @@ from mutants.users import USERS
 MUTANTS: dict[str, list[Mutant]] = {
     "Noise": NOISE,
     "Noise with memory": MEMORY,
-    "Sampling": SAMPLING,
+    "Sampling": [*SAMPLING, *EPOCHS],
     "Truncated batches": TRUNCATION,
     "Clipping": CLIPPING,
     "Statistics of norms, and rules for C": NORMS,

@@ -65,6 +65,15 @@ def test_every_set_of_steps_is_as_likely(steps: int, chosen: int):
     assert distance < chi2.isf(1e-6, len(possible) - 1)
 
 
+def test_each_row_is_drawn_alone():
+    """So the number of rows in a step is binomial, and other rows do not move one."""
+    stream = RandomSource().stream("epochs")
+    sizes = [len(rows_in_step(RandomSource().stream("epochs"), 4, 1, 0, 0, ROWS)) for _ in range(2000)]
+    assert np.var(sizes) == pytest.approx(ROWS * 3 / 16, rel=0.25)
+    for rows in (ROWS - 1, ROWS):
+        assert set(rows_in_step(stream, 4, 1, 2, 0, rows)) >= set(rows_in_step(stream, 4, 1, 2, 0, ROWS - 1))
+
+
 @pytest.mark.filterwarnings("ignore:a fixed seed")
 def test_two_examples_are_independent():
     first, second = np.split(np.argmax(steps_of_rows(2, 120_000, 4, 1), axis=1), 2)
@@ -82,7 +91,7 @@ def test_any_part_of_the_rows_can_be_drawn_alone(chosen: int, cut: int):
         assert np.array_equal(np.concatenate(parts), rows_in_step(stream, 7, chosen, step, 0, 40))
 
 
-def test_a_resume_goes_on_within_the_epoch_by_its_key_and_the_key_is_deleted(tmp_path: Path):
+def test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted(tmp_path: Path):
     data, plan, key = numbered(), plan_of(), tmp_path / "key"
     batches = plan.batches(data, epoch_key=key)
     drawn = [next(batches) for _ in range(6)]
