@@ -1,11 +1,11 @@
-"""Attacks on epochs, with the pair of distributions that dominates them: bounds stay below the claim, unless planted."""
+"""Attacks on epochs by the pair of distributions that dominates them: bounds stay within the claim, unless planted."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import seed_of
 
+from conftest import seed_of
 from privgrad.accounting import epsilon
 from privgrad.accounting.mechanisms import Release
 from privgrad.audit.bounds import clopper_pearson, epsilon_of_rates
