@@ -5,6 +5,7 @@ Noise is the system's. What could fail by chance does so with a probability belo
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from conftest import loss_fn, make_model, make_plan
+from conftest import loss_fn, make_model, make_plan, seed_of
 from mutants.mutant import plant_sum
 from privgrad import audit, optim, private_gradient
 from privgrad.accounting import accountant as accounting
@@ -135,6 +136,34 @@ def test_one_run_bounds_hold_as_often_as_they_say(kind: str):
     )
     assert wrong <= 0.1
     assert audit.epsilon_of_one_run(canaries, canaries, canaries, 1e-6, 0.95) > 2.5
+
+
+def guessed(rng: np.random.Generator, sigma: float, canaries: int, guesses: int) -> int:
+    """Correct guesses of the best attack on canaries that are in by their own coins, each with its own noise."""
+    coins = rng.integers(2, size=canaries)
+    order = np.argsort(coins + sigma * rng.standard_normal(canaries))
+    return int((coins[order[: guesses // 2]] == 0).sum() + (coins[order[-guesses // 2 :]] == 1).sum())
+
+
+@pytest.mark.parametrize("guesses", [20, 160, 1000])
+def test_the_bound_of_one_gaussian_run_is_true_as_often_as_it_says(guesses: int):
+    mu, delta = 1.5, 1e-5
+    claim, rng = audit.epsilon_of_gaussian(mu, delta), np.random.default_rng(seed_of(5))
+    counts = Counter(guessed(rng, 1 / mu, 1000, guesses) for _ in range(400))
+    found = {one: audit.epsilon_of_one_gaussian_run(1000, guesses, one, delta, 0.9) for one in counts}
+    assert sum(count for one, count in counts.items() if found[one] > claim) <= 0.1 * 400 + 5 * math.sqrt(0.09 * 400)
+
+
+def test_the_bound_of_one_gaussian_run_is_tighter_than_one_without_assumptions():
+    delta, rng = 1e-5, np.random.default_rng(seed_of(6))
+    sigma = next(s for s in np.arange(0.3, 3, 0.001) if audit.epsilon_of_gaussian(1 / s, delta) <= 8)
+    runs = [guessed(rng, sigma, 1000, 160) for _ in range(5)]
+    tight, loose = (
+        np.mean([bound(1000, 160, one, delta, 0.95) for one in runs])
+        for bound in (audit.epsilon_of_one_gaussian_run, audit.epsilon_of_one_run)
+    )
+    assert 1.3 * loose < tight < 8
+    assert audit.epsilon_of_one_gaussian_run(1000, 160, 80, delta, 0.95) == 0
 
 
 def users_game(noise: float) -> audit.Game:

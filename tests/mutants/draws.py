@@ -270,11 +270,7 @@ def public_augmentation(patch: Patch) -> None:
 
 
 EPOCHS = [
-    Mutant(
-        "slices of a shuffle in place of an epoch",
-        slices_of_a_shuffle,
-        "test_epochs.test_each_row_is_drawn_alone",
-    ),
+    Mutant("slices of a shuffle in place of an epoch", slices_of_a_shuffle, "test_epochs.test_each_row_is_drawn_alone"),
     Mutant(
         "one epoch for ever",
         one_epoch_for_ever,

@@ -4,6 +4,7 @@ from privgrad.audit.bounds import (
     clopper_pearson,
     epsilon_of_accountant,
     epsilon_of_gaussian,
+    epsilon_of_one_gaussian_run,
     epsilon_of_one_run,
     epsilon_of_rates,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "distinguish",
     "epsilon_of_accountant",
     "epsilon_of_gaussian",
+    "epsilon_of_one_gaussian_run",
     "epsilon_of_one_run",
     "epsilon_of_rates",
     "method_game",

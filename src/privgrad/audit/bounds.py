@@ -144,10 +144,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     """
     from scipy import stats
 
-    require_integer("one_run_p_value", "canaries", canaries, 1)
-    if not 0 <= correct <= guesses <= canaries:
-        got = f"{correct}, {guesses} and {canaries}"
-        raise expected("one_run_p_value", "correct, guesses and canaries", "to be in this order, from 0 on", got)
+    _require_counts("one_run_p_value", canaries, guesses, correct)
     truth = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(correct - 1, guesses, truth))
     if not correct:
@@ -184,3 +181,53 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
 
     # The root is rounded down.
     return 0.0 if excess(0.0) >= 0 else max(0.0, cast(float, optimize.brentq(excess, 0.0, 40.0, xtol=5e-7)) - 5e-7)
+
+
+def epsilon_of_one_gaussian_run(canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:
+    """Return the epsilon of the largest mu of Gaussian differential privacy that so many correct guesses refute.
+
+    Computes: by bisection, the largest mu for which the guesses have a probability under 1 - confidence; and the
+    epsilon at delta of a Gaussian mechanism with this mu.
+
+    Args:
+        canaries, guesses, correct, delta, confidence: as in `epsilon_of_one_run`.
+    Returns:
+        Epsilon >= 0; 0 if the guesses refute nothing.
+    Privacy:
+        Assumes that the errors of every attack on the mechanism are those on some Gaussian mechanism, as for one step at
+        q = 1, and the coins of `epsilon_of_one_run`. It is the tighter bound then. For other mechanisms it is no bound.
+    Reference:
+        Mahloujifar, Melis, Chaudhuri 2025 (arXiv 2410.22235), algorithm 3.
+    """
+    from scipy import stats
+
+    require_delta("epsilon_of_one_gaussian_run", delta)
+    require_in("epsilon_of_one_gaussian_run", "confidence", confidence, "(0, 1)")
+    _require_counts("epsilon_of_one_gaussian_run", canaries, guesses, correct)
+
+    def is_refuted(mu: float) -> bool:
+        # From the assumption that exactly this many or more correct guesses have the probability 1 - confidence, the
+        # least probability of each smaller number follows, one after the other. Together they must not exceed 1.
+        right = (1 - confidence) * correct / canaries
+        wrong = (1 - confidence) * (guesses - correct) / canaries
+        for number in range(correct - 1, -1, -1):
+            least = float(stats.norm.cdf(stats.norm.ppf(right) - mu))
+            if least <= wrong:
+                break
+            right, wrong = min(1.0, right + number / (guesses - number) * (least - wrong)), least
+        return right + wrong > guesses / canaries
+
+    low, high = 0.0, 64.0
+    if not correct or not is_refuted(low):
+        return 0.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
+    return epsilon_of_gaussian(low, delta) if low > 0 else 0.0
+
+
+def _require_counts(function: str, canaries: int, guesses: int, correct: int) -> None:
+    require_integer(function, "canaries", canaries, 1)
+    if not 0 <= correct <= guesses <= canaries:
+        got = f"{correct}, {guesses} and {canaries}"
+        raise expected(function, "correct, guesses and canaries", "to be in this order, from 0 on", got)
