@@ -190,12 +190,16 @@ def epsilon_of_one_gaussian_run(canaries: int, guesses: int, correct: int, delta
     epsilon at delta of a Gaussian mechanism with this mu.
 
     Args:
-        canaries, guesses, correct, delta, confidence: as in `epsilon_of_one_run`.
+        canaries: m, as in `epsilon_of_one_run`.
+        guesses: r, the same.
+        correct: v, the same.
+        delta: in (0, 1).
+        confidence: in (0, 1).
     Returns:
         Epsilon >= 0; 0 if the guesses refute nothing.
     Privacy:
-        Assumes that the errors of every attack on the mechanism are those on some Gaussian mechanism, as for one step at
-        q = 1, and the coins of `epsilon_of_one_run`. It is the tighter bound then. For other mechanisms it is no bound.
+        Assumes that the errors of every attack on the mechanism are those on some Gaussian mechanism, as for one step
+        at q = 1, and the coins of `epsilon_of_one_run`. It is the tighter bound then. For others it is no bound.
     Reference:
         Mahloujifar, Melis, Chaudhuri 2025 (arXiv 2410.22235), algorithm 3.
     """
