@@ -56,7 +56,7 @@ def described(spec: Spec) -> dict[str, Any]:
         "title": spec.title,
         "data": [data.source, data.validation, data.public, data.options],
         "elsewhere": other and [other.use, other.options],
-        "privacy": spec.privacy.model_dump(),
+        "privacy": spec.privacy.model_dump(exclude={"participations"}),  # of epochs, which old files do not have
         "tuning": spec.tuning and spec.tuning.model_dump(),
         "run": spec.run.model_dump(),
         "methods": methods,

@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 # The toy regression has records of its own kind, without a report.
 TEXTS = {path.parent.name: path.read_text() for path in RESULTS.glob("*/runs.jsonl")}
 COMPARISONS = sorted(name for name, text in TEXTS.items() if '"phase": "final"' in text and '"seconds"' in text)
-FIXED_WARNING = "The batches had a fixed size. The computation holds for random sizes only (Poisson sampling)."
+FIXED_WARNING = "The batches had a fixed size. No computation here covers such batches."
 SEED_WARNING = "A seed produced the noise. Anyone who knows the seed can remove the noise."
 PLAN = {
     "sample_rate": 0.25,
