@@ -21,7 +21,6 @@ with warnings.catch_warnings():
         rediscretize_dist_by_bound,
     )
 
-_COARSER, _COARSEST = 50, 0.1  # the grid of an epoch's own computation over that of the result, and its largest
 _TAIL = 1e-15  # the probability that is counted as certain harm
 
 
@@ -35,26 +34,32 @@ class Epoch(dp_event.DpEvent):
 
 
 class EpochAccountant(pld.PLDAccountant):
-    """dp_accounting's accountant by PLD, with Epoch."""
+    """dp_accounting's accountant by PLD, with Epoch, whose cost is computed in the interval `own`."""
+
+    def __init__(self, *options: Any, own: float, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._own = own
 
     def _maybe_compose(self, event: dp_event.DpEvent, count: int, do_compose: bool) -> Any:
         if not isinstance(event, Epoch):
             return super()._maybe_compose(event, count, do_compose)
         if do_compose:
-            self._pld = self._pld.compose(_cost(event, count, self._value_discretization_interval))
+            self._pld = self._pld.compose(_cost(event, count, self._own, self._value_discretization_interval))
         return None
 
 
-def _cost(event: Epoch, count: int, interval: float) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+def _cost(
+    event: Epoch, count: int, own: float, interval: float
+) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
     """Return a bound of the privacy losses of so many epochs, on a grid of this interval."""
     numbers = PrivacyParams(
         sigma=event.noise_multiplier, num_steps=event.steps, num_selected=event.chosen, num_epochs=count
     )
-    own = AllocationSchemeConfig(loss_discretization=min(_COARSEST, _COARSER * interval))
+    coarse = AllocationSchemeConfig(loss_discretization=own)
     # The library chooses a finer grid for its result, but releases that are composed need one grid.
     bound, losses = BoundType.DOMINATES, dict[str, Any]()
     for direction in (Direction.REMOVE, Direction.ADD):
-        found = gaussian_allocation_directional_pld(params=numbers, config=own, direction=direction)
+        found = gaussian_allocation_directional_pld(params=numbers, config=coarse, direction=direction)
         losses[f"{direction.value}_dist"] = rediscretize_dist_by_bound(
             dist=found, tail_truncation=_TAIL, loss_discretization=interval, bound_type=bound
         )
