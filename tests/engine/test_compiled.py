@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.clip.clipping import ClippingAccumulator
+from privgrad.clip.clipping import ClippingAccumulator, Tried
 from privgrad.engine import compiled
 from privgrad.parts import Parts
 from privgrad.private_gradient import RawStep
@@ -331,6 +331,17 @@ def test_a_function_that_differs_from_the_engine_is_dropped(monkeypatch: pytest.
         found, private_grad = train(compile=True, steps=12)
     assert furthest(found, plain) == 0.0
     assert functions_of(private_grad) == [None]
+
+
+@pytest.mark.parametrize(("change", "differs"), [(2e-5, False), (2e-2, True)])
+def test_a_difference_of_gradients_near_zero_counts_in_units_of_c(change: float, differs: bool) -> None:
+    """Where a model is sure of its classes, rounding changes gradients by percents."""
+
+    def tried(length: float) -> Tried:
+        found = torch.full((1,), length)
+        return Tried({"weight": found.double()}, found, torch.ones(1), found, torch.zeros(1, dtype=torch.bool))
+
+    assert compiled._differ(tried(1e-3 + change), tried(1e-3), 0.005, 1.0) is differs
 
 
 @pytest.mark.parametrize("kind", ["function", "module", "data"])

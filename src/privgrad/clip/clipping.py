@@ -136,7 +136,7 @@ class ClippingAccumulator:
         shards: Sums | None = None,
     ) -> None:
         self._sums = _Sums(like, clip, max_grad_norm, inverse_scales or {}, expected_size, shards)
-        self._grouped, self._statistic = grouped, statistic
+        self.max_grad_norm, self._grouped, self._statistic = max_grad_norm, grouped, statistic
         self._seen: list[RawClipping] = []
         self._device, self._kinds = next(iter(like.values())).device, {value.device.type for value in like.values()}
 

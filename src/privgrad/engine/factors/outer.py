@@ -66,8 +66,11 @@ def unread_norms(x: Tensor) -> Callable[[Tensor], Tensor]:
 def sum_over(x: Tensor, dim: int) -> Tensor:
     """Sum over a dimension, in an order that does not depend on the rest of the batch."""
     # torch adds up a tensor in its memory order. If positions come before examples in memory, the grouping of an
-    # example's positions depends on its column and on the batch size. A contiguous copy prevents this.
-    return x.contiguous().sum(dim)
+    # example's positions depends on its column and on the batch size. A contiguous copy prevents this, in parts that
+    # stay in the cache.
+    if x.is_contiguous():
+        return x.sum(dim)
+    return in_one([part.contiguous().sum(dim) for part in x.split(examples_per_block(x.shape[1:].numel(), x))])
 
 
 def indices(found: Tensor | None) -> list[int]:

@@ -272,11 +272,12 @@ class _LSTM(torch.autograd.Function):
     def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, c: Tensor, *projection: Any) -> Any:
         weight_hr, nothing = cast("tuple[EachWeight | None, Tensor]", projection)
         hidden, cells = (_with_first(x, len(pre)) for x in (h, c))
-        news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
+        # Nobody else reads the pre-activations. `addmm` copies them first, unless it may overwrite them.
+        news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.detach()
         unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
-        hs, cs, pres, all_gates, ns, ts, ms = map(_each, (hidden, cells, pre, gates, news, tanhs, unprojected))
+        hs, cs, all_gates, ns, ts, ms = map(_each, (hidden, cells, gates, news, tanhs, unprojected))
         for t, (i, f, n, o) in enumerate(zip(*map(_each, gates.chunk(4, 2)), strict=True)):
-            weight_hh.apply(hs[t], pres[t], out=all_gates[t])
+            weight_hh.apply(hs[t], all_gates[t], out=all_gates[t])
             ns[t].copy_(n).tanh_()  # a copy: many times faster than on n, which is strided
             all_gates[t].sigmoid_()
             torch.mul(f, cs[t], out=cs[t + 1]).addcmul_(i, ns[t])
