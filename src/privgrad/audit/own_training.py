@@ -40,7 +40,7 @@ def canaries(
     train_set: Data,
     added: int | Data,
     *,
-    guessed: float = 0.2,
+    guessed: float = 0.15,
     confidence: float = 0.95,
     ledger: Ledger | str | os.PathLike[str] | None = None,
 ) -> Audit:
