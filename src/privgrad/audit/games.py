@@ -207,18 +207,14 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
     require_in("one_run", "guessed", guessed, "(0, 1]")
     began, canaries = time.perf_counter(), len(game.directions)
     included = np.random.default_rng().random((1, canaries)) < 0.5
-    guesses, correct = guess(_scores(game, included, None)[0], included[0], guessed)
+    order = np.argsort(_scores(game, included, None)[0], kind="stable")
+    half = max(1, round(guessed * canaries / 2))
+    guesses = 2 * half
+    correct = int(included[0, order[-half:]].sum() + (~included[0, order[:half]]).sum())
     bound = bounds.epsilon_of_one_run(canaries, guesses, correct, game.delta, confidence)
     counts = {"one run": [canaries, guesses, correct]}
     seconds = time.perf_counter() - began
     return Audit(game.name, game.claim, game.delta, {"one run": bound}, confidence, guesses, counts, seconds)
-
-
-def guess(scores: np.ndarray, included: np.ndarray, guessed: float) -> tuple[int, int]:
-    """Guess "in" for the highest scores and "out" for the lowest, of this share; return guesses and correct ones."""
-    order = np.argsort(scores, kind="stable")
-    half = max(1, round(guessed * len(scores) / 2))
-    return 2 * half, int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
 
 
 def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
