@@ -32,6 +32,7 @@ from privgrad.types import LossFunction, NoisyGradient, count_examples, map_exam
 
 Train = Callable[[PrivateGradient, Dataset[Any]], object]
 _LENGTH = 1e3  # of a canary's gradient before clipping, in C: so that a lack of clipping shows
+_FREE = 10_000  # weights without a canary, by which the noise is measured
 
 
 def canaries(
@@ -183,8 +184,8 @@ class _Canaries(Contribution):
     ) -> AbstractContextManager[None]:
         if not len(self._coordinates):
             self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-            chosen = np.random.default_rng().permutation(sum(self._sizes.values()))[: self.canaries]
-            self._coordinates = torch.from_numpy(chosen)
+            order = torch.from_numpy(np.random.default_rng().permutation(sum(self._sizes.values())))
+            self._coordinates, self._free = order[: self.canaries], order[self.canaries :][:_FREE]
         self._parameters, self._bound, self._own = parameters, self.max_grad_norm(), list[Tensor]()
         self._others = dict[str, Tensor]()  # the clipped sum of all rows that are no canaries
         return self._inner.at(step, parameters, raw_mean)
@@ -233,12 +234,15 @@ class _Canaries(Contribution):
     def _clipped(self, grads: Factors, rows: int) -> Tensor:
         """Return clipped gradients in one vector for each row, shape (B, P), in C."""
         grads = grads or without_gradient(rows, self._parameters)
-        norms = {name: grads[name].norms() if name in grads else torch.zeros(rows) for name in self._parameters}
+        norms = {
+            name: grads[name].norms() if name in grads else parameter.new_zeros(rows)
+            for name, parameter in self._parameters.items()
+        }
         factors = self._clip.factors(norms, self._bound)
         parts = [
             factors[name].float()[:, None] * grads[name].dense().flatten(1).float()
             if name in grads
-            else torch.zeros(rows, parameter.numel())
+            else parameter.new_zeros(rows, parameter.numel()).float()
             for name, parameter in self._parameters.items()
         ]
         return torch.cat(parts, dim=1) / self._bound
@@ -258,6 +262,8 @@ class _Canaries(Contribution):
             ]
         )
         if self._examples is None:
+            if len(self._free) >= 100:  # noise that is less than stated is taken as it is, so that it shows
+                variance = max(1e-9, float(left_P.cpu()[self._free].square().mean()))
             along_K, squared_K = left_P.cpu()[self._coordinates] * self._signs / variance, 1 / variance
         elif self._own:
             along_K, squared_K = _apart(torch.cat(self._own).double(), left_P, variance, rate / 2)
