@@ -185,6 +185,7 @@ class PrivateGradient:
             "processes": processes.count,
         }
         self._state = Parts.checks.State(loss_fn)
+        self._given_loss_fn = loss_fn
         self._loss_fn = OwnExamples(self._contribution.losses(loss_fn), self._state)
         self._engine = Parts.engines[engine](self._structure, self._loss_fn, memory_mb=memory_mb)
         self._compiled = self._compiling() if compile else None
@@ -236,6 +237,8 @@ class PrivateGradient:
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = "; ".join(source for source in sources if source) or None
         facts["perturbation"] = self._described(parts["perturb"]) if "perturb" in parts else None
+        if self._contribution.canaries:
+            facts["canaries"] = self._contribution.canaries
         facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
         facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)
         facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
@@ -285,6 +288,25 @@ class PrivateGradient:
         """
         found = {"perturb": "None", "precondition": "None", "clip": repr(self._clip)}
         return found | {name: self._described(part) for name, part in self._parts.stateful().items()}
+
+    @property
+    def parts(self) -> Parts:
+        """The arguments that make a gradient from a batch."""
+        return self._parts
+
+    def beside(
+        self,
+        *,
+        plan: PrivacyPlan | None = None,
+        perturb: Contribution | None = None,
+        ledger: Ledger | str | os.PathLike[str] | None = None,
+    ) -> "PrivateGradient":
+        """Return a new PrivateGradient of the model, for audits: the same but for its ledger and what is given."""
+        parts: dict[str, Any] = vars(self._parts) | {"perturb": perturb or self._parts.perturb}
+        loss_fn, source = self._given_loss_fn, self._facts["side_information"]
+        return PrivateGradient(
+            self._model, loss_fn, plan or self._plan, ledger=ledger, side_information=source, **parts
+        )
 
     def explain(self) -> Any:
         """Say how the last step computed the gradient of each parameter; `print` shows it.

@@ -1,6 +1,7 @@
 """Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,9 +9,11 @@ import numpy as np
 
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Release
+from privgrad.accounting.mechanisms import mechanisms_of
 from privgrad.errors import expected, require_delta, require_in, require_integer
 
 _NOISES = range(-4, 17)  # k: the grid has the claimed noise times 2**(k / 8)
+_FINE = 64  # steps of the noise from one power of 2 to the next, in one run
 
 
 def clopper_pearson(errors: Any, trials: Any, confidence: float) -> Any:
@@ -205,21 +208,13 @@ def epsilon_of_one_gaussian_run(canaries: int, guesses: int, correct: int, delta
     """
     from scipy import stats
 
-    require_delta("epsilon_of_one_gaussian_run", delta)
-    require_in("epsilon_of_one_gaussian_run", "confidence", confidence, "(0, 1)")
-    _require_counts("epsilon_of_one_gaussian_run", canaries, guesses, correct)
+    _require_run("epsilon_of_one_gaussian_run", canaries, guesses, correct, delta, confidence)
 
     def is_refuted(mu: float) -> bool:
-        # From the assumption that exactly this many or more correct guesses have the probability 1 - confidence, the
-        # least probability of each smaller number follows, one after the other. Together they must not exceed 1.
-        right = (1 - confidence) * correct / canaries
-        wrong = (1 - confidence) * (guesses - correct) / canaries
-        for number in range(correct - 1, -1, -1):
-            least = float(stats.norm.cdf(stats.norm.ppf(right) - mu))
-            if least <= wrong:
-                break
-            right, wrong = min(1.0, right + number / (guesses - number) * (least - wrong)), least
-        return right + wrong > guesses / canaries
+        def least(found: float) -> float:
+            return float(stats.norm.cdf(stats.norm.ppf(found) - mu))
+
+        return _refutes(canaries, guesses, correct, confidence, least)
 
     low, high = 0.0, 64.0
     if not correct or not is_refuted(low):
@@ -228,6 +223,82 @@ def epsilon_of_one_gaussian_run(canaries: int, guesses: int, correct: int, delta
         middle = (low + high) / 2
         low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return epsilon_of_gaussian(low, delta) if low > 0 else 0.0
+
+
+def epsilon_of_one_training_run(
+    canaries: int, guesses: int, correct: int, release: Release, delta: float, confidence: float
+) -> float:
+    """Return the epsilon of a composition of subsampled Gaussians at the least noise that so many guesses refute.
+
+    Computes: the smallest sigma of a grid whose trade-off curve, by the accountant, gives the guesses a probability
+    under 1 - confidence; and the accountant's epsilon at that sigma.
+
+    Args:
+        canaries: m, as in `epsilon_of_one_run`.
+        guesses: r, the same.
+        correct: v, the same.
+        release: rate and count of the steps, and the claimed noise. The grid lies around it, in steps of 1 %.
+        delta: in (0, 1).
+        confidence: in (0, 1).
+    Returns:
+        Epsilon >= 0; 0 if the guesses refute nothing.
+    Privacy:
+        Assumes that the training is that composition, or post-processing of it, with this rate and count, and the coins
+        of `epsilon_of_one_run`. Only the noise is treated as unknown. It is the tighter bound then.
+    Reference:
+        Mahloujifar, Melis, Chaudhuri 2025 (arXiv 2410.22235), algorithm 3, with the curve of Kairouz et al. 2015.
+    """
+    from privgrad.accounting.composition import profile_of
+
+    function = "epsilon_of_one_training_run"
+    _require_run(function, canaries, guesses, correct, delta, confidence)
+
+    def noisier(steps: int) -> Release:
+        return replace(release, noise_multiplier=release.noise_multiplier * 2 ** (steps / _FINE))
+
+    def is_refuted(steps: int) -> bool:
+        if (profile := profile_of(mechanisms_of(function, [noisier(steps)]))) is None:
+            return False
+        epsilons, deltas = profile
+
+        def least(found: float) -> float:  # both lines of `attack_success`, solved for the false positive rate
+            return float(
+                np.maximum((found - deltas) * np.exp(-epsilons), 1 - deltas - (1 - found) * np.exp(epsilons)).max()
+            )
+
+        return _refutes(canaries, guesses, correct, confidence, least)
+
+    first, last = (ends * _FINE // 8 for ends in (_NOISES[0], _NOISES[-1]))
+    if not correct or not is_refuted(last):
+        return 0.0
+    low, high = first - 1, last  # the guesses refute the noise at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_refuted(middle) else (middle, high)
+    return accounting.epsilon([noisier(high)], delta=delta)
+
+
+def _refutes(canaries: int, guesses: int, correct: int, confidence: float, least: Callable[[float], float]) -> bool:
+    """Return whether so many correct guesses have a probability under 1 - confidence.
+
+    `least` gives, for each true positive rate, the least false positive rate of any attack on the mechanism.
+    """
+    # From the assumption that exactly this many or more correct guesses have the probability 1 - confidence, the
+    # least probability of each smaller number follows, one after the other. Together they must not exceed 1.
+    right = (1 - confidence) * correct / canaries
+    wrong = (1 - confidence) * (guesses - correct) / canaries
+    for number in range(correct - 1, -1, -1):
+        own = least(right)
+        if own <= wrong:
+            break
+        right, wrong = min(1.0, right + number / (guesses - number) * (own - wrong)), own
+    return right + wrong > guesses / canaries
+
+
+def _require_run(function: str, canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> None:
+    require_delta(function, delta)
+    require_in(function, "confidence", confidence, "(0, 1)")
+    _require_counts(function, canaries, guesses, correct)
 
 
 def _require_counts(function: str, canaries: int, guesses: int, correct: int) -> None:

@@ -87,6 +87,21 @@ class Audit:
         """Return all fields, for a line of JSON."""
         return asdict(self) | {"bound": self.bound, "passed": self.passed}
 
+    def as_row(self) -> dict[str, str]:
+        """Return a row of a table for people."""
+        assuming = next((kind for kind in self.bounds if kind not in ("any", "one run")), "nothing")
+        by_any = [bound for kind, bound in self.bounds.items() if kind in ("any", "one run")]
+        return {
+            "audited": self.name,
+            "claim": f"{self.claim:.3f}",
+            "bound": f"{self.bound:.2f}",
+            "of": f"{self.bound / self.claim:.0%}" if self.claim else "–",
+            "assuming": assuming,
+            "any": f"{max(by_any):.2f}",
+            "trials": f"{self.trials:,}",
+            "passed": "yes" if self.passed else "NO",
+        }
+
 
 def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any], canaries: int) -> Tensor:
     """Return how each canary, alone, moves the output of a mechanism without noise: unit vectors, shape (K, P).

@@ -85,6 +85,8 @@ class Contribution:
         privacy_unit: the unit in one row of the batch: an "example", or a "user" with all of their examples.
         applies_scales: True if `gradients` divides by the public scales itself. PrivateGradient divides otherwise.
         keeps_order: True if `chunks` yields the rows in the order of the batch, whose last rows may be padding.
+        canaries: how many canaries of an audit may be among the rows. If any may be, the ledger and the statement say
+            that the model must not be released.
     Privacy:
         The library trusts a subclass of yours. Each row that `gradients` and `losses` return may depend on that row of
         the batch, on public numbers and on released gradients only; the point of `at` on the last two only. If the
@@ -96,6 +98,7 @@ class Contribution:
     privacy_unit: PrivacyUnit = "example"
     applies_scales = False
     keeps_order = True
+    canaries = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

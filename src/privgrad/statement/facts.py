@@ -72,11 +72,12 @@ class Facts:
 
     @property
     def exceptions(self) -> list[str]:
-        """The reasons why epsilon is no guarantee: "simulation", "seed", "moment", "fixed" or "delta"."""
+        """The reasons why epsilon is no guarantee: "simulation", "canaries", "seed", "moment", "fixed", "delta"."""
         sources = " ".join(str(plan.get("side_information")) for plan in self.plans)
         counts_moment = any(plan.get("released") == "second moment" for plan in self.plans)
         found = {
             "simulation": any(plan.get("simulates") is not None for plan in self.plans),
+            "canaries": any(plan.get("canaries") for plan in self.plans),
             "seed": self.seeded_releases > 0 or any(plan.get("research_seed") for plan in self.plans),
             "moment": PRIVATE_MOMENT in sources and not counts_moment,
             "fixed": self.covered_by_accountant is False,

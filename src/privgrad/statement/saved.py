@@ -80,6 +80,9 @@ def save(
         raise expected("save", "post_processing", "to be a few words", described(post_processing))
     given = [ledger] if isinstance(ledger, Ledger | Budget | str | os.PathLike) else ledger
     records = [opened(record) for record in given]
+    if any(isinstance(record, Ledger) and record.plan_facts.get("canaries") for record in records):
+        remedy = "train it again without them: the model of an audit must not be released"
+        raise expected("save", "ledger", "to be of a training without canaries", "that of an audit", remedy)
     said = statement_of("save", records, delta, about)
     if not said.numbers["releases"]:
         raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")

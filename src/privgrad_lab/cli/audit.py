@@ -6,9 +6,11 @@ A game guesses from one step whether a canary was among the examples.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import torch
 import typer
@@ -24,7 +26,9 @@ from privgrad.cli.console import STDERR, AsJson, command_line, print_json, print
 from privgrad.data import DataSet
 from privgrad.errors import expected, require_choice
 from privgrad.plan import PrivacyPlan
-from privgrad_lab.build import make_data, make_model, preconditioner, private_gradient, public_gradient, require_model
+from privgrad.private_gradient import PrivateGradient
+from privgrad.training import fit
+from privgrad_lab import runner
 from privgrad_lab.featuring import own
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.spec import MethodTable, Spec
@@ -39,6 +43,13 @@ def audit(
         typer.Option(help="Claimed epsilon; may be repeated. Default: 1, 3, 8; with a SPEC, from its noise."),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Audit only this method; may be repeated.")] = None,
+    training: Annotated[
+        bool,
+        typer.Option("--training", help="Audit whole trainings of SPEC, each by one run with canaries in its data."),
+    ] = False,
+    canaries: Annotated[
+        int, typer.Option(help="With --training: the number of canaries, which are gradients.")
+    ] = 1_000,
     trials: Annotated[int, typer.Option(help="Number of guesses about one step.")] = 60_000,
     confidence: Annotated[float, typer.Option(help="Probability that all bounds hold together.")] = 0.95,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
@@ -46,26 +57,30 @@ def audit(
 ) -> None:
     """Attack the library's methods, and bound epsilon from below.
 
-    Exit code 1 if a bound exceeds its claim. NOT private with a SPEC: the output is computed from its data.
+    Exit code 1 if a bound exceeds its claim. NOT private with a SPEC: the output is computed from its data, and the
+    models of --training must not be released.
     """
-    if spec is None:
+    about = f"Claims at one delta; all bounds hold together with probability {confidence:g}."
+    if training:
+        if spec is None or epsilon:
+            got = "no SPEC" if spec is None else "--epsilon"
+            raise expected("privgrad audit", "--training", "to come with a SPEC, whose epsilon is audited", got)
+        count, found = trainings_of(load_spec(spec), method, canaries, confidence, out)
+        about = f"NOT private: computed from the data of {spec.name}. Do not release the trained models. {about}"
+    elif spec is None:
         count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)
     else:
         games = games_of(load_spec(spec), method, epsilon)
         count, each = len(games), 1 - (1 - confidence) / len(games)
         found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
-    about = (
-        f"Claims at one delta; all bounds hold together with probability {confidence:g}. "
-        "A sixth of the runs chooses thresholds."
-    )
-    if spec is not None:
         about = f"NOT private: computed from the data of {spec.name}. Each claim is for one step at rate 1. {about}"
+    about += "" if training else " A sixth of the runs chooses thresholds."
     done = _audited(count, found, out, about)
     passed = all(one.passed for one in done)
     if as_json:
         print_json({"passed": passed, "confidence": confidence, "audits": [one.as_record() for one in done]})
     else:
-        print_table(list(map(_row, done)), title="Lower bounds on epsilon", caption=about)
+        print_table([one.as_row() for one in done], title="Lower bounds on epsilon", caption=about)
     raise typer.Exit(0 if passed else 1)
 
 
@@ -83,24 +98,12 @@ def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, abou
             if out is not None:
                 with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
                     file.write(to_json(one.as_record() | run) + "\n")
-                titles, *rows = (f"| {' | '.join(cells)} |" for cells in (_row(one), *(_row(a).values() for a in done)))
-                rule = "|---" * len(_row(one)) + "|"
+                cells = [one.as_row(), *(each.as_row().values() for each in done)]
+                titles, *rows = (f"| {' | '.join(row)} |" for row in cells)
+                rule = "|---" * len(cells[0]) + "|"
                 (out / "audits.md").write_text(head + "\n".join([titles, rule, *rows]) + "\n")
             bar.update(task, advance=1, description=one.name)
     return done
-
-
-def _row(one: auditing.Audit) -> dict[str, str]:
-    return {
-        "audited": one.name,
-        "claim": f"{one.claim:.3f}",
-        "bound": f"{one.bound:.2f}",
-        "of": f"{one.bound / one.claim:.0%}" if one.claim else "–",
-        "assuming": next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing"),
-        "any": f"{one.bounds.get('any', one.bound):.2f}",
-        "trials": f"{one.trials:,}",
-        "passed": "yes" if one.passed else "NO",
-    }
 
 
 def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:
@@ -111,62 +114,73 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
     """
     if spec.privacy.simulate > 1:
         raise expected("privgrad audit", "privacy.simulate", "to be 1", spec.privacy.simulate, "leave it out")
-    known = {method.name: method for method in spec.methods}
-    for name in methods or []:
-        require_choice("privgrad audit", "method", name, list(known))
-    data = make_data(spec)
-    for method in spec.methods:
-        require_model(*own(spec, method, data))
+    chosen, data = _chosen(spec, methods), runner.checked_data(spec)
     inputs, labels, *users = data.train.tensors
     is_numbers = inputs.is_floating_point() and data.vocabulary is None
     has_classes = labels.ndim == 1 and not labels.is_floating_point()
     if users or not (is_numbers and has_classes):
         remedy = "audit the methods without a specification, or write a privgrad.audit.Game"
         raise expected("privgrad audit", "data", "to be numbers or images with one class each", data.name, remedy)
-    games = [
-        _game(spec, known[name], data, epsilon)
-        for name in methods or known
-        if not known[name].non_private
-        for epsilon in epsilons or [None]
-    ]
-    if not games:
+    return [_game(spec, method, data, epsilon) for method in chosen for epsilon in epsilons or [None]]
+
+
+def trainings_of(
+    spec: Spec, methods: Sequence[str] | None, canaries: int, confidence: float, out: Path | None
+) -> tuple[int, Iterator[auditing.Audit]]:
+    """Return how many private methods, or named ones, a spec has, and an audit of one training of each, by canaries."""
+    chosen, data = _chosen(spec, methods), runner.checked_data(spec)
+    each = 1 - (1 - confidence) / len(chosen)
+
+    def training(method: MethodTable) -> auditing.Audit:
+        made, own_data = _prepared(spec, method, data)
+        options: Any = {"scheduler": spec.schedule_of(method), "progress": False}
+        ledger = None if out is None else out / f"ledger-{quote(method.name, safe=' ')}.jsonl"
+
+        def train(private_grad: PrivateGradient, rows: Any) -> None:
+            fit(private_grad, made.optimizer, rows, **options)
+
+        found = auditing.canaries(made.private_grad, train, own_data.train, canaries, confidence=each, ledger=ledger)
+        return replace(found, name=f"{method.name}, one training")
+
+    return len(chosen), map(training, chosen)
+
+
+def _prepared(spec: Spec, method: MethodTable, data: DataSet) -> tuple[runner.Prepared, DataSet]:
+    """Return what a method trains by, and on. Options that are tuned have their first value."""
+    spec, data = own(spec, method, data)
+    return runner.prepare(spec, runner.Run(method, spec.grid(method)[0], None, "final"), data), data
+
+
+def _chosen(spec: Spec, methods: Sequence[str] | None) -> list[MethodTable]:
+    """Return the private methods of a spec, or the named ones."""
+    known = {method.name: method for method in spec.methods}
+    for name in methods or []:
+        require_choice("privgrad audit", "method", name, list(known))
+    if not (chosen := [known[name] for name in methods or known if not known[name].non_private]):
         raise expected("privgrad audit", "methods", "to include a private one", ", ".join(methods or known))
-    return games
+    return chosen
 
 
 def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
     """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
-    spec, data = own(spec, method, data)
-    candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
-    method = method.at(candidate)
-    sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
+    (prepared, data), delta = _prepared(spec, method, data), spec.privacy.delta
+    sigma, count = prepared.plan.noise_multiplier, 8 * prepared.plan.group_size
     if epsilon is not None:
         sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
-    model = make_model(spec, data)
-    public, parts = public_gradient(method, model, data), method.parts(spec.privacy.privacy_unit)
+    plan = PrivacyPlan(
+        sample_rate=1.0,
+        steps=10**9,
+        expected_batch_size=count,
+        noise_multiplier=sigma,
+        max_grad_norm=prepared.plan.max_grad_norm,
+        num_examples=count,
+        delta=delta,
+        group_size=prepared.plan.group_size,
+        noise_on_grid=prepared.plan.noise_on_grid,
+    )
 
     def step(*, before_noise: bool = False) -> Callable[[Any], Tensor]:
-        plan = PrivacyPlan(
-            sample_rate=1.0,
-            steps=10**9,
-            expected_batch_size=count,
-            noise_multiplier=sigma,
-            max_grad_norm=candidate.max_grad_norm,
-            num_examples=count,
-            delta=delta,
-            group_size=method.group_size,
-            noise_on_grid=spec.privacy.noise_on_grid,
-        )
-        private_grad = private_gradient(
-            spec,
-            model,
-            plan,
-            data,
-            perturb=parts["perturb"],
-            clip=parts["clip"],
-            precondition=preconditioner(method.precondition, public, model, data),
-            side_information=None if public is None else public.source,
-        )
+        private_grad = prepared.private_grad.beside(plan=plan)
         if math.isinf(private_grad.epsilon(steps=1)):
             raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, "choose --method")
         release, raw = one_step(private_grad), list[Tensor]()
