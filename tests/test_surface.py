@@ -33,8 +33,9 @@ SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
     "target_epsilon sampling max_batch_size participations seed group_size noise_on_grid privacy_unit correlation "
     "simulates",
-    pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps batch_size "
-    "epochs sampling max_batch_size participations seed group_size noise_on_grid privacy_unit correlation",
+    pg.PrivacyPlan.for_budget: "delta max_grad_norm num_examples target_epsilon target_success false_positive_rate "
+    "target_advantage expected_batch_size steps batch_size epochs sampling max_batch_size participations seed "
+    "group_size noise_on_grid privacy_unit correlation",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid correlation",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
@@ -44,6 +45,7 @@ SIGNATURES = {
     pg.ClassRates: "dataset labels rates",
     pg.EarlyStopping: "monitor patience mode data min_delta",
     pg.PrivacyPlan.epsilon: "self delta steps accountant rows_per_person",
+    pg.PrivacyPlan.attack_success: "self false_positive_rate",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb compile ledger "
     "norm_bins adaptive_clip filter processes side_information",
@@ -257,7 +259,7 @@ OPTIONS = {
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --batch-size --num-examples "
     "--epochs --json",
-    "statement": "ledger --delta --title --model --purpose --data --out --json",
+    "statement": "ledger --delta --title --model --purpose --data --out --for --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --training --canaries --trials --confidence --out --json",
     "doctor": "factory --batch --engine --json --rewrite",

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting.accountant import Accountant, calibrate, rounded_up
+from privgrad.accounting.accountant import Accountant, calibrate, calibrate_to_attack, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
 from privgrad.accounting.mechanisms import Release, most_participations, rate_in_group, whole_epochs
 from privgrad.errors import (
@@ -185,10 +185,13 @@ class PrivacyPlan:
     def for_budget(
         cls,
         *,
-        target_epsilon: float,
         delta: float,
         max_grad_norm: float,
         num_examples: int,
+        target_epsilon: float | None = None,
+        target_success: float | None = None,
+        false_positive_rate: float | None = None,
+        target_advantage: float | None = None,
         expected_batch_size: int | None = None,
         steps: int | None = None,
         batch_size: int | None = None,
@@ -204,9 +207,14 @@ class PrivacyPlan:
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
+        Or give what an attacker may find out in its place: `target_success=0.05, false_positive_rate=0.01` says that an
+        attacker who takes 1 % of the absent examples for present ones finds at most 5 % of the present ones.
+
         The arguments are as in PrivacyPlan, except:
 
         - `target_epsilon`: > 0, the epsilon that all steps together may cost;
+        - `target_success` with `false_positive_rate`, or `target_advantage`, in the place of target_epsilon: the most
+          that `accounting.attack_success` or `accounting.attack_advantage` may be. Epsilon follows from the noise;
         - `delta`: in (0, 1); above 1 / num_examples, the plan warns;
         - `expected_batch_size`, or `batch_size` by another name: at most num_examples;
         - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
@@ -222,6 +230,11 @@ class PrivacyPlan:
             Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked.
         """
         function = "for_budget"
+        of_attack = {"target_success": target_success, "target_advantage": target_advantage}
+        one_of(function, target_epsilon=target_epsilon, **of_attack)
+        if target_epsilon is not None and false_positive_rate is not None:
+            raise expected(function, "false_positive_rate", "to be None with target_epsilon", false_positive_rate)
+        require_delta(function, delta)
         expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
         require_integer(function, "expected_batch_size", expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
@@ -252,9 +265,13 @@ class PrivacyPlan:
                 own = replace(own, scheme="truncated", max_batch_size=largest, num_examples=num_examples)
             if sampling == "epochs":
                 own = replace(own, scheme="epochs", epoch_steps=round(participations / sample_rate))
-            return calibrate(
-                lambda sigma: [replace(own, noise_multiplier=sigma)], target_epsilon=target_epsilon, delta=delta
-            )
+
+            def releases_at(sigma: float) -> list[Release]:
+                return [replace(own, noise_multiplier=sigma)]
+
+            if target_epsilon is None:
+                return calibrate_to_attack(releases_at, false_positive_rate=false_positive_rate, **of_attack)
+            return calibrate(releases_at, target_epsilon=target_epsilon, delta=delta)
 
         correlation, noise_multiplier = _calibrated(correlation, sigma_for, sample_rate, steps)
         return cls(
@@ -405,6 +422,10 @@ class PrivacyPlan:
         release = self.release_of(self.steps if steps is None else steps)
         options: dict[str, Any] = {"accountant": accountant, "rows_per_person": rows_per_person}
         return accounting.epsilon([release], delta=delta, **options)
+
+    def attack_success(self, *, false_positive_rate: float) -> float:
+        """Bound the success of every attack on all steps, as `accounting.attack_success`, whose arguments it takes."""
+        return accounting.attack_success([self.release_of(self.steps)], false_positive_rate=false_positive_rate)
 
     def batches(
         self,

@@ -16,13 +16,16 @@ from privgrad.accounting import composition
 from privgrad.accounting.accountant import (
     Release,
     Selection,
+    attack_advantage,
     attack_success,
     calibrate,
     calibrate_noise_multiplier,
+    calibrate_to_attack,
     epsilon,
     gaussian_dp,
     steps_for_budget,
 )
+from privgrad.noise import Banded
 from reference.calibration import smallest_sigma
 
 # sample rate, sigma, steps, delta, RDP epsilon: SPEC's computed values (E1, 4.5.5, E4, E8, E3, 13.1, ENGINE).
@@ -201,6 +204,87 @@ def test_mu_and_its_regret_are_those_of_gdpnum(sigma: float, rate: float, steps:
     mu, regret = gdpnum.dpsgd.get_mu_and_regret_for_dpsgd(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
     found = gaussian_dp([Release(sigma, rate, count=steps)])
     assert found == (pytest.approx(mu, rel=0.01), pytest.approx(regret, abs=1e-4))
+
+
+# By riskcal 1.5.1: the noise at which an attack with 1 % false positives has 5 % true positives, and that at which the
+# advantage is 0.1, on a grid of 1e-4 with a tolerance of 1e-5.
+BY_RISKCAL = [(0.01, 1000, 0.77723, 1.42248), (0.1, 300, 2.65873, 6.91770), (1.0, 20, 6.56212, 17.79449)]
+
+
+@pytest.mark.parametrize(("rate", "steps", "by_success", "by_advantage"), BY_RISKCAL)
+def test_noise_for_an_attack_is_that_of_riskcal(rate: float, steps: int, by_success: float, by_advantage: float):
+    def releases(sigma: float) -> list[Release]:
+        return [Release(sigma, rate, count=steps)]
+
+    success = calibrate_to_attack(releases, target_success=0.05, false_positive_rate=0.01)
+    advantage = calibrate_to_attack(releases, target_advantage=0.1)
+    assert (success, advantage) == (pytest.approx(by_success, rel=1e-3), pytest.approx(by_advantage, rel=1e-3))
+    assert attack_success(releases(success), false_positive_rate=0.01) <= 0.05
+    assert attack_advantage(releases(advantage)) <= 0.1
+
+
+# By riskcal 1.5.1: true positive rates at these false positive rates, and the advantage, on a grid of 1e-4.
+FALSE_POSITIVES = (0.001, 0.01, 0.1, 0.5)
+RISKS = {
+    (1.0, 0.01, 1000): (0.004014, 0.0291, 0.194179, 0.658566, 0.161018),
+    (0.7, 0.004, 2000): (0.005105, 0.033912, 0.207474, 0.671544, 0.17396),
+    (1.5, 0.002, 10_000): (0.001617, 0.01477, 0.128948, 0.559429, 0.059594),
+    (2.0, 0.1, 300): (0.015693, 0.08103, 0.356878, 0.818592, 0.348848),
+    (3.0, 1.0, 20): (0.054852, 0.20168, 0.582838, 0.931981, 0.543943),
+}
+
+
+@pytest.mark.parametrize("plan", RISKS, ids=str)
+def test_risks_are_those_of_riskcal(plan: tuple[float, float, int]):
+    sigma, rate, steps = plan
+    releases = [Release(sigma, rate, count=steps)]
+    found = [attack_success(releases, false_positive_rate=alpha) for alpha in FALSE_POSITIVES]
+    assert [*found, attack_advantage(releases)] == pytest.approx(RISKS[plan], abs=1e-3)
+
+
+@pytest.mark.parametrize("plan", RISKS, ids=str)
+def test_the_table_of_risks_is_by_riskcal(plan: tuple[float, float, int]):
+    dpsgd = pytest.importorskip("riskcal.calibration.dpsgd", reason="needs riskcal")
+    missed = dpsgd.get_beta_for_dpsgd(*plan, np.array(FALSE_POSITIVES))
+    assert [*(1 - missed), dpsgd.get_advantage_for_dpsgd(*plan)] == pytest.approx(RISKS[plan], abs=1e-5)
+
+
+def test_a_plan_for_an_attack_keeps_its_bound_also_with_memory_and_truncation():
+    options: dict[str, Any] = {
+        "delta": 1e-5,
+        "max_grad_norm": 1.0,
+        "num_examples": 1000,
+        "batch_size": 50,
+        "steps": 100,
+    }
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"correlation": Banded(4)},
+        {"sampling": "truncated", "max_batch_size": 90},
+        {"sampling": "epochs", "batch_size": 500, "steps": 4},
+    ]
+    for kind in kinds:
+        plan = pg.PrivacyPlan.for_budget(**(options | kind), target_success=0.1, false_positive_rate=0.01)
+        assert 0.0998 < plan.attack_success(false_positive_rate=0.01) <= 0.1
+        assert plan.target_epsilon is None
+        assert math.isfinite(plan.epsilon())
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({}, "exactly one of target_epsilon and target_success and target_advantage"),
+        ({"target_epsilon": 1.0, "target_advantage": 0.1}, "exactly one of"),
+        ({"target_success": 0.1}, "false_positive_rate to be in"),
+        ({"target_success": 0.1, "false_positive_rate": 0.2}, r"target_success to be in \(0.2, 1\)"),
+        ({"target_advantage": 1.0}, r"target_advantage to be in \(0, 1\)"),
+        ({"target_advantage": 0.1, "false_positive_rate": 0.2}, "false_positive_rate to be None"),
+        ({"target_epsilon": 1.0, "false_positive_rate": 0.2}, "false_positive_rate to be None"),
+    ],
+)
+def test_a_plan_has_one_target(target: dict[str, Any], words: str):
+    with pytest.raises(pg.PrivacyError, match=words):
+        pg.PrivacyPlan.for_budget(delta=1e-5, max_grad_norm=1.0, num_examples=100, batch_size=10, steps=5, **target)
 
 
 def test_mu_of_gaussian_releases_is_exact_and_infinite_without_noise():

@@ -39,6 +39,7 @@ PLAN = {
 }  # fmt: skip
 NUMBERS = {
     "epsilon", "epsilon_rdp", "delta", "attack_success", "false_positive_rate", "releases", "seeded_releases",
+    "trade_off", "mu", "mu_regret",
     "covered_by_accountant", "privacy_unit", "num_examples", "at_least", "digests", "file", "date", "versions",
 }  # fmt: skip
 

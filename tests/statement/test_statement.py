@@ -16,7 +16,9 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import Release, attack_success, rounded_up
 from privgrad.accounting.mechanisms import Selection
 from privgrad.cli import app
+from privgrad.noise import Banded
 from privgrad.statement import About, budget_statement, statement
+from privgrad.statement.registry import registry_record
 
 
 def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
@@ -124,8 +126,128 @@ def test_epochs_are_described_with_the_proof_that_they_rest_on():
     assert "Each row was in 1 of the 4 steps of each epoch, drawn for it alone." in said
     assert "An epoch that was begun counts as a whole one." in said
     assert "The other bound (RDP) does not cover epochs." in said
-    assert "not reviewed independently" in said
+    assert "Epochs (random allocation): proof not reviewed independently. Epsilon rests on it." in said
     assert "Poisson sampling" not in said
+
+
+def of_fit(optimizer: type[pg.optim.PrivateOptimizer], path: Path | None = None, **parts: Any) -> pg.Ledger:
+    """The ledger of a training by `fit`."""
+    plan = make_plan(delta=1e-3, steps=2)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path, **parts)
+    pg.fit(private_grad, optimizer(private_grad.model.named_parameters(), lr=0.1), make_data(), progress=False)
+    private_grad.ledger.close()
+    return private_grad.ledger
+
+
+def test_methods_whose_proof_nobody_reviewed_are_marked(tmp_path: Path):
+    mark = "proof not reviewed independently"
+    assert mark not in str(statement([of_fit(pg.optim.SGD)]))
+    micro_adam = of_fit(pg.optim.MicroAdam, tmp_path / "ledger.jsonl")
+    halves: dict[str, Any] = {"perturb": pg.perturb.DiSK(0.5), "filter": pg.filters.EMA(0.5)}
+    for name, ledger in {
+        "MicroAdam": pg.Ledger(tmp_path / "ledger.jsonl", read_only=True),
+        "Muon": of_fit(pg.optim.Muon),
+        "MuonBC": of_fit(pg.optim.MuonBC),
+        "DiSK": of_fit(pg.optim.SGD, **halves),
+    }.items():
+        text = str(statement([ledger]))
+        assert f"- {name}: {mark}. Epsilon does not rest on it: the method uses released gradients only." in text
+        assert text.count(mark) == 1
+    assert micro_adam.optimizers == ("MicroAdam",)
+    memory: dict[str, Any] = {"correlation": Banded(4), "sample_rate": 0.125, "expected_batch_size": 4, "steps": 16}
+    assert f"Noise with memory: {mark}. Epsilon rests on it." in str(statement([trained(**memory)]))
+
+
+def test_the_page_has_the_trade_off_curve(tmp_path: Path):
+    ledger = trained()
+    said = statement([ledger])
+    rates = dict(said.numbers["trade_off"])
+    assert rates[0.01] == said.numbers["attack_success"]
+    assert all(rate <= found <= 1 for rate, found in rates.items())
+    assert list(rates.values()) == sorted(rates.values())
+    page = said.to_html()
+    assert page.count("<polyline") == 1
+    missed = math.floor(1000 * (1 - rates[0.04])) / 10
+    assert f"wrongly names 4% of the rows not in the data misses at least {missed:g}% of the rows" in " ".join(
+        page.split()
+    )
+    assert "<polyline" not in statement([trained(noise_multiplier=0.0)]).to_html()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3))
+    private_grad(next(iter(private_grad.plan.batches(make_data()))))
+    pg.save(private_grad.model, tmp_path / "saved", ledger=private_grad.ledger)
+    assert "<polyline" in pg.load(make_model(), tmp_path / "saved").to_html()
+
+
+def test_the_questions_of_nist_are_answered_as_far_as_the_ledger_knows(tmp_path: Path):
+    trained(path=tmp_path / "ledger.jsonl", noise_on_grid=True)
+    run = CliRunner().invoke(
+        app, ["statement", str(tmp_path / "ledger.jsonl"), "--for", "nist"], env={"COLUMNS": "300"}
+    )
+    found = statement([pg.Ledger(tmp_path / "ledger.jsonl", read_only=True)], appendix="nist")
+    questions = found.sections[-1]
+    assert questions.heading == "Questions of NIST SP 800-226"
+    assert all(sentence in " ".join(run.stdout.split()) for sentence in questions.sentences)
+    asked = questions.sentences[1:]
+    assert all("?" in one for one in asked)
+    told = " ".join(asked)
+    numbers = found.numbers
+    assert f"({rounded_up(numbers['epsilon'], 4)}, 0.001)-differential privacy" in told
+    assert f"mu = {rounded_up(numbers['mu'], 4)}" in told
+    assert "One row. Neighbors differ by one row more or less." in told
+    assert "All noise lies on a grid" in told
+    unknown = [one for one in asked if "you must answer" in one]
+    assert len(unknown) == 9
+    assert "No bound, for the reasons of the first section." in str(statement([trained(seed=1)], appendix="nist"))
+
+
+# The fields of github.com/opendp/deployments-registry-data, schemas/deployments-schema.yaml at 3e9c812a, with those
+# that must be there. Other fields are refused there.
+FIELDS: dict[str, tuple[str, str]] = {
+    "basic": (
+        "name data_curators description intended_use data_product_type data_product_region publication_date",
+        "data_product_sector",
+    ),
+    "dp_variant": ("", "variant_name data_domain unprotected_quantities"),
+    "privacy_loss": ("", "privacy_unit privacy_unit_details privacy_parameters privacy_parameters_details"),
+    "deployment_model": (
+        "",
+        "model_name model_name_details actors release_type release_type_details data_source_type "
+        "data_source_type_details access_type access_type_details",
+    ),
+    "accounting": ("", "post_processing composition"),
+    "implementation": ("", "preprocessing_and_hyperparameter_tuning mechanisms justification"),
+    "administrative": ("registry_authors", "sources notes"),
+}
+
+
+def test_a_record_for_the_registry_has_its_fields(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = trained(path=path)
+    about = ["--title", "Digits, read", "--purpose", "to sort letters", "--data", "scans"]
+    run = CliRunner().invoke(app, ["statement", str(path), "--for", "registry", *about])
+    assert "a draft: complete what says" in run.stderr
+    record = json.loads(run.stdout)
+    assert {name: record[name] for name in ("url_slug", "status", "tier")} == {
+        "url_slug": f"digits-read-{statement([ledger]).numbers['date'][:4]}",
+        "status": "Draft",
+        "tier": 3,
+    }
+    parts = record["deployment"]
+    assert parts.keys() == FIELDS.keys()
+    for name, (needed, others) in FIELDS.items():
+        assert set(needed.split()) <= set(parts[name]) <= {*needed.split(), *others.split()}
+    basic, loss = parts["basic"], parts["privacy_loss"]
+    assert (basic["name"], basic["intended_use"]) == ("Digits, read", "to sort letters")
+    assert basic["data_product_type"] == "Machine learning model"
+    assert basic["data_curators"] == ["Not known from the ledger: you must answer."]
+    assert loss["privacy_parameters"] == {"epsilon": ledger.epsilon(delta=1e-3), "delta": 1e-3}
+    assert "2 noisy gradients" in parts["accounting"]["composition"]
+    numbers: dict[str, Any] = {"bound": 2.0, "noise_multiplier": 9.0, "num_examples": 32, "delta": 1e-3}
+    pg.release_mean(torch.ones(32, 2), **numbers, ledger=tmp_path / "mean.jsonl")
+    sums = registry_record(statement([pg.Ledger(tmp_path / "mean.jsonl", read_only=True)]))
+    assert sums["deployment"]["basic"]["data_product_type"] == "Summary statistics"
+    with pytest.raises(pg.PrivacyError, match="to begin with a protection, got These releases would satisfy"):
+        registry_record(statement([trained(seed=1)]))
 
 
 def test_people_are_called_people():

@@ -5,9 +5,11 @@ Only `composition` imports dp_accounting, when an epsilon is computed.
 
 from privgrad.accounting.accountant import (
     Accountant,
+    attack_advantage,
     attack_success,
     calibrate,
     calibrate_noise_multiplier,
+    calibrate_to_attack,
     epsilon,
     gaussian_dp,
     steps_for_budget,
@@ -19,9 +21,11 @@ __all__ = [
     "Release",
     "Selection",
     "Split",
+    "attack_advantage",
     "attack_success",
     "calibrate",
     "calibrate_noise_multiplier",
+    "calibrate_to_attack",
     "epsilon",
     "gaussian_dp",
     "steps_for_budget",

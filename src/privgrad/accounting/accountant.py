@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from privgrad.accounting.calibration import last_within, noise_within
+from privgrad.accounting.calibration import last_within, noise_within, one_of
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.errors import (
     expected,
@@ -96,6 +96,29 @@ def attack_success(releases: Releases, *, false_positive_rate: float) -> float:
     require_in(function, "false_positive_rate", alpha, "(0, 1)")
     found = [mechanisms_of(function, own) for own in each_group(function, releases)]
     return max(float(attack_success_of(mechanisms, np.array([alpha]))[0]) for mechanisms in found)
+
+
+def attack_advantage(releases: Releases) -> float:
+    """Bound the advantage of every attack that tells from the releases whether one unit was in the data.
+
+    Computes: delta(0) of the privacy profile, the total variation distance.
+
+    Args:
+        releases: as in epsilon.
+    Returns:
+        The largest possible difference, in [0, 1], of the share of present units that an attack finds and the share of
+        absent units that it takes for present ones; 1 if no bound can be computed.
+    Raises:
+        PrivacyError: as epsilon.
+    Privacy:
+        An upper bound, at all false positive rates.
+    Reference:
+        Kulynych et al. 2024 (arXiv 2407.02191).
+    """
+    from privgrad.accounting.composition import advantage_of
+
+    function = "attack_advantage"
+    return max(advantage_of(mechanisms_of(function, own)) for own in each_group(function, releases))
 
 
 def gaussian_dp(releases: Releases) -> tuple[float, float]:
@@ -190,6 +213,58 @@ def calibrate(
 
     if (found := noise_within(cost, target_epsilon)) is None:
         raise expected("calibrate", "target_epsilon", "to be within reach", target_epsilon)
+    return found
+
+
+def calibrate_to_attack(
+    releases_at: Callable[[float], Iterable[Release | Selection]],
+    *,
+    target_success: float | None = None,
+    false_positive_rate: float | None = None,
+    target_advantage: float | None = None,
+) -> float:
+    """Find a noise multiplier, close to the smallest one, for a bound on the success of all attacks.
+
+    Computes: as calibrate, the root of attack_success(sigma) - false_positive_rate, or of attack_advantage(sigma).
+
+    Args:
+        releases_at: as in calibrate.
+        target_success: the largest share of present units that an attack may find, in (false_positive_rate, 1).
+        false_positive_rate: with target_success, as in attack_success.
+        target_advantage: in (0, 1), as attack_advantage, in the place of the other two.
+    Returns:
+        sigma. The success less the false positive rate, or the advantage, is at most its target, and within 0.1 percent
+        of it, unless sigma is near 0.01, the smallest sigma that is tried.
+    Raises:
+        PrivacyError: a number is out of its range, or missing, or no sigma meets the target.
+    Privacy:
+        Always errs on the safe side: the bound of the returned sigma has been checked.
+    Reference:
+        Kulynych et al. 2024 (arXiv 2407.02191).
+    """
+    from privgrad.accounting.composition import untruncated
+
+    function = "calibrate_to_attack"
+    target = one_of(function, target_success=target_success, target_advantage=target_advantage)
+    rate = false_positive_rate
+    if target_success is None:
+        if rate is not None:
+            raise expected(function, "false_positive_rate", "to be None without target_success", rate)
+        require_in(function, "target_advantage", target, "(0, 1)")
+    else:
+        require_in(function, "false_positive_rate", rate, "(0, 1)")
+        require_in(function, "target_success", target, f"({rate}, 1)")
+
+    def cost(noise_multiplier: float, accountant: str) -> float:
+        releases = mechanisms_of(function, releases_at(noise_multiplier))
+        if accountant == "coarse rdp":  # it only begins the search
+            releases = tuple(map(untruncated, releases))
+        if rate is None:
+            return attack_advantage(releases)
+        return attack_success(releases, false_positive_rate=rate) - rate
+
+    if (found := noise_within(cost, target - (rate or 0.0))) is None:
+        raise expected(function, "the target", "to be within reach", target)
     return found
 
 

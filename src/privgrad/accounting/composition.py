@@ -38,11 +38,23 @@ def profile_of(mechanisms: tuple[Mechanism, ...]) -> tuple[np.ndarray, np.ndarra
     last = _compose(by_rdp if has_selection else by_pld, mechanisms, _LEAST)
     if not math.isfinite(last):
         return None
+    # Many steps with little loss each need a finer grid. It has as many points as the losses allow, so it stays fast.
+    if last < 10 and not has_selection and all(release.scheme != "epochs" for release in _releases(mechanisms)):
+        by_pld = _by_pld(mechanisms, _FINEST * max(1.0, last))
+        last = _compose(by_pld, mechanisms, _LEAST)
     epsilons = np.linspace(0.0, last, _POINTS)
     if has_selection:
         costs = _safe_costs(by_rdp, mechanisms).tolist()
         return epsilons, np.array([compute_delta(RDP_ORDERS, costs, each)[0] for each in epsilons])
     return epsilons, np.array([by_pld.get_delta(each) for each in epsilons])
+
+
+def advantage_of(mechanisms: tuple[Mechanism, ...]) -> float:
+    """Compute `accounting.attack_advantage` of one group of people: the delta at epsilon 0."""
+    if not mechanisms:
+        return 0.0
+    found = profile_of(mechanisms)
+    return 1.0 if found is None else min(1.0, float(found[1][0]))
 
 
 def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: np.ndarray) -> np.ndarray:
@@ -95,7 +107,7 @@ def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str)
     if is_by_pld_alone and (accountant == "rdp" or has_selection):
         return math.inf  # RDP does not cover truncation, and PLD does not cover a Selection
     # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
-    by_rdp = _compose(rdp.RdpAccountant(orders, _NEIGHBORS), tuple(map(_untruncated, mechanisms)), delta)
+    by_rdp = _compose(rdp.RdpAccountant(orders, _NEIGHBORS), tuple(map(untruncated, mechanisms)), delta)
     if accountant.endswith("rdp") or has_selection:
         return by_rdp
     # Above epsilon 20, the interval grows with epsilon to bound memory.
@@ -226,7 +238,7 @@ def _by_pld(mechanisms: tuple[Mechanism, ...], interval: float) -> pld.PLDAccoun
     from privgrad.accounting.allocation import EpochAccountant
 
     # Poisson samples cost about as much. A share of this is an interval that costs 1 % of the bound, as measured.
-    guess = _compose(rdp.RdpAccountant(_COARSE_ORDERS, _NEIGHBORS), tuple(map(_untruncated, mechanisms)), 1e-5)
+    guess = _compose(rdp.RdpAccountant(_COARSE_ORDERS, _NEIGHBORS), tuple(map(untruncated, mechanisms)), 1e-5)
     own = min(0.1, 0.015 * guess * max(1.0, interval / _FINEST) ** 0.5)
     return EpochAccountant(_NEIGHBORS, value_discretization_interval=10 * interval, own=own)
 
@@ -237,7 +249,7 @@ def _releases(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
         yield from mechanism.releases if isinstance(mechanism, Selection) else (mechanism,)
 
 
-def _untruncated(mechanism: Mechanism) -> Mechanism:
+def untruncated(mechanism: Mechanism) -> Mechanism:
     """Return Poisson samples of the same rate, whose cost is near: for truncated ones, it is a little less."""
     if isinstance(mechanism, Selection) or mechanism.scheme == "poisson":
         return mechanism

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -14,6 +14,7 @@ from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
 from privgrad.statement.facts import Facts, ledger_facts
+from privgrad.statement.registry import UNKNOWN, registry_record
 from privgrad.statement.saved import opened, statement_of
 from privgrad.statement.text import About, written
 from privgrad.types import SHUFFLED
@@ -196,6 +197,14 @@ def statement(
     purpose: Annotated[str, typer.Option(help="Purpose of the model.")] = "",
     data: Annotated[str, typer.Option(help="Name of the data set.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="Also write the statement to this HTML file.")] = None,
+    form: Annotated[
+        Literal["nist", "registry"] | None,
+        typer.Option(
+            "--for",
+            help="'nist' appends the questions of NIST SP 800-226, answered from the ledgers. 'registry' prints a "
+            "record for the public registry of deployments, registry.opendp.org, in the place of the statement.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say in sentences what is protected, and what is not.
@@ -203,10 +212,15 @@ def statement(
     The statement is for people who decide about data. Title, model, purpose and data set are printed as declared.
     """
     about = About(title, model, purpose, data)
-    found = statement_of("privgrad statement", [opened(path) for path in ledger], delta, about)
+    records = [opened(path) for path in ledger]
+    found = statement_of("privgrad statement", records, delta, about, "nist" if form == "nist" else None)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_html(), encoding="utf-8")
+    if form == "registry":
+        note(f"a draft: complete what says {UNKNOWN!r}, and have it reviewed before you publish it")
+        STDOUT.print_json(data=registry_record(found), indent=None if as_json else 1, highlight=False)
+        return
     if as_json:
         sections = [{"heading": part.heading, "sentences": list(part.sentences)} for part in found.sections]
         print_json({"head": found.head, "statement": sections, **found.numbers})

@@ -31,7 +31,7 @@ from privgrad.rng import this_process
 from privgrad.types import SHUFFLED, SamplingScheme
 
 # A ledger knows this of its releases, wherever it keeps them.
-_RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps"]
+_RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps", "_optimizers"]
 _KEEP = f"keep the plan, or {TWO_LEDGERS}"
 _DRAW_ON = "draw plan.batches(..., start=private_grad.ledger.next_step)"
 _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
@@ -83,6 +83,8 @@ class Ledger:
         self._draws: dict[str, str | None] = {}
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
+        self._optimizers: list[str] = []
+        self.optimizer: str | None = None  # that takes the releases; the next charge records it
         self._hold: Hold | None = None
         self._turn = threading.RLock()
         self._process = this_process()
@@ -139,6 +141,11 @@ class Ledger:
     def planned_steps(self) -> tuple[int, ...]:
         """The plan's number of steps at the first release, and each other one later."""
         return tuple(self._steps)
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """The optimizer at the first release that one was known for, and each other one later."""
+        return tuple(self._optimizers)
 
     @property
     def seeded_releases(self) -> int:
@@ -310,6 +317,8 @@ class Ledger:
             self.admit(draw, limit=limit, repeatable=False)
             if self._steps[-1:] != [limit]:
                 line["steps"] = limit
+            if self.optimizer is not None and self._optimizers[-1:] != [self.optimizer]:
+                line["optimizer"] = self.optimizer
             if self._checked(line) != release:
                 raise expected("Ledger.charge", "release", "to be one of the ledger's plan, of count 1", release)
             # Line before count: an interrupt between them leaves one line more than memory. Epsilon after reopening
@@ -366,6 +375,8 @@ class Ledger:
         self._draws[line["draw"]] = line.get("digest")
         if "steps" in line:
             self._steps.append(int(line["steps"]))
+        if "optimizer" in line:
+            self._optimizers.append(str(line["optimizer"]))
         if "values" in line:
             self._values[line["draw"]] = [float(value) for value in line["values"]]
 

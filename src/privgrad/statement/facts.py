@@ -1,6 +1,7 @@
 """The facts of a statement: public numbers of ledgers, of a budget, or of the records of a report."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -8,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from privgrad.accounting.accountant import attack_success, epsilon
+from privgrad.accounting.accountant import attack_success, epsilon, gaussian_dp
 from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
 from privgrad.errors import expected, require_delta
 from privgrad.ledger.budget import Budget, Commitment
@@ -16,6 +17,11 @@ from privgrad.ledger.ledger import Ledger
 from privgrad.types import PRIVATE_MOMENT, SHUFFLED
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
+_RATES = [point * point / 2500 for point in range(1, 50)]  # of the trade-off curve: closer together where it is steep
+# Methods whose proof only their authors are known to have read: by the fact of a plan, those on which epsilon rests;
+# and those that only use released gradients.
+_DECIDING = {"epoch_steps": "Epochs (random allocation)", "noise_memory": "Noise with memory"}
+_USING = ("DiSK", "MicroAdam", "Muon", "MuonBC")
 _SOFTWARE = ("privgrad", "dp-accounting", "torch")  # it computes the numbers
 _FOR_TEXT = ("plans", "stops", "commitments", "has_changed", "is_each", "trainings")
 
@@ -31,6 +37,9 @@ class Facts:
     delta: float
     attack_success: float | None = None  # the largest share of members that an attacker finds at false_positive_rate
     false_positive_rate: float = _FALSE_POSITIVES
+    trade_off: Sequence[Sequence[float]] | None = None  # false positive rates, and the attack success at each
+    mu: float | None = None  # of Gaussian differential privacy, with its regret, as accounting.gaussian_dp
+    mu_regret: float | None = None
     releases: int
     seeded_releases: int = 0
     covered_by_accountant: bool | None = True
@@ -91,6 +100,16 @@ class Facts:
         return math.isfinite(self.epsilon) and not self.exceptions
 
     @property
+    def unreviewed(self) -> dict[str, bool]:
+        """The methods whose proof nobody is known to have reviewed independently, and whether epsilon rests on it."""
+        found = dict[str, bool]()
+        for plan in self.plans:
+            words = re.findall(r"\w+", f"{plan.get('perturbation')} {plan.get('optimizers')}")
+            found |= dict.fromkeys((name for fact, name in _DECIDING.items() if plan.get(fact)), True)
+            found |= dict.fromkeys((name for name in _USING if name in words), False)
+        return found
+
+    @property
     def gradients(self) -> int:
         """The number of gradients that ledgers hold, without sums of data."""
         return sum(plan["made"] for plan in self.plans if "released" not in plan)
@@ -119,14 +138,16 @@ def ledger_facts(
             got = ", ".join(sorted(map(str, recorded))) or "no delta"
             raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
     require_delta(function, delta)
-    plans = [{**one.plan_facts, "made": one.releases, "participations": one.participations} for one in ledgers]
+    plans: list[dict[str, Any]] = [
+        {**one.plan_facts, "made": one.releases, "participations": one.participations, "optimizers": one.optimizers}
+        for one in ledgers
+    ]
     charged = [release for ledger in ledgers for release in ledger.charged]
-    success = attack_success(charged, false_positive_rate=_FALSE_POSITIVES) if bounds_attacks else None
     return Facts(
         epsilon=epsilon(charged, delta=delta, accountant="pld"),
         epsilon_rdp=epsilon(charged, delta=delta, accountant="rdp"),
         delta=delta,
-        attack_success=success,
+        **(_of_attacks(charged) if bounds_attacks else {}),
         releases=sum(ledger.releases for ledger in ledgers),
         seeded_releases=sum(ledger.seeded_releases for ledger in ledgers),
         covered_by_accountant=all(plan["sampling"] != SHUFFLED for plan in plans),
@@ -138,6 +159,17 @@ def ledger_facts(
         plans=plans,
         **doubts(ledgers),
     )
+
+
+def _of_attacks(charged: Sequence[Release]) -> dict[str, Any]:
+    """Return the facts on attacks against all releases together."""
+    mu, regret = gaussian_dp(charged)
+    return {
+        "attack_success": attack_success(charged, false_positive_rate=_FALSE_POSITIVES),
+        "trade_off": [[rate, attack_success(charged, false_positive_rate=rate)] for rate in _RATES],
+        "mu": mu,
+        "mu_regret": regret,
+    }
 
 
 def require_no_budget(function: str, ledgers: Iterable[Ledger]) -> None:
@@ -179,17 +211,21 @@ def doubts(ledgers: Sequence[Ledger]) -> dict[str, Any]:
 
 def budget_facts(budget: Budget) -> Facts:
     """Return the facts of everything that is committed in a budget, whether it was released already or not."""
-    held, spent, delta, alpha = budget.commitments, budget.spent(), budget.delta, _FALSE_POSITIVES
+    held, spent, delta = budget.commitments, budget.spent(), budget.delta
     # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
     size = max(spent, budget.total_epsilon if held[1:] else 0.0)
-    # Of epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand.
-    success = min(1.0, math.exp(min(size, 700.0)) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha))
+
+    def success(alpha: float) -> float:
+        """Bound attacks by epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand."""
+        return min(1.0, math.exp(min(size, 700.0)) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha))
+
     return Facts(
         epsilon=size,
         total_epsilon=budget.total_epsilon,
         spent=spent,
         delta=delta,
-        attack_success=success,
+        attack_success=success(_FALSE_POSITIVES),
+        trade_off=[[rate, success(rate)] for rate in _RATES],
         releases=len(held),
         seeded_releases=sum(one.is_seeded for one in held),
         privacy_unit=budget.privacy_unit,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copyfile
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -169,18 +170,22 @@ def opened(record: Record) -> Ledger | Budget:
 
 
 def statement_of(
-    function: str, records: Sequence[Ledger | Budget], delta: float | None, about: About | None
+    function: str,
+    records: Sequence[Ledger | Budget],
+    delta: float | None,
+    about: About | None,
+    appendix: Literal["nist"] | None = None,
 ) -> Statement:
     """Return the statement on ledgers, or on one budget."""
     ledgers = [record for record in records if isinstance(record, Ledger)]
     if len(ledgers) == len(records):
-        return statement(ledgers, delta=delta, about=about)
+        return statement(ledgers, delta=delta, about=about, appendix=appendix)
     budget = records[0]
     if records[1:] or delta is not None or isinstance(budget, Ledger):
         got = f"{len(records)} records and delta {delta}"
         remedy = "give it alone: it covers all of its ledgers. For people in others too, epsilons and deltas add up"
         raise expected(function, "a budget", "to be given alone", got, remedy)
-    return budget_statement(budget, about=about)
+    return budget_statement(budget, about=about, appendix=appendix)
 
 
 def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str | None) -> tuple[str, ...]:

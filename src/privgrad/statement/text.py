@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.ledger.budget import Budget
@@ -86,13 +86,21 @@ class Statement:
         return template("statement.html.j2").render(said=self)
 
 
-def statement(ledgers: Sequence[Ledger], *, delta: float | None = None, about: About | None = None) -> Statement:
+def statement(
+    ledgers: Sequence[Ledger],
+    *,
+    delta: float | None = None,
+    about: About | None = None,
+    appendix: Literal["nist"] | None = None,
+) -> Statement:
     """Return a statement on all releases of one or several ledgers together.
 
     Args:
         ledgers: ledgers of trainings on the same data set, which protect the same unit.
         delta: in (0, 1). None: the delta that the ledgers record.
         about: title, model, purpose and data set, which the statement gives as declared.
+        appendix: "nist" for a section that answers the questions of NIST SP 800-226 as far as ledgers know. The
+            publication has no list of questions: they follow the parts of its pyramid, and their words are ours.
     Returns:
         Statement.
     Raises:
@@ -101,30 +109,34 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None, about: A
     Privacy:
         It holds public numbers only.
     """
-    return written(ledger_facts(ledgers, delta), about)
+    return written(ledger_facts(ledgers, delta), about, appendix)
 
 
-def budget_statement(budget: Budget, *, about: About | None = None) -> Statement:
+def budget_statement(
+    budget: Budget, *, about: About | None = None, appendix: Literal["nist"] | None = None
+) -> Statement:
     """Return a statement on everything that is committed in a budget, whether it was released already or not.
 
     Privacy:
-        As `statement`, whose `about` it takes.
+        As `statement`, whose `about` and `appendix` it takes.
     """
-    return written(budget_facts(budget), about)
+    return written(budget_facts(budget), about, appendix)
 
 
-def written(facts: Facts, about: About | None = None) -> Statement:
+def written(facts: Facts, about: About | None = None, appendix: str | None = None) -> Statement:
     """Return the statement that says some facts."""
     found = dict[str, list[str]]()
     lines: list[str] = []
-    for line in template("statement.txt.j2").render(facts=facts).splitlines():
+    texts = [template(f"{name}.txt.j2").render(facts=facts) for name in ("statement", appendix) if name is not None]
+    for line in "\n".join(texts).splitlines():
         if line.startswith("# "):
             lines = found[line[2:]] = []
         elif line.startswith("- "):
             lines.append(line[2:].strip())
         elif line.strip():
             lines[-1] += f" {line.strip()}"
-    return Statement(tuple(Section(name, tuple(said)) for name, said in found.items()), facts.numbers, about or About())
+    sections = (Section(name, tuple(" ".join(one.split()) for one in said)) for name, said in found.items())
+    return Statement(tuple(sections), facts.numbers, about or About())
 
 
 def public_facts(ledger: Ledger) -> dict[str, Any]:
@@ -151,6 +163,7 @@ def template(name: str) -> "jinja2.Template":
         "is_finite": math.isfinite,
         "number": "{:,}".format,
         "percent": lambda share: f"{rounded_up(100 * share, 3)}%",
+        "percent_down": lambda share: f"{math.floor(1000 * share) / 10:g}%",
         "plain": _plain,
         "short": _short,
         "up": rounded_up,

@@ -160,6 +160,7 @@ def require_optimizer(function: str, private_grad: PrivateGradient, optimizer: o
         remedy = "create the optimizer from this model, after adapters are added to it, or freeze what it leaves out"
         raise expected(function, "optimizer", "to hold every trainable parameter, and no others", got, remedy)
     require_named_source(function, optimizer, private_grad.ledger.plan_facts["side_information"] or "")
+    private_grad.ledger.optimizer = type(optimizer).__name__
     return optimizer
 
 

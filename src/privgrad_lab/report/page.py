@@ -225,6 +225,7 @@ def _facts(records: Sequence[Record], metadata: Mapping[str, Any], privacy: Mapp
     plan: dict[str, Any] = metadata.get("plan") or {}
     sources = dict.fromkeys(record["side_information"] for record in records if record.get("side_information"))
     more = {"research_seed": plan.get("seed") is not None, "side_information": "; ".join(sources) or None}
+    more |= {"optimizers": [record.get("optimizer") for record in records]}
     more |= {"noise_memory": {"bands": plan["bands"]}} if str(plan.get("bands", 1)) != "1" else {}
     more |= {"simulates": plan, "noise_multiplier": 0} if privacy["simulates"] else {}
     return Facts(
