@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from PLD_accounting import gaussian_allocation_pld
 
 import privgrad as pg
 from conftest import seed_of
@@ -118,10 +119,10 @@ PLANS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "steps", "count", "chosen"), PLANS)
 def test_epsilon_is_near_the_librarys_lower_bound(sigma: float, steps: int, count: int, chosen: int):
-    numbers = PrivacyParams(sigma=sigma, num_steps=steps, num_selected=chosen, num_epochs=count)
-    grid = AllocationSchemeConfig(loss_discretization=0.03)
-    from PLD_accounting import gaussian_allocation_pld
-
-    below = gaussian_allocation_pld(params=numbers, config=grid, bound_type=BoundType.IS_DOMINATED)
     claimed = epsilon([epochs(sigma, steps, count, chosen)], delta=1e-5)
+    numbers = PrivacyParams(sigma=sigma, num_steps=steps, num_selected=chosen, num_epochs=count)
+    # Both bounds are off by about as much as the interval. At 0.03, the lower bound of the two cheapest plans is 1.2 and
+    # 1.6 % below 1.0924 and 0.621, where upper and lower bounds of ever finer intervals meet.
+    grid = AllocationSchemeConfig(loss_discretization=min(0.03, 0.012 * claimed))
+    below = gaussian_allocation_pld(params=numbers, config=grid, bound_type=BoundType.IS_DOMINATED)
     assert below.get_epsilon_for_delta(1e-5) <= claimed <= 1.015 * below.get_epsilon_for_delta(1e-5)
