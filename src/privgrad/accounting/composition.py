@@ -4,9 +4,16 @@ With scipy, it takes longer to import than all of privgrad. So this file is impo
 """
 
 import functools
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import dp_accounting
 import numpy as np
@@ -14,8 +21,10 @@ from dp_accounting import dp_event, pld, rdp
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.stats import binom, norm
 
+from privgrad.accounting.calibration import cache
 from privgrad.accounting.mechanisms import Mechanism, Release, Selection
 
+C = TypeVar("C", bound=Callable[..., Any])
 _LEAST, _POINTS = 1e-10, 1000  # the last delta of a profile, and the number of its epsilons
 _FINEST = 1e-4  # the interval of PLD, which is accurate enough up to epsilon 20
 RDP_ORDERS = (
@@ -28,9 +37,56 @@ _NEIGHBORS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 _COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 
+def kept(compute: C) -> C:
+    """Keep in the user's cache what a function finds for epochs, in a file for each call: one takes up to a minute.
+
+    Files of another version of this code or of its libraries are not read. One that is damaged, or cannot be written,
+    counts as none.
+    """
+
+    @functools.wraps(compute)
+    def read(mechanisms: tuple[Mechanism, ...], *others: Any) -> Any:
+        if "coarse rdp" in others or all(one.scheme != "epochs" for one in _releases(mechanisms)):
+            return compute(mechanisms, *others)
+        asked = repr((compute.__name__, mechanisms, others, _version()))
+        file = cache("epochs") / f"{_digest(asked)}.json"
+        with suppress(OSError, ValueError):
+            digest, text = file.read_text().split("\n")
+            if digest == _digest(text):
+                return json.loads(text)[1]
+        found = compute(mechanisms, *others)
+        text = json.dumps([asked, found])
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f"{file.stem}.{os.getpid()}")
+            new.write_text(f"{_digest(text)}\n{text}")
+            new.replace(file)
+        return found
+
+    return cast(C, read)
+
+
+@functools.cache
+def _version() -> list[str]:
+    """Return what the cost of epochs depends on besides its arguments."""
+    own = [Path(__file__).with_name(name).read_text() for name in ("composition.py", "allocation.py")]
+    return [_digest("".join(own)), *map(metadata.version, ("PLD_accounting", "dp_accounting", "numpy", "scipy"))]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @functools.lru_cache(maxsize=256)
 def profile_of(mechanisms: tuple[Mechanism, ...]) -> tuple[np.ndarray, np.ndarray] | None:
     """Return epsilons from 0 on and the delta of each, of one group of people; None if there is no bound; cached."""
+    found = _profile(mechanisms)
+    return None if found is None else (np.array(found[0]), np.array(found[1]))
+
+
+@kept
+def _profile(mechanisms: tuple[Mechanism, ...]) -> tuple[list[float], list[float]] | None:
+    """Return the lists of `profile_of`."""
     has_selection = any(isinstance(one, Selection) for one in mechanisms)
     if _lacks_noise(mechanisms) or (has_selection and _is_by_pld_alone(mechanisms)):
         return None
@@ -38,11 +94,11 @@ def profile_of(mechanisms: tuple[Mechanism, ...]) -> tuple[np.ndarray, np.ndarra
     last = _compose(by_rdp if has_selection else by_pld, mechanisms, _LEAST)
     if not math.isfinite(last):
         return None
-    epsilons = np.linspace(0.0, last, _POINTS)
+    epsilons = np.linspace(0.0, last, _POINTS).tolist()
     if has_selection:
         costs = _safe_costs(by_rdp, mechanisms).tolist()
-        return epsilons, np.array([compute_delta(RDP_ORDERS, costs, each)[0] for each in epsilons])
-    return epsilons, np.array([by_pld.get_delta(each) for each in epsilons])
+        return epsilons, [float(compute_delta(RDP_ORDERS, costs, each)[0]) for each in epsilons]
+    return epsilons, [float(by_pld.get_delta(each)) for each in epsilons]
 
 
 def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: np.ndarray) -> np.ndarray:
@@ -82,6 +138,7 @@ def gaussian_of(mechanisms: tuple[Mechanism, ...]) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=4096)
+@kept
 def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -> float:
     """Compute the epsilon of releases; cached. "coarse rdp" and "coarse pld" are faster and looser accountants."""
     if not mechanisms:
