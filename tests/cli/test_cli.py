@@ -529,6 +529,24 @@ def test_cheap_settings_are_checked_before_the_data_are_loaded(here: Here, tmp_p
     assert told.index("delta = 0.4 is above") < told.index("loaded")
 
 
+def test_epochs_are_calibrated_for(here: Here):
+    numbers = ("--delta", "1e-5", "--sampling", "epochs", "--json")
+    sizes = ("--batch-size", 100, "--num-examples", 610, "--participations", 2)
+    found = last_json(here("calibrate", "--target-epsilon", 2, "--epochs", 3, *sizes, *numbers))
+    assert (found["sample_rate"], found["epoch_steps"], found["steps"]) == (2 / 12, 12, 36)
+    assert 1.99 <= found["epsilon_pld"] <= 2
+    sigma = ("--noise-multiplier", found["noise_multiplier"])
+    assert last_json(here("calibrate", "--target-epsilon", 2, *sigma, *sizes, *numbers))["steps"] == 36
+    rate = ("--sample-rate", 0.16667, "--participations", 2)
+    told = last_json(here("epsilon", *sigma, *rate, "--steps", 30, *numbers))
+    assert told["epsilon_pld"] == found["epsilon_pld"]  # the last epoch is charged as a whole one
+    for wrong, message in (
+        (("--steps", 30, *sizes, *numbers), "expected steps to be whole epochs of 12 steps, got 30; give 36"),
+        (("--steps", 36, *sizes, "--delta", "1e-5"), "--participations to be 1 unless --sampling is epochs"),
+    ):
+        assert message in here("calibrate", "--target-epsilon", 2, *wrong, code=2).stderr
+
+
 def test_train_takes_one_method(here: Here, tmp_path: Path):
     (tmp_path / "s.toml").write_text(SPEC)
     assert "privgrad compare" in here("train", "s.toml", code=2).stderr
