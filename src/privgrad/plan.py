@@ -424,6 +424,7 @@ class PrivacyPlan:
         pin_memory: bool = False,
         collate_fn: Collate | None = None,
         epoch_key: Path | None = None,
+        rows: range | None = None,
         **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
@@ -440,7 +441,8 @@ class PrivacyPlan:
         refuse_habits(habits)
         if collate_fn is not None:
             collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
-        sampler = self.sampler(dataset, start=start, collate=collate, processes=processes, epoch_key=epoch_key)
+        own: dict[str, Any] = {"processes": processes, "epoch_key": epoch_key, "rows": rows}
+        sampler = self.sampler(dataset, start=start, collate=collate, **own)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
     def sampler(
@@ -451,6 +453,7 @@ class PrivacyPlan:
         collate: Collate | None = None,
         processes: Processes = ALONE,
         epoch_key: Path | None = None,
+        rows: range | None = None,
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
@@ -474,6 +477,7 @@ class PrivacyPlan:
             max_batch_size=self.max_batch_size,
             epoch_steps=self.release.epoch_steps,
             epoch_key=epoch_key,
+            rows=rows,
         )
 
     @property

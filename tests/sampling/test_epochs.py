@@ -117,7 +117,7 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     if damage == "gone":
         key.unlink()
     elif damage == "another epoch":
-        key.write_text(f"0 {bytes(32).hex()}")
+        key.write_text(f"0 {ROWS} {bytes(32).hex()}")
     private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=path)
     assert private_grad.ledger.next_step == 5
     if damage == "none":
@@ -129,6 +129,25 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     for batch in left:
         private_grad(batch)
     assert private_grad.ledger.participations == 12
+
+
+def test_data_that_grow_within_an_epoch_are_refused(tmp_path: Path):
+    """A row that gets the number of another one could be in two steps of the epoch."""
+    plan, key = plan_of(), tmp_path / "key"
+    batches = plan.batches(numbered(), epoch_key=key)
+    for _ in range(4):
+        next(batches)
+    more = torch.utils.data.TensorDataset(torch.arange(ROWS + 1.0)[:, None])
+    plan.batches(more, start=4, epoch_key=key)  # between epochs, they may grow
+    next(batches)
+    with pytest.raises(
+        pg.PrivacyError, match="as many rows as when its epoch began, got another number; give the same"
+    ):
+        plan.batches(more, start=5, epoch_key=key)
+    key.unlink()
+    with pytest.warns(UserWarning, match="continues at step 8"):
+        left = list(plan.batches(more, start=5, epoch_key=key))
+    assert sorted(row for batch in left for row in rows_of(batch)) == list(range(ROWS + 1))
 
 
 def test_a_damaged_key_is_one_clear_error(tmp_path: Path):
@@ -246,10 +265,13 @@ class Rank(Processes):
 def test_all_processes_draw_one_epoch_and_the_first_keeps_its_key(tmp_path: Path):
     sent = list[Any]()
     key = tmp_path / "key"
-    keys = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    keys = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
     draws = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in keys]
     assert draws[0] == draws[1]
-    resumed = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    keys[1].keep(1)
+    assert not key.exists()
+    keys[0].keep(1)
+    resumed = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
     assert [each.first_step(6, 4) for each in resumed] == [6, 6]
     again = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in resumed]
     assert again == draws
