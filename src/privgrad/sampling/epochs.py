@@ -34,6 +34,15 @@ def rows_in_step(stream: Stream, steps: int, chosen: int, position: int, first: 
     return first + np.flatnonzero((taken == position).any(1))
 
 
+def read_key(file: Path) -> tuple[int, int, bytes]:
+    """Return the epoch of a file, its number of rows and its key; -1 without a file. PrivacyError if damaged."""
+    if not file.exists():
+        return -1, 0, b""
+    with readable("plan.batches", f"the key of an epoch, {file},", "to be readable", "delete it"):
+        epoch, rows, key = file.read_text().split()
+        return int(epoch), int(rows), bytes.fromhex(key)
+
+
 class EpochKeys:
     """The streams that draw epochs: one for each, from a key that is new at each start, unless a file still holds it.
 
@@ -48,7 +57,7 @@ class EpochKeys:
     def __init__(self, source: RandomSource, rows: int, file: Path | None = None, processes: Processes = ALONE) -> None:
         self._file = file if processes.rank == 0 and source.seed is None else None
         with processes.all_succeed():  # the file may be damaged
-            held = self._read()
+            held = (-1, 0, b"") if self._file is None else read_key(self._file)
         key, self._held = processes.broadcast_object((source.stream("epochs").shared_key, held))
         self._keys, self._is_seeded, self._rows = Stream(key), source.seed is not None, rows
         self._epoch, self._stream, self._kept = -1, self._keys, -1
@@ -92,14 +101,6 @@ class EpochKeys:
     def _key(self, epoch: int) -> bytes:
         held, _, key = self._held
         return key if held == epoch else self._keys.key(epoch, _SIZE)
-
-    def _read(self) -> tuple[int, int, bytes]:
-        """Return the epoch of the file, its number of rows and its key; -1 without a file."""
-        if self._file is None or not self._file.exists():
-            return -1, 0, b""
-        with readable("plan.batches", f"the key of an epoch, {self._file},", "to be readable", "delete it"):
-            epoch, rows, key = self._file.read_text().split()
-            return int(epoch), int(rows), bytes.fromhex(key)
 
     def _write(self, epoch: int, key: bytes) -> None:
         if self._file is not None:
