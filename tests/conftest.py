@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,14 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def first_batch(plan: pg.PrivacyPlan, data: TensorDataset) -> pg.Batch:
     """The first batch of the plan that holds an example."""
     return next(batch for batch in plan.batches(data) if batch.size > 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_are_computed() -> Iterator[None]:
+    """No cost is read from the user's cache, nor written to it: some are of planted faults."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "cache", Path(os.devnull).joinpath)
+        yield
 
 
 def account_by_rdp(patch: pytest.MonkeyPatch) -> None:

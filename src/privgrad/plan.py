@@ -18,7 +18,13 @@ import numpy as np
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, calibrate, calibrate_to_attack, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
-from privgrad.accounting.mechanisms import Release, most_participations, rate_in_group, whole_epochs
+from privgrad.accounting.mechanisms import (
+    Release,
+    most_participations,
+    rate_in_group,
+    require_whole_epochs,
+    whole_epochs,
+)
 from privgrad.errors import (
     described,
     expected,
@@ -121,10 +127,7 @@ class PrivacyPlan:
         require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
         if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
             require_max_grad_norm(function, self.max_grad_norm, self.noise_multiplier)
-        # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
-        if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
-            condition = f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}"
-            raise expected(function, "expected_batch_size", condition, self.expected_batch_size)
+        _require_size(function, self.expected_batch_size, self.sample_rate * self.num_examples)
         require_integer(function, "group_size", self.group_size, 1)
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
@@ -177,9 +180,7 @@ class PrivacyPlan:
             remedy = f"give {chosen / steps!r}, for epochs of {steps} steps, or use for_budget"
             condition = f"to be {chosen} / t for a whole number of steps t"
             raise expected(function, "sample_rate", condition, self.sample_rate, remedy)
-        if self.steps % steps:
-            remedy = f"give {whole_epochs(self.steps, steps)}; an epoch that was begun costs as much as a whole one"
-            raise expected(function, "steps", f"to be whole epochs of {steps} steps", self.steps, remedy)
+        require_whole_epochs(function, self.steps, steps)
 
     @classmethod
     def for_budget(
@@ -217,13 +218,14 @@ class PrivacyPlan:
           that `accounting.attack_success` or `accounting.attack_advantage` may be. Epsilon follows from the noise;
         - `delta`: in (0, 1); above 1 / num_examples, the plan warns;
         - `expected_batch_size`, or `batch_size` by another name: at most num_examples;
-        - `steps`; or `epochs`, > 0, for ceil(epochs / sample_rate) steps;
+        - `steps`; or `epochs`, > 0, for ceil(epochs * participations / sample_rate) steps;
         - `correlation`: also "auto" for the number of bands with the smallest error of the prefix sums at this epsilon,
           or None if no number gains 1 %. `plan.correlation` says what it gains.
 
         Returns:
-            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier, which is
-            at least 0.01: a target that allows less noise is not used up.
+            A plan with sample_rate = expected_batch_size / num_examples, or for "epochs" the nearest k / t of whole
+            steps t, and the calibrated noise_multiplier, which is at least 0.01: a target that allows less noise is
+            not used up.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
         Privacy:
@@ -244,6 +246,10 @@ class PrivacyPlan:
         sample_rate = sample_rate_of(expected_batch_size, num_examples, sampling, participations)
         steps = steps_of(function, steps, epochs, sample_rate / participations)
         require_integer(function, "steps", steps, 1)
+        epoch_steps = round(participations / sample_rate) if sampling == "epochs" else None
+        if epoch_steps is not None:  # before the search, which takes minutes
+            require_whole_epochs(function, steps, epoch_steps)
+            _require_size(function, expected_batch_size, sample_rate * num_examples)
         if correlation is not None:
             _require_poisson(function, sampling)
         largest = None
@@ -263,8 +269,8 @@ class PrivacyPlan:
             own = Release(0.0, rate_in_group(sample_rate, bands), count=most_participations(steps, bands))
             if largest is not None:
                 own = replace(own, scheme="truncated", max_batch_size=largest, num_examples=num_examples)
-            if sampling == "epochs":
-                own = replace(own, scheme="epochs", epoch_steps=round(participations / sample_rate))
+            if epoch_steps is not None:
+                own = replace(own, scheme="epochs", epoch_steps=epoch_steps)
 
             def releases_at(sigma: float) -> list[Release]:
                 return [replace(own, noise_multiplier=sigma)]
@@ -439,6 +445,7 @@ class PrivacyPlan:
         pin_memory: bool = False,
         collate_fn: Collate | None = None,
         epoch_key: Path | None = None,
+        rows: range | None = None,
         **habits: Any,
     ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
@@ -455,7 +462,8 @@ class PrivacyPlan:
         refuse_habits(habits)
         if collate_fn is not None:
             collate = one_of("plan.batches", collate=collate, collate_fn=collate_fn)
-        sampler = self.sampler(dataset, start=start, collate=collate, processes=processes, epoch_key=epoch_key)
+        own: dict[str, Any] = {"processes": processes, "epoch_key": epoch_key, "rows": rows}
+        sampler = self.sampler(dataset, start=start, collate=collate, **own)
         return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
 
     def sampler(
@@ -466,6 +474,7 @@ class PrivacyPlan:
         collate: Collate | None = None,
         processes: Processes = ALONE,
         epoch_key: Path | None = None,
+        rows: range | None = None,
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
@@ -489,6 +498,7 @@ class PrivacyPlan:
             max_batch_size=self.max_batch_size,
             epoch_steps=self.release.epoch_steps,
             epoch_key=epoch_key,
+            rows=rows,
         )
 
     @property
@@ -592,7 +602,7 @@ class PrivacyPlan:
         }
 
 
-def sample_rate_of(batch_size: int, num_examples: int, sampling: SamplingScheme, participations: int = 1) -> float:
+def sample_rate_of(batch_size: float, num_examples: int, sampling: SamplingScheme, participations: int = 1) -> float:
     """Return the sample rate q of a batch size; for "epochs", the nearest one of which an epoch has whole steps."""
     rate = batch_size / num_examples
     return participations / max(participations, round(participations / rate)) if sampling == "epochs" else rate
@@ -604,6 +614,14 @@ def _require_scheme(function: str, sampling: str) -> None:
         remedy = 'give sampling="epochs": each example is in one step of each epoch, and batches vary in size'
         raise expected(function, "sampling", "to have an accountant", repr(sampling), remedy)
     require_choice(function, "sampling", sampling, get_args(SamplingScheme))
+
+
+def _require_size(function: str, expected_batch_size: int, mean: float) -> None:
+    """Raise PrivacyError unless an expected batch size is the mean of those that are drawn, up to rounding."""
+    # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
+    if abs(mean - expected_batch_size) > 1:
+        condition = f"to be sample_rate * num_examples = {mean:g}"
+        raise expected(function, "expected_batch_size", condition, expected_batch_size)
 
 
 def _require_poisson(function: str, sampling: object) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from privgrad.accounting.mechanisms import whole_epochs
 from privgrad.clip.adaptive import AdaptiveClip
 from privgrad.clip.clipping import Clipping, ClippingAccumulator, RawClipping, sum_dtype, without_gradient
 from privgrad.clip.groups import group_means, group_of, split_by_group
@@ -778,7 +779,8 @@ class PrivateGradient:
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
-        if state["step"] > self._ledger.next_step:
+        # An epoch that was begun is charged whole.
+        if state["step"] > whole_epochs(self._ledger.next_step, self._release.epoch_steps or 1):
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
             raise expected(function, "the ledger", condition, got, "give the ledger of the run that saved the state")
         for name in parts.keys() | state.keys() - {"step", "plan"}:

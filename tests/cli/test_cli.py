@@ -529,6 +529,46 @@ def test_cheap_settings_are_checked_before_the_data_are_loaded(here: Here, tmp_p
     assert told.index("delta = 0.4 is above") < told.index("loaded")
 
 
+@pytest.mark.usefixtures("without_rendering")
+def test_an_experiment_is_trained_by_epochs(here: Here, tmp_path: Path):
+    changed = ONE.replace("target_epsilon = 1.0", "noise_multiplier = 4.0").replace("steps = 6", "steps = 20")
+    text = changed.replace("steps = 20", 'steps = 20\nsampling = "epochs"')
+    (tmp_path / "one.toml").write_text(text)
+    (row,) = last_json(here("train", "one.toml", "--json"))["methods"]
+    (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
+    told = last_json(here("epsilon", ledger, "--delta", "1e-5", "--json"))
+    assert (told["sampling"], told["epoch_steps"], told["releases"]) == ("epochs", 10, 20)
+    assert row["epsilon"] == told["epsilon_pld"]
+    assert not list((tmp_path / "runs").rglob("*.epoch"))
+    assert "of the 10 steps of each epoch" in " ".join(here("statement", ledger).stdout.split())
+    for old, new, message in (
+        ("steps = 20", "steps = 15", "steps to be whole epochs of 10 steps, got 15; give 20"),
+        ("steps = 20", "steps = 20\nparticipations = 30", "whole epochs of 299 steps, got 20; give 299"),
+        ('"epochs"', '"fixed"', "sampling"),
+    ):
+        (tmp_path / "wrong.toml").write_text(text.replace(old, new))
+        assert message in here("train", "wrong.toml", code=2).stderr
+    assert not (tmp_path / "runs/wrong").exists()
+
+
+def test_epochs_are_calibrated_for(here: Here):
+    numbers = ("--delta", "1e-5", "--sampling", "epochs", "--json")
+    sizes = ("--batch-size", 100, "--num-examples", 610, "--participations", 2)
+    found = last_json(here("calibrate", "--target-epsilon", 2, "--epochs", 3, *sizes, *numbers))
+    assert (found["sample_rate"], found["epoch_steps"], found["steps"]) == (2 / 12, 12, 36)
+    assert 1.99 <= found["epsilon_pld"] <= 2
+    sigma = ("--noise-multiplier", found["noise_multiplier"])
+    assert last_json(here("calibrate", "--target-epsilon", 2, *sigma, *sizes, *numbers))["steps"] == 36
+    rate = ("--sample-rate", 0.16667, "--participations", 2)
+    told = last_json(here("epsilon", *sigma, *rate, "--steps", 30, *numbers))
+    assert told["epsilon_pld"] == found["epsilon_pld"]  # the last epoch is charged as a whole one
+    for wrong, message in (
+        (("--steps", 30, *sizes, *numbers), "expected steps to be whole epochs of 12 steps, got 30; give 36"),
+        (("--steps", 36, *sizes, "--delta", "1e-5"), "--participations to be 1 unless --sampling is epochs"),
+    ):
+        assert message in here("calibrate", "--target-epsilon", 2, *wrong, code=2).stderr
+
+
 def test_train_takes_one_method(here: Here, tmp_path: Path):
     (tmp_path / "s.toml").write_text(SPEC)
     assert "privgrad compare" in here("train", "s.toml", code=2).stderr

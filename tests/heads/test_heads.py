@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -450,6 +451,32 @@ def test_an_interrupted_training_resumes_where_it_stopped(tmp_path: Path, monkey
     arguments["source"] = "other features"
     with pytest.raises(pg.PrivacyError, match="side_information"):
         pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(("has_key", "updates"), [(True, 12), (False, 11)])
+def test_a_head_is_trained_by_epochs_and_goes_on_within_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool, updates: int
+):
+    arguments: dict[str, Any] = {"num_classes": 3, "plan": make_plan(1.0, seed=None, sampling="epochs")} | FACTS
+    step, made, key = SGD.step, [], tmp_path / "_ledger.jsonl.epoch"
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        made.append(step(*args, **kwargs))
+        if len(made) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SGD, "step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
+    monkeypatch.undo()
+    if not has_key:
+        key.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = pg.fit_head(X, Y, output_dir=tmp_path, **arguments).result
+    assert result is not None
+    assert (result.ledger.releases, result.ledger.participations) == (updates, 12)
+    assert not key.exists()
 
 
 def last_contribution(rows: Tensor, labels: Tensor, removed: int, **facts: Any) -> float:

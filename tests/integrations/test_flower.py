@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -494,6 +495,39 @@ def test_a_run_goes_on_from_its_state(tmp_path: Path):
     strategy.start(DirectGrid(), strategy.arrays, num_rounds=2)
     require_equal(simulated(make_plan()), strategy._model)
     assert strategy.private_grad.ledger.releases == 3
+
+
+@pytest.mark.parametrize(("has_key", "rounds"), [(True, 6), (False, 5)])
+def test_each_user_is_in_one_round_of_each_epoch_also_after_a_pause(tmp_path: Path, has_key: bool, rounds: int):
+    plan = make_plan(sampling="epochs", rounds=6, seed=None)  # epochs of 2 rounds
+
+    def asked(grid: DirectGrid) -> list[int]:
+        return [message.metadata.dst_node_id - FIRST for message in grid.sent]
+
+    strategy, grid = make_strategy(plan, ledger=tmp_path / "ledger.jsonl"), DirectGrid(echo)
+    strategy.start(grid, strategy.arrays, num_rounds=2)
+    assert sorted(asked(grid)) == list(range(USERS))
+    strategy.start(grid, strategy.arrays, num_rounds=1)
+    state = strategy.state_dict()
+    strategy.private_grad.ledger.close()
+    key = tmp_path / "_ledger.jsonl.epoch"
+    assert key.exists()
+    if not has_key:
+        key.unlink()
+    resumed = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
+    with (
+        nullcontext() if has_key else pytest.warns(UserWarning, match="the key of the epoch before step 4 is not here")
+    ):
+        resumed.load_state_dict(state)
+    if has_key:
+        resumed.start(grid, resumed.arrays, num_rounds=1)
+        assert sorted(asked(grid)[USERS:]) == list(range(USERS))
+    resumed.start(grid, resumed.arrays, num_rounds=2)
+    ledger = resumed.private_grad.ledger
+    assert (ledger.releases, ledger.participations) == (rounds, 6)
+    with pytest.raises(pg.BudgetExceededError, match="at most the plan's 6"):
+        resumed.start(grid, resumed.arrays, num_rounds=1)
+    assert not key.exists()
 
 
 def test_a_device_answers_with_its_clipped_update_and_nothing_else():

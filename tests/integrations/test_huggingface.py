@@ -7,8 +7,11 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing import active_children
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +29,8 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from peft import (
     AutoPeftModelForSequenceClassification,
     IA3Config,
@@ -364,6 +368,82 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 10
     assert trainer.private_grad.ledger.releases == STEPS
+
+
+EPOCHS = {"seed": None, "delta": 1e-3, "sampling": "epochs"}  # of 4 steps
+
+
+@pytest.mark.parametrize(("has_key", "updates"), [(True, 11), (False, 9)])
+def test_a_killed_run_goes_on_within_its_epoch_or_with_the_next_one(tmp_path: Path, has_key: bool, updates: int):
+    def train() -> None:
+        make_trainer(tmp_path, bert(), texts(), planned=EPOCHS, callbacks=[Stop(6, kill=True)]).train()
+
+    assert how_it_ended(train) == -signal.SIGKILL
+    key = tmp_path / "_ledger.jsonl.epoch"
+    assert key.exists()
+    assert set(uploaded(tmp_path, "checkpoint-5")) >= {"ledger.jsonl"}
+    assert not [name for name in uploaded(tmp_path, "checkpoint-5") if name.endswith(".epoch")]
+    if not has_key:
+        key.unlink()
+    trainer = make_trainer(tmp_path, bert(), texts(), planned=EPOCHS)
+    why = "1 charged steps had no checkpoint" if has_key else "the key of the epoch before step 8 is not here"
+    with pytest.warns(UserWarning, match=f"{why}.* ends with {updates} updates of 12"):
+        trainer.train(resume_from_checkpoint=True)
+    ledger = trainer.private_grad.ledger
+    assert (trainer.state.global_step, ledger.participations) == (updates, STEPS)
+    assert not key.exists()
+
+
+def uploaded(folder: Path, *checkpoints: str) -> list[str]:
+    """The files that the Trainer uploads from its output folder."""
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def upload(*, folder_path: Any, ignore_patterns: Any = None, **_: Any) -> Any:
+            done = Future[None]()
+            done.set_result(None)
+            files = [f"{path.relative_to(folder_path)}" for path in Path(folder_path).rglob("*") if path.is_file()]
+            found.extend(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+            return done
+
+        def created(*_: Any, **__: Any) -> Any:
+            return SimpleNamespace(repo_id="one/two")
+
+        patch.setattr(HfApi, "upload_folder", lambda _, **options: upload(**options))
+        patch.setattr(HfApi, "create_repo", created)
+        arguments = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_always_push": True}
+        with TemporaryDirectory() as other:
+            trainer = make_trainer(Path(other), bert(), texts(), planned=EPOCHS, arguments=arguments)
+            trainer.args.output_dir = str(folder)
+            for checkpoint in checkpoints:
+                trainer._push_from_checkpoint(str(folder / checkpoint))
+            trainer.save_model = trainer.create_model_card = lambda *_, **__: None
+            trainer.push_to_hub()
+    return found
+
+
+def test_a_callback_that_stops_within_an_epoch_costs_all_epochs(tmp_path: Path):
+    scores = iter([0.5, 0.4, 0.3])
+    options: dict[str, Any] = {
+        "arguments": SELECTING,
+        "planned": EPOCHS,
+        "eval_dataset": texts(),
+        "compute_metrics": lambda _: {"score": next(scores)},
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
+    }
+    trainer = make_trainer(tmp_path, bert(), texts(), selection_data="public", **options)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.private_grad.ledger.participations) == (6, STEPS)
+    assert not list(tmp_path.glob("*.epoch"))
+
+
+def test_a_number_of_epochs_counts_those_of_the_plan(tmp_path: Path):
+    numbers = EPOCHS | {"sample_rate": 2 / 8, "participations": 2, "steps": 16}
+    options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2}
+    trainer = make_trainer(tmp_path, bert(), texts(), planned=numbers, arguments=options)
+    assert trainer.args.max_steps == 16
+    with pytest.raises(pg.PrivacyError, match=r"num_train_epochs=4 \(the plan has 2\)"):
+        make_trainer(tmp_path, bert(), texts(), planned=numbers, arguments=options | {"num_train_epochs": 4})
 
 
 @pytest.mark.slow

@@ -305,6 +305,39 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.strategy.private_grad.ledger.releases == STEPS
 
 
+@pytest.mark.parametrize(("has_key", "updates"), [(True, 11), (False, 9)])
+def test_a_killed_run_goes_on_within_its_epoch_or_with_the_next_one(tmp_path: Path, has_key: bool, updates: int):
+    plan = planned(seed=None, sampling="epochs")  # of 4 steps
+
+    def train() -> None:
+        options = saving(tmp_path)
+        options["callbacks"].append(Watch(kill_at=6))
+        fit(make_trainer(tmp_path, plan, **options), Classifier())
+
+    assert how_it_ended(train) == -signal.SIGKILL
+    key = tmp_path / "_ledger.jsonl.epoch"
+    assert key.exists()
+    if not has_key:
+        key.unlink()
+    trainer = make_trainer(tmp_path, plan)
+    why = "1 charged steps had no checkpoint" if has_key else "the key of the epoch before step 8 is not here"
+    with pytest.warns(UserWarning, match=f"{why}.* ends with {updates} updates of 12"):
+        fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
+    ledger = trainer.strategy.private_grad.ledger
+    assert (trainer.global_step, ledger.participations) == (updates, STEPS)
+    assert not key.exists()
+
+
+def test_a_callback_that_stops_within_an_epoch_costs_all_epochs(tmp_path: Path):
+    plan = planned(seed=None, delta=1e-3, sampling="epochs", sample_rate=1 / 6, expected_batch_size=5)
+    strategy = PrivateStrategy(plan, device="cpu", ledger=tmp_path / "ledger.jsonl", selection_data="public")
+    stop = EarlyStopping("accuracy", mode="max", stopping_threshold=0.0)
+    trainer = make_trainer(tmp_path, plan, strategy=strategy, callbacks=[stop], val_check_interval=3)
+    fit(trainer, Classifier())
+    assert (trainer.global_step, strategy.private_grad.ledger.participations) == (3, STEPS)
+    assert not list(tmp_path.glob("*.epoch"))
+
+
 def test_a_callback_that_stops_early_does_not_lower_epsilon(tmp_path: Path):
     plan, stop = planned(seed=None, delta=1e-5), EarlyStopping("accuracy", mode="max", stopping_threshold=0.0)
     with pytest.raises(pg.PrivacyError, match="selection_data=None with EarlyStopping; give selection_data='public'"):

@@ -212,17 +212,17 @@ def poisson(planted: Callable[..., np.ndarray]) -> Callable[[Patch], None]:
     return plant
 
 
-def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int, __: int) -> np.ndarray:
     size = round(sample_rate * count)
     shuffle, position = divmod(step, count // size)
     return np.argsort(stream.uint64(shuffle, count))[position * size : (position + 1) * size]
 
 
-def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int, __: int) -> np.ndarray:
     return np.argsort(stream.uint64(step, count))[: round(sample_rate * count)]
 
 
-def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int, _: int) -> np.ndarray:
     """Neighbors are drawn together: the rate is right, independence is not."""
     firsts = real(stream, step, sample_rate, count // 2)
     return np.concatenate([2 * firsts, 2 * firsts + 1])
@@ -248,7 +248,7 @@ def resumed_without_the_key(patch: Patch) -> None:
 def a_readable_key(patch: Patch) -> None:
     def wrong(self: Any, epoch: int, key: bytes) -> None:
         if self._file is not None:
-            self._file.write_text(f"{epoch} {key.hex()}")
+            self._file.write_text(f"{epoch} {self._rows} {key.hex()}")
             self._file.chmod(0o644)
 
     patch.setattr(epochs.EpochKeys, "_write", wrong)

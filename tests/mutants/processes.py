@@ -54,7 +54,7 @@ def one_stream(patch: Patch) -> None:
     """Every process draws as many words as it has examples, from the start of the same stream."""
     real = sampling._poisson
 
-    def wrong(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+    def wrong(stream: Stream, step: int, sample_rate: float, count: int, _: int) -> np.ndarray:
         ranks = torch.distributed.get_world_size()
         return real(stream, step, sample_rate, count // ranks) * ranks + torch.distributed.get_rank()
 

@@ -1,6 +1,8 @@
 """Epochs: the law of the draws, the key of the running epoch, and a resume with and without it."""
 
+import base64
 import stat
+import zipfile
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +18,7 @@ from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad.processes import Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.epochs import EpochKeys, rows_in_step
+from privgrad.statement.model_card import write_privacy
 
 ROWS = 32
 
@@ -117,7 +120,7 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     if damage == "gone":
         key.unlink()
     elif damage == "another epoch":
-        key.write_text(f"0 {bytes(32).hex()}")
+        key.write_text(f"0 {ROWS} {bytes(32).hex()}")
     private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=path)
     assert private_grad.ledger.next_step == 5
     if damage == "none":
@@ -129,6 +132,25 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     for batch in left:
         private_grad(batch)
     assert private_grad.ledger.participations == 12
+
+
+def test_data_that_grow_within_an_epoch_are_refused(tmp_path: Path):
+    """A row that gets the number of another one could be in two steps of the epoch."""
+    plan, key = plan_of(), tmp_path / "key"
+    batches = plan.batches(numbered(), epoch_key=key)
+    for _ in range(4):
+        next(batches)
+    more = torch.utils.data.TensorDataset(torch.arange(ROWS + 1.0)[:, None])
+    plan.batches(more, start=4, epoch_key=key)  # between epochs, they may grow
+    next(batches)
+    with pytest.raises(
+        pg.PrivacyError, match="as many rows as when its epoch began, got another number; give the same"
+    ):
+        plan.batches(more, start=5, epoch_key=key)
+    key.unlink()
+    with pytest.warns(UserWarning, match="continues at step 8"):
+        left = list(plan.batches(more, start=5, epoch_key=key))
+    assert sorted(row for batch in left for row in rows_of(batch)) == list(range(ROWS + 1))
 
 
 def test_a_damaged_key_is_one_clear_error(tmp_path: Path):
@@ -198,7 +220,7 @@ def test_fit_resumes_within_an_epoch_and_keeps_the_key_in_its_folder(tmp_path: P
     plan = plan_of(delta=1e-3)
     with pytest.raises(StoppedError):
         fitted(tmp_path, plan, dies_at=6)
-    key = tmp_path / "ledger.jsonl.epoch"
+    key = tmp_path / "_ledger.jsonl.epoch"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     result = fitted(tmp_path, plan)
     assert (result.updates, result.ledger.releases, result.ledger.participations) == (12, 12, 12)
@@ -209,8 +231,9 @@ def test_fit_without_the_key_goes_on_with_the_next_epoch(tmp_path: Path):
     plan = plan_of(delta=1e-3)
     with pytest.raises(StoppedError):
         fitted(tmp_path, plan, dies_at=6)
-    (tmp_path / "ledger.jsonl.epoch").unlink()
-    with pytest.warns(UserWarning, match="the key of the epoch that was interrupted at step 6 is not here"):
+    (tmp_path / "_ledger.jsonl.epoch").unlink()
+    told = "left out: the key of the epoch before step 8 is not here: this run ends with 10 updates of 12"
+    with pytest.warns(UserWarning, match=f"2 steps had no checkpoint, or are {told}"):
         result = fitted(tmp_path, plan)
     assert (result.updates, result.ledger.releases, result.ledger.participations) == (10, 10, 12)
 
@@ -221,6 +244,40 @@ def test_a_training_that_results_stopped_is_charged_whole_and_leaves_no_key(tmp_
     assert result.stopped
     assert result.ledger.participations == 12
     assert not list(tmp_path.glob("*.epoch"))
+
+
+def test_nothing_that_saves_or_publishes_has_the_key(tmp_path: Path):
+    plan = plan_of(delta=1e-3)
+    with pytest.raises(StoppedError):
+        fitted(tmp_path / "run", plan, dies_at=6)
+    file = tmp_path / "run" / "_ledger.jsonl.epoch"
+    key = file.read_text().split()[-1]
+    ledger, model = tmp_path / "run" / "ledger.jsonl", make_model()
+    said = pg.save(model, tmp_path / "saved", ledger=ledger, post_processing="new weights")
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+    write_privacy(tmp_path, private_grad, "SGD", {}, 6)
+    torch.save(private_grad.state_dict(), tmp_path / "state.pt")
+    (tmp_path / "statement.html").write_text(said.to_html())
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"checkpoint.pt", "ledger.jsonl", "model.safetensors", "statement.json", "README.md"} <= {
+        p.name for p in files
+    }
+    assert holders(tmp_path, key) == {file}
+
+
+def holders(folder: Path, key: str) -> set[Path]:
+    """The files below a folder that hold a key, in one of its forms or in a compressed archive."""
+    forms = [key.encode(), bytes.fromhex(key), base64.b64encode(bytes.fromhex(key))[:40]]
+    found = set[Path]()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = [path.read_bytes()]
+            if zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    content += map(archive.read, archive.namelist())
+            if any(form in part for form in forms for part in content):
+                found.add(path)
+    return found
 
 
 class Rank(Processes):
@@ -246,10 +303,13 @@ class Rank(Processes):
 def test_all_processes_draw_one_epoch_and_the_first_keeps_its_key(tmp_path: Path):
     sent = list[Any]()
     key = tmp_path / "key"
-    keys = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    keys = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
     draws = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in keys]
     assert draws[0] == draws[1]
-    resumed = [EpochKeys(RandomSource(), key, Rank(rank, sent)) for rank in (0, 1)]
+    keys[1].keep(1)
+    assert not key.exists()
+    keys[0].keep(1)
+    resumed = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
     assert [each.first_step(6, 4) for each in resumed] == [6, 6]
     again = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in resumed]
     assert again == draws

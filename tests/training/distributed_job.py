@@ -9,6 +9,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -238,6 +239,64 @@ def sampling(processes: Processes, folder: Path) -> Any:
         for plan in plans
     ]
     return of_all(mine)
+
+
+def parts(processes: Processes, folder: Path) -> Any:
+    """Which rows each process drew of its own part, by scheme and step; and what was said of parts that overlap."""
+    size, rank = 64 // processes.count, processes.rank
+    numbers = {"num_examples": 64, "expected_batch_size": 16, "steps": 12}
+    drawn = dict[str, Any]()
+    for name, changed in {"poisson": {}, "epochs": {"sampling": "epochs"}}.items():
+        for seed in (None, 5):
+            plan, rows = make_plan(**(numbers | changed), seed=seed), range(rank * size, rank * size + size)
+            data = TensorDataset(torch.arange(64)[rows.start : rows.stop])
+            batches = plan.batches(data, rows=rows, processes=processes, epoch_key=folder / "parts.epoch")
+            drawn[f"{name} {seed}"] = [batch.examples[0].tolist() for batch in batches]
+    plan, own = make_plan(**numbers), torch.arange(64).view(processes.count, -1)
+    said = list[str]()
+    for data, rows in (
+        (own[rank], range(rank, rank + size)),
+        (own[0], range(rank * size, rank * size + size)),
+        (own[rank], None if rank else range(size)),
+    ):
+        with pytest.raises(pg.PrivacyError) as caught:
+            plan.batches(TensorDataset(data), rows=rows, processes=processes)
+        said.append(str(caught.value))
+    return of_all([drawn, said])
+
+
+def fitted_in_parts(processes: Processes, folder: Path) -> Any:
+    """A training by epochs, of data in parts, that goes on within its second epoch."""
+    size = len(DATA) // processes.count
+    rows = range(processes.rank * size, processes.rank * size + size)
+    part = TensorDataset(*(column[rows.start : rows.stop] for column in everything()))
+    counted = list[int]()
+    for steps in (6, 8):  # at most
+        model, losses = small_model(), Limited(steps)
+        plan = make_plan(sampling="epochs", steps=8, delta=1e-3)
+        private_grad = losses.ledger_of = pg.PrivateGradient(model, losses, plan, processes=processes)
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        options: dict[str, Any] = {"output_dir": folder / "parts", "save_seconds": 0.0, "progress": False}
+        with suppress(pg.PrivacyError, Limited.StoppedError):
+            result = pg.fit(private_grad, optimizer, part, rows=rows, **options)
+            counted = [result.updates, result.ledger.releases, result.ledger.participations]
+    return of_all([counted, sorted(path.name for path in (folder / "parts").iterdir())])
+
+
+class Limited:
+    """A loss that dies after so many steps."""
+
+    class StoppedError(Exception):
+        pass
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.ledger_of: pg.PrivateGradient | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.ledger_of is not None and self.ledger_of.state_dict()["step"] >= self._steps:
+            raise Limited.StoppedError
+        return loss_fn(model, batch)
 
 
 def empty_batches(processes: Processes, folder: Path) -> Any:

@@ -43,6 +43,8 @@ JOBS = [
     "noise",
     "noise_memory",
     "sampling",
+    "parts",
+    "fitted_in_parts",
     "empty_batches",
     "a_failure_is_everyones",
     "refusals",
@@ -179,6 +181,36 @@ def test_each_process_draws_its_own_examples_from_its_own_stream(together: tuple
     alone = [batch.examples[0].tolist() for batch in plan.batches(torch.utils.data.TensorDataset(torch.arange(64)))]
     for step, wanted in enumerate(alone):
         assert sorted(index for drawn in seeded for index in drawn[step][0]) == wanted
+
+
+def test_each_process_draws_its_own_part_without_the_others(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    drawn = [found for found, _ in results["parts"]]
+    for name in drawn[0]:
+        steps = [[row for each in drawn for row in each[name][step]] for step in range(12)]  # in the order of the parts
+        assert all(len(set(rows)) == len(rows) for rows in steps)
+        assert all(
+            row // (64 // count) == rank for rank, each in enumerate(drawn) for rows in each[name] for row in rows
+        )
+        if name.startswith("epochs"):
+            epochs = [sorted(itertools.chain(*steps[first : first + 4])) for first in (0, 4, 8)]
+            assert epochs == [list(range(64))] * 3
+        if name.endswith("5"):
+            changed = {"sampling": name.split()[0], "num_examples": 64, "expected_batch_size": 16, "steps": 12}
+            plan = make_plan(**changed, seed=5)
+            alone = plan.batches(torch.utils.data.TensorDataset(torch.arange(64)))
+            assert steps == [batch.examples[0].tolist() for batch in alone]
+    for _, said in results["parts"]:
+        for text, expected in zip(
+            said, ("no number in common", "no other process has", "in all processes or"), strict=True
+        ):
+            assert expected in text
+
+
+def test_a_training_of_parts_goes_on_within_its_epoch(together: tuple[int, dict[str, Any]]):
+    for counted, files in together[1]["fitted_in_parts"]:
+        assert counted == [8, 8, 8]
+        assert files == ["checkpoint.pt", "ledger.jsonl"]
 
 
 def test_processes_without_examples_take_part(together: tuple[int, dict[str, Any]]):

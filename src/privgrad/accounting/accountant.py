@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from privgrad.accounting.calibration import last_within, noise_within, one_of
-from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, mechanisms_of, require_whole_epochs
 from privgrad.errors import (
     expected,
     require_choice,
@@ -90,7 +90,7 @@ def attack_success(releases: Releases, *, false_positive_rate: float) -> float:
     Reference:
         Kairouz, Oh, Viswanath 2015 (arXiv 1311.0776).
     """
-    from privgrad.accounting.composition import attack_success_of
+    from privgrad.accounting.attacks import attack_success_of
 
     function, alpha = "attack_success", false_positive_rate
     require_in(function, "false_positive_rate", alpha, "(0, 1)")
@@ -115,7 +115,7 @@ def attack_advantage(releases: Releases) -> float:
     Reference:
         Kulynych et al. 2024 (arXiv 2407.02191).
     """
-    from privgrad.accounting.composition import advantage_of
+    from privgrad.accounting.attacks import advantage_of
 
     function = "attack_advantage"
     return max(advantage_of(mechanisms_of(function, own)) for own in each_group(function, releases))
@@ -140,7 +140,7 @@ def gaussian_dp(releases: Releases) -> tuple[float, float]:
     Reference:
         Dong, Roth, Su 2022 (arXiv 1905.02383); Gomez et al. 2026 (arXiv 2503.10945).
     """
-    from privgrad.accounting.composition import gaussian_of
+    from privgrad.accounting.attacks import gaussian_of
 
     function = "gaussian_dp"
     found = [gaussian_of(mechanisms_of(function, own)) for own in each_group(function, releases)]
@@ -148,7 +148,13 @@ def gaussian_dp(releases: Releases) -> tuple[float, float]:
 
 
 def calibrate_noise_multiplier(
-    *, target_epsilon: float, delta: float, sample_rate: float, steps: int, besides: Iterable[Release | Selection] = ()
+    *,
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    epoch_steps: int | None = None,
+    besides: Iterable[Release | Selection] = (),
 ) -> float:
     """Find a noise multiplier, close to the smallest one, whose releases cost at most the target.
 
@@ -160,6 +166,8 @@ def calibrate_noise_multiplier(
         delta: in (0, 1).
         sample_rate: q in (0, 1].
         steps: T >= 1.
+        epoch_steps: t for epochs of so many steps, which are sample_rate * t times each example; None for Poisson
+            samples.
         besides: other releases from the same data, which share the target.
     Returns:
         sigma with epsilon(sigma) <= target_epsilon by PLD, for the steps and `besides` together. Epsilon is within 0.1
@@ -177,7 +185,7 @@ def calibrate_noise_multiplier(
     if others and (spent := epsilon(others, delta=delta)) >= target_epsilon:
         condition = f"to be above {rounded_up(spent)}, the epsilon of the releases in besides"
         raise expected(function, "target_epsilon", condition, target_epsilon)
-    own = Release(1.0, float(sample_rate), count=steps)
+    own = _release(1.0, float(sample_rate), steps, epoch_steps)
     return calibrate(
         lambda sigma: [replace(own, noise_multiplier=sigma), *others], target_epsilon=target_epsilon, delta=delta
     )
@@ -268,7 +276,9 @@ def calibrate_to_attack(
     return found
 
 
-def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
+def steps_for_budget(
+    *, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float, epoch_steps: int | None = None
+) -> int:
     """Find the largest number of steps whose cost, by PLD, is at most the target.
 
     Args:
@@ -276,10 +286,11 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
         delta: in (0, 1).
         sample_rate: q in (0, 1].
         noise_multiplier: sigma > 0.
+        epoch_steps: as in calibrate_noise_multiplier.
     Returns:
-        T >= 1.
+        T >= 1, whole epochs with epoch_steps.
     Raises:
-        PrivacyError: a number is out of its range, or one step alone costs more than the target.
+        PrivacyError: a number is out of its range, or one step alone, or one epoch, costs more than the target.
     Privacy:
         Errs on the safe side: the epsilon of the returned T has been checked, and epsilon grows with T.
     """
@@ -287,14 +298,28 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
     require_positive(function, "target_epsilon", target_epsilon)
     require_positive(function, "noise_multiplier", noise_multiplier)
 
-    def cost(steps: int, accountant: Accountant) -> float:
-        return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
+    size = epoch_steps or 1
 
-    if (one_step := cost(1, "pld")) > target_epsilon:
-        condition = f"to be at least {rounded_up(one_step)}, the epsilon of one step"
+    def is_within(count: int, accountant: Accountant = "pld") -> bool:
+        own = _release(noise_multiplier, sample_rate, count * size, epoch_steps)
+        return epsilon([own], delta=delta, accountant=accountant) <= target_epsilon
+
+    if not is_within(1):
+        one_step = epsilon([_release(noise_multiplier, sample_rate, size, epoch_steps)], delta=delta)
+        one = "step" if epoch_steps is None else "epoch"
+        condition = f"to be at least {rounded_up(one_step)}, the epsilon of one {one}"
         raise expected(function, "target_epsilon", condition, target_epsilon)
-    most = last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
-    return last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
+    # RDP is faster, and does not cover epochs.
+    most = last_within(lambda count: is_within(count, "rdp"), 1) if epoch_steps is None else 1
+    return size * last_within(is_within, most)
+
+
+def _release(noise_multiplier: float, sample_rate: float, steps: int, epoch_steps: int | None) -> Release:
+    """Return the release of so many Poisson samples, or of whole epochs."""
+    if epoch_steps is None:
+        return Release(noise_multiplier, sample_rate, count=steps)
+    require_whole_epochs("accounting", steps, epoch_steps)
+    return Release(noise_multiplier, sample_rate, "epochs", count=steps, epoch_steps=epoch_steps)
 
 
 def filter_epsilon(releases: Releases, *, first: Releases, delta: float, total_epsilon: float) -> float:

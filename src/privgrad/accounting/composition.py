@@ -6,17 +6,18 @@ With scipy, it takes longer to import than all of privgrad. So this file is impo
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import dp_accounting
 import numpy as np
 from dp_accounting import dp_event, pld, rdp
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-from scipy.stats import binom, norm
+from scipy.stats import binom
 
-from privgrad.accounting.mechanisms import Mechanism, Release, Selection
+from privgrad.accounting.mechanisms import Mechanism, Release, Selection, releases_in
+from privgrad.accounting.on_disk import kept
 
-_LEAST, _POINTS = 1e-10, 1000  # the last delta of a profile, and the number of its epsilons
+LEAST, POINTS = 1e-10, 1000  # the last delta of a profile, and the number of its epsilons
 _FINEST = 1e-4  # the interval of PLD, which is accurate enough up to epsilon 20
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
@@ -31,69 +32,33 @@ _COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256
 @functools.lru_cache(maxsize=256)
 def profile_of(mechanisms: tuple[Mechanism, ...]) -> tuple[np.ndarray, np.ndarray] | None:
     """Return epsilons from 0 on and the delta of each, of one group of people; None if there is no bound; cached."""
+    found = _profile(mechanisms)
+    return None if found is None else (np.array(found[0]), np.array(found[1]))
+
+
+@kept
+def _profile(mechanisms: tuple[Mechanism, ...]) -> tuple[list[float], list[float]] | None:
+    """Return the lists of `profile_of`."""
     has_selection = any(isinstance(one, Selection) for one in mechanisms)
     if _lacks_noise(mechanisms) or (has_selection and _is_by_pld_alone(mechanisms)):
         return None
     by_rdp, by_pld = rdp.RdpAccountant(RDP_ORDERS, _NEIGHBORS), _by_pld(mechanisms, 10 * _FINEST)
-    last = _compose(by_rdp if has_selection else by_pld, mechanisms, _LEAST)
+    last = _compose(by_rdp if has_selection else by_pld, mechanisms, LEAST)
     if not math.isfinite(last):
         return None
     # Many steps with little loss each need a finer grid. It has as many points as the losses allow, so it stays fast.
-    if last < 10 and not has_selection and all(release.scheme != "epochs" for release in _releases(mechanisms)):
+    if last < 10 and not has_selection and all(release.scheme != "epochs" for release in releases_in(mechanisms)):
         by_pld = _by_pld(mechanisms, _FINEST * max(1.0, last))
-        last = _compose(by_pld, mechanisms, _LEAST)
-    epsilons = np.linspace(0.0, last, _POINTS)
+        last = _compose(by_pld, mechanisms, LEAST)
+    epsilons = np.linspace(0.0, last, POINTS).tolist()
     if has_selection:
         costs = _safe_costs(by_rdp, mechanisms).tolist()
-        return epsilons, np.array([compute_delta(RDP_ORDERS, costs, each)[0] for each in epsilons])
-    return epsilons, np.array([by_pld.get_delta(each) for each in epsilons])
-
-
-def advantage_of(mechanisms: tuple[Mechanism, ...]) -> float:
-    """Compute `accounting.attack_advantage` of one group of people: the delta at epsilon 0."""
-    if not mechanisms:
-        return 0.0
-    found = profile_of(mechanisms)
-    return 1.0 if found is None else min(1.0, float(found[1][0]))
-
-
-def attack_success_of(mechanisms: tuple[Mechanism, ...], alpha: np.ndarray) -> np.ndarray:
-    """Compute `accounting.attack_success` of one group of people at several false positive rates."""
-    if not mechanisms:
-        return alpha
-    if (found := profile_of(mechanisms)) is None:
-        return np.ones_like(alpha)
-    epsilons, deltas = (each[:, None] for each in found)
-    bounds = np.minimum(np.exp(epsilons) * alpha + deltas, 1 - np.exp(-epsilons) * (1 - deltas - alpha))
-    return np.maximum(alpha, np.minimum(bounds.min(0), 1.0))
-
-
-def gaussian_of(mechanisms: tuple[Mechanism, ...]) -> tuple[float, float]:
-    """Compute `accounting.gaussian_dp` of one group of people."""
-    if not mechanisms:
-        return 0.0, 0.0
-    if (found := profile_of(mechanisms)) is None:
-        return math.inf, 0.0
-    slopes, deltas = np.exp(found[0]), found[1]
-    false = -np.diff(deltas) / np.diff(slopes)  # error rates where two of the lines meet that bound those of attacks
-    missed = 1 - deltas[:-1] - slopes[:-1] * false
-    is_seen = (false > _LEAST) & (missed < 1 - false - _LEAST)
-    mu = float(np.max(norm.isf(false[is_seen]) + norm.isf(missed[is_seen]), initial=0.0))
-    rates = np.linspace(0.0, 1.0, _POINTS)
-
-    def is_near(shift: float) -> bool:
-        """Return whether both errors of any attack are at most those under mu, if they are lowered by the shift."""
-        missed = 1 - attack_success_of(mechanisms, np.minimum(rates + shift, 1.0))
-        return bool((missed - shift <= norm.cdf(norm.isf(rates) - mu)).all())
-
-    low, high = 0.0, 1.0
-    while high - low > 1e-7:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_near(middle) else (middle, high)
-    return mu, high
+        return epsilons, [float(compute_delta(RDP_ORDERS, costs, each)[0]) for each in epsilons]
+    return epsilons, [float(by_pld.get_delta(each)) for each in epsilons]
 
 
 @functools.lru_cache(maxsize=4096)
+@kept
 def epsilon_of(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -> float:
     """Compute the epsilon of releases; cached. "coarse rdp" and "coarse pld" are faster and looser accountants."""
     if not mechanisms:
@@ -218,12 +183,12 @@ def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
 
 def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:
     """Return whether a release has no noise, or so little that its square underflows to 0."""
-    return any(release.noise_multiplier < 1e-100 for release in _releases(mechanisms))
+    return any(release.noise_multiplier < 1e-100 for release in releases_in(mechanisms))
 
 
 def _is_by_pld_alone(mechanisms: Iterable[Mechanism]) -> bool:
     """Return whether RDP does not cover a release: from a truncated batch, or in an epoch."""
-    return any(release.scheme != "poisson" for release in _releases(mechanisms))
+    return any(release.scheme != "poisson" for release in releases_in(mechanisms))
 
 
 def _steps_of(mechanism: Mechanism) -> int:
@@ -233,7 +198,7 @@ def _steps_of(mechanism: Mechanism) -> int:
 
 def _by_pld(mechanisms: tuple[Mechanism, ...], interval: float) -> pld.PLDAccountant:
     """Return an accountant by PLD, on a grid of the interval; if there are epochs, on one ten times as coarse."""
-    if all(release.scheme != "epochs" for release in _releases(mechanisms)):
+    if all(release.scheme != "epochs" for release in releases_in(mechanisms)):
         return pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=interval)
     from privgrad.accounting.allocation import EpochAccountant
 
@@ -241,12 +206,6 @@ def _by_pld(mechanisms: tuple[Mechanism, ...], interval: float) -> pld.PLDAccoun
     guess = _compose(rdp.RdpAccountant(_COARSE_ORDERS, _NEIGHBORS), tuple(map(untruncated, mechanisms)), 1e-5)
     own = min(0.1, 0.015 * guess * max(1.0, interval / _FINEST) ** 0.5)
     return EpochAccountant(_NEIGHBORS, value_discretization_interval=10 * interval, own=own)
-
-
-def _releases(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
-    """Yield the releases, also those within Selections."""
-    for mechanism in mechanisms:
-        yield from mechanism.releases if isinstance(mechanism, Selection) else (mechanism,)
 
 
 def untruncated(mechanism: Mechanism) -> Mechanism:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeVar, get_args
@@ -167,6 +167,13 @@ def require_epochs(function: str, sample_rate: float, epoch_steps: int | None) -
     return epoch_steps
 
 
+def require_whole_epochs(function: str, steps: int, epoch_steps: int) -> None:
+    """Raise PrivacyError unless so many steps are whole epochs."""
+    if steps % epoch_steps:
+        remedy = f"give {whole_epochs(steps, epoch_steps)}; an epoch that was begun costs as much as a whole one"
+        raise expected(function, "steps", f"to be whole epochs of {epoch_steps} steps", steps, remedy)
+
+
 def _counted(counts: dict[M, int]) -> tuple[M, ...]:
     """Return each mechanism with its count, in the order of `numbers_of`; those that never happened are left out."""
     found = [replace(one, count=count) for one, count in counts.items() if count > 0]
@@ -269,3 +276,9 @@ class BegunEpochs(Participations):
     def _epoch(self, draw: str) -> tuple[str, int]:
         stream, step = self._parts(draw)
         return stream, step // self._steps
+
+
+def releases_in(mechanisms: Iterable[Mechanism]) -> Iterator[Release]:
+    """Yield the releases, also those within Selections."""
+    for mechanism in mechanisms:
+        yield from mechanism.releases if isinstance(mechanism, Selection) else (mechanism,)

@@ -13,16 +13,19 @@ from privgrad.cli.console import STDOUT, AsJson, note, print_answer, print_json,
 from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
+from privgrad.plan import sample_rate_of
 from privgrad.statement.facts import Facts, ledger_facts
 from privgrad.statement.registry import UNKNOWN, registry_record
 from privgrad.statement.saved import opened, statement_of
 from privgrad.statement.text import About, written
-from privgrad.types import SHUFFLED
+from privgrad.types import SHUFFLED, SamplingScheme
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
-SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
+SampleRate = Annotated[float | None, typer.Option(help="Sampling rate q, in (0, 1].")]
 Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
 NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
+Sampling = Annotated[Literal["poisson", "epochs"], typer.Option(help="How batches are drawn; see docs/sampling.md.")]
+Participations = Annotated[int, typer.Option(help="For epochs: in how many steps, k, of an epoch an example is.")]
 
 
 def epsilon(
@@ -37,6 +40,8 @@ def epsilon(
     noise_multiplier: NoiseMultiplier = None,
     sample_rate: SampleRate = None,
     steps: Steps = None,
+    sampling: Sampling = "poisson",
+    participations: Participations = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compute the epsilon that ledgers have cost, or that a plan costs.
@@ -52,8 +57,9 @@ def epsilon(
         got = ", ".join(["LEDGER"] * bool(ledger) + given) or "no arguments"
         raise expected(function, "the arguments", condition, got)
     if not ledger:
-        plan: Any = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
-        cost = _epsilons_of([Release(**plan, count=cast(int, steps))], cast(float, delta))
+        drawn = _drawn(function, sampling, participations, cast(float, sample_rate))
+        plan: Any = {"noise_multiplier": noise_multiplier} | drawn
+        cost = _epsilons_of([Release(**plan, scheme=sampling, count=cast(int, steps))], cast(float, delta))
         print_answer({"delta": delta, **plan, "steps": steps, **cost}, as_json=as_json)
         return
     for path in filter(is_budget, ledger):
@@ -112,7 +118,7 @@ def calibrate(
     delta: Delta,
     sample_rate: Annotated[
         float | None,
-        typer.Option(help="Poisson sampling rate q, in (0, 1]: expected batch size / examples, or cohort / users."),
+        typer.Option(help="Sampling rate q, in (0, 1]: expected batch size / examples, or cohort / users."),
     ] = None,
     steps: Steps = None,
     noise_multiplier: NoiseMultiplier = None,
@@ -121,6 +127,8 @@ def calibrate(
     ] = None,
     num_examples: Annotated[int | None, typer.Option(help="Public number of examples, with --batch-size.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Number of epochs, in place of --steps.")] = None,
+    sampling: Sampling = "poisson",
+    participations: Participations = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compute the noise, or the number of steps, for an epsilon."""
@@ -132,17 +140,29 @@ def calibrate(
         require_integer(function, "--num-examples", num_examples, max(batch_size, 1))
         sample_rate = batch_size / num_examples
     assert sample_rate is not None
-    require_rate(function, sample_rate)
+    drawn = _drawn(function, sampling, participations, sample_rate)
     if epochs is not None:
-        steps = steps_of(function, steps, epochs, sample_rate)
+        steps = steps_of(function, steps, epochs, drawn["sample_rate"] / participations)
     one_of(function, **{"--steps": steps, "--noise-multiplier": noise_multiplier})  # the command computes the other
-    budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
+    budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta} | drawn
     if steps is None:
         steps = accounting.steps_for_budget(**budget, noise_multiplier=cast(float, noise_multiplier))
     else:
         noise_multiplier = accounting.calibrate_noise_multiplier(**budget, steps=steps)
-    cost = _epsilons_of([Release(cast(float, noise_multiplier), sample_rate, count=steps)], delta)
+    cost = _epsilons_of([Release(cast(float, noise_multiplier), scheme=sampling, count=steps, **drawn)], delta)
     print_answer(budget | {"noise_multiplier": noise_multiplier, "steps": steps} | cost, as_json=as_json)
+
+
+def _drawn(function: str, sampling: SamplingScheme, participations: int, sample_rate: float) -> dict[str, Any]:
+    """Return the sample rate by name; for epochs the nearest one that they have, and their number of steps."""
+    require_rate(function, sample_rate)
+    require_integer(function, "--participations", participations, 1)
+    if sampling == "epochs":
+        rate = sample_rate_of(sample_rate, 1, sampling, participations)
+        return {"sample_rate": rate, "epoch_steps": round(participations / rate)}
+    if participations > 1:
+        raise expected(function, "--participations", "to be 1 unless --sampling is epochs", participations)
+    return {"sample_rate": sample_rate}
 
 
 def _epsilons_of(releases: list[Release], delta: float) -> dict[str, float]:

@@ -88,8 +88,9 @@ def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Conf
 
 
 def _rate(plan: PrivacyPlan) -> float:
-    """Return the share of the private examples in a step, of the plan itself or of the one that it simulates."""
-    return (plan if plan.simulates is None else plan.simulates).sample_rate
+    """Return the share of an epoch in a step, of the plan itself or of the one that it simulates."""
+    own = plan if plan.simulates is None else plan.simulates
+    return own.sample_rate / own.participations
 
 
 def _unit(plan: PrivacyPlan) -> str:

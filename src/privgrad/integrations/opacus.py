@@ -105,7 +105,8 @@ def plan_of(
         condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
         raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
     if not isinstance(data_loader, DPDataLoader):
-        got, remedy = type(data_loader).__name__, "call make_private with poisson_sampling=True"
+        got, remedy = type(data_loader).__name__, "call make_private with poisson_sampling=True, or plan for epochs: "
+        remedy += 'PrivacyPlan.for_budget(..., batch_size=, epochs=, sampling="epochs")'
         raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
     plan = PrivacyPlan(
         sample_rate=data_loader.sample_rate,

@@ -135,7 +135,8 @@ class Ledger:
 
         Anyone who has the key knows which examples each step of this epoch uses: do not publish or copy the file.
         """
-        return None if self.path is None else self.path.with_name(f"{self.path.name}.epoch")
+        # The Hugging Face Trainer leaves names that begin so out of what it uploads.
+        return None if self.path is None else self.path.with_name(f"_{self.path.name}.epoch")
 
     @property
     def planned_steps(self) -> tuple[int, ...]:

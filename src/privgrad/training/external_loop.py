@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import nn
 
-from privgrad.accounting.mechanisms import first_step_of_new_groups
 from privgrad.checks.data import share_rows
 from privgrad.errors import BudgetExceededError, expected
 from privgrad.optim import PrivateOptimizer
@@ -18,7 +17,7 @@ from privgrad.parts import Parts
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.loading import Collate, Data
 from privgrad.training.checkpoint import NEW_FOLDER, damage_refused, few, require_resumable, require_same, settings_of
-from privgrad.training.run import StopData, require_optimizer, skip_lost_steps
+from privgrad.training.run import StopData, first_step, require_optimizer, skip_lost_steps
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 4
@@ -107,11 +106,13 @@ class ExternalLoopStep:
         start = self.private_grad.state_dict()["step"]
         left = self.epoch_steps - updates % self.epoch_steps
         if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
-            plan = self.private_grad.plan
-            if plan.seed is None:  # noise with memory begins again with another iterator
-                start = min(plan.steps, first_step_of_new_groups(start, plan.bands))
+            if (first := first_step(self.private_grad, start)) > start:
+                self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": first})
+                start = first
             key = self.private_grad.ledger.epoch_key
-            self._batches = plan.batches(dataset, start=start, collate=collate, epoch_key=key, **loading)
+            self._batches = self.private_grad.plan.batches(
+                dataset, start=start, collate=collate, epoch_key=key, **loading
+            )
             self._source = (dataset, collate)  # kept, because worker processes load batches of the next epoch
         for batch in islice(self._batches, left):
             self._position = batch.sampling.step + 1
@@ -126,6 +127,8 @@ class ExternalLoopStep:
             raise expected(self._function, f"the last {_FUTILE} steps", "to have a gradient that counts", 0, remedy)
         before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
+        if self.is_spent and (key := self.private_grad.ledger.epoch_key) is not None:
+            key.unlink(missing_ok=True)  # a host does not ask for a batch after the last
         nonfinite = self.private_grad.raw_nonfinite_examples - before
         if nonfinite and not self._was_told:
             self._was_told = True

@@ -53,6 +53,7 @@ def fit(
     num_workers: int = 0,
     prefetch_factor: int | None = None,
     pin_memory: bool = False,
+    rows: range | None = None,
 ) -> FitResult:
     """Train for the plan's steps; with `output_dir`, run it again after any interruption, and it resumes.
 
@@ -85,6 +86,7 @@ def fit(
         num_workers: as in plan.batches, like the next two.
         prefetch_factor: as in plan.batches.
         pin_memory: as in plan.batches.
+        rows: as in plan.batches, for data in parts.
     Returns:
         FitResult.
     Raises:
@@ -148,6 +150,7 @@ def fit(
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             epoch_key=private_grad.ledger.epoch_key,
+            rows=rows,
         )
         try:
             shown = progress if processes.rank == 0 else False

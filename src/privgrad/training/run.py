@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from privgrad.accounting.mechanisms import whole_epochs
+from privgrad.accounting.mechanisms import first_step_of_new_groups, whole_epochs
 from privgrad.errors import (
     BudgetExceededError,
     described,
@@ -34,6 +34,7 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_named_source
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
+from privgrad.sampling.epochs import read_key
 from privgrad.training.checkpoint import (
     NEW_FOLDER,
     damage_refused,
@@ -135,15 +136,30 @@ def skip_lost_steps(private_grad: PrivateGradient, updates: int) -> None:
     plan = private_grad.plan
     if plan.seed is not None:  # they are computed again; without a seed, their noise cannot be drawn again
         return
-    spent = min(private_grad.ledger.next_step, plan.steps)
+    spent = first_step(private_grad, private_grad.ledger.next_step)
     lost = spent - private_grad.state_dict()["step"]
     if lost > 0:
         reason = "charged steps had no checkpoint, and stay spent"
         if plan.correlation is not None:  # it begins again at a multiple of its bands
             reason = "steps had no checkpoint, or are left out because noise with memory begins again"
+        if plan.sampling == "epochs" and spent > private_grad.ledger.next_step:
+            reason = f"steps had no checkpoint, or are left out: the key of the epoch before step {spent} is not here"
         left = updates + plan.steps - spent
         warnings.warn(f"{lost} {reason}: this run ends with {left} updates of {plan.steps}", stacklevel=5)
     private_grad.load_state_dict(private_grad.state_dict() | {"step": spent})
+
+
+def first_step(private_grad: PrivateGradient, step: int) -> int:
+    """Return where a new sampler may go on from a step: where groups of people or, without its key, epochs begin."""
+    plan, ledger = private_grad.plan, private_grad.ledger
+    if plan.seed is None and plan.sampling == "epochs":
+        with private_grad.processes.all_succeed():  # the file may be damaged
+            epoch = -1 if ledger.epoch_key is None else read_key(ledger.epoch_key)[0]
+        if private_grad.processes.broadcast_object(epoch) != step // plan.epoch_steps:
+            step = whole_epochs(step, plan.epoch_steps)
+    elif plan.seed is None:
+        step = first_step_of_new_groups(step, plan.bands)
+    return min(step, plan.steps)
 
 
 def require_optimizer(function: str, private_grad: PrivateGradient, optimizer: object) -> PrivateOptimizer:
