@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.accounting import accountant as accounting
-from privgrad.accounting import composition
+from privgrad.accounting import composition, on_disk
 from privgrad.accounting.mechanisms import Mechanism
 from privgrad.clip import clipping
 from privgrad.clip.clipping import RawClipping
@@ -97,7 +97,7 @@ def first_batch(plan: pg.PrivacyPlan, data: TensorDataset) -> pg.Batch:
 def costs_are_computed() -> Iterator[None]:
     """No cost is read from the user's cache, nor written to it: some are of planted faults."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "cache", Path(os.devnull).joinpath)
+        patch.setattr(on_disk, "cache", Path(os.devnull).joinpath)
         yield
 
 

@@ -177,9 +177,9 @@ def test_releases_compose_in_any_order():
 
 @pytest.mark.parametrize(("rate", "rows"), [(0.1, 1), (0.1, 3), (1.0, 2)])
 def test_the_rows_of_a_person_cost_what_their_mixture_does(rate: float, rows: int):
-    releases, chances = [Release(2.0, rate, count=20)], binom.pmf(range(rows + 1), rows, rate)
-    event = MixtureOfGaussiansDpEvent(2.0, range(rows + 1), chances.tolist())
-    direct = PLDAccountant(value_discretization_interval=1e-4).compose(event, 20).get_epsilon(1e-5)
+    releases, chances = [Release(16.0, rate, count=100)], binom.pmf(range(rows + 1), rows, rate)
+    event = MixtureOfGaussiansDpEvent(16.0, range(rows + 1), chances.tolist())
+    direct = PLDAccountant(value_discretization_interval=1e-4).compose(event, 100).get_epsilon(1e-5)
     assert epsilon(releases, delta=1e-5, rows_per_person=rows) == pytest.approx(direct, rel=1e-3)
 
 
