@@ -39,8 +39,8 @@ SIGNATURES = {
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid correlation",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
-    "epoch_key habits",
-    pg.PrivacyPlan.sampler: "self dataset start collate processes epoch_key",
+    "epoch_key rows habits",
+    pg.PrivacyPlan.sampler: "self dataset start collate processes epoch_key rows",
     pg.Batch.to: "self device non_blocking",
     pg.ClassRates: "dataset labels rates",
     pg.EarlyStopping: "monitor patience mode data min_delta",
@@ -142,7 +142,7 @@ SIGNATURES = {
     pg.Schedule: "decay warmup",
     pg.Schedule.of: "self optimizer steps",
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
-    "stop output_dir save_seconds progress num_workers prefetch_factor pin_memory",
+    "stop output_dir save_seconds progress num_workers prefetch_factor pin_memory rows",
 }
 # What users subclass or implement, by the class's own members: the parameters of a method, the value of an attribute.
 EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
@@ -256,9 +256,9 @@ OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --dry-run --json",
     "reproduce": "item --list --out --data --smoke --so-far --method --restart --json",
-    "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
+    "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --sampling --participations --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --batch-size --num-examples "
-    "--epochs --json",
+    "--epochs --sampling --participations --json",
     "statement": "ledger --delta --title --model --purpose --data --out --for --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --training --canaries --trials --confidence --out --json",

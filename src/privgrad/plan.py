@@ -616,12 +616,10 @@ def _require_scheme(function: str, sampling: str) -> None:
     require_choice(function, "sampling", sampling, get_args(SamplingScheme))
 
 
-def _require_size(function: str, expected_batch_size: int, mean: float) -> None:
+def _require_size(function: str, size: int, mean: float) -> None:
     """Raise PrivacyError unless an expected batch size is the mean of those that are drawn, up to rounding."""
-    # Privacy does not need this: q is drawn and charged, and B only divides. It finds a typo.
-    if abs(mean - expected_batch_size) > 1:
-        condition = f"to be sample_rate * num_examples = {mean:g}"
-        raise expected(function, "expected_batch_size", condition, expected_batch_size)
+    if abs(mean - size) > 1:  # privacy does not need it: q is drawn and charged, and B only divides. It finds a typo.
+        raise expected(function, "expected_batch_size", f"to be sample_rate * num_examples = {mean:g}", size)
 
 
 def _require_poisson(function: str, sampling: object) -> None:

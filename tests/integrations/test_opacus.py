@@ -273,7 +273,7 @@ def test_the_plan_of_a_script_has_its_numbers_and_its_epsilon():
 def test_scripts_that_no_plan_describes_are_refused():
     model = make_model()
     _, optimizer, loader = private(model, torch.optim.SGD(model.parameters()), poisson_sampling=False)
-    with pytest.raises(pg.SamplingError, match=r'poisson_sampling=True, or plan for epochs: .*sampling="epochs"'):
+    with pytest.raises(pg.SamplingError, match='poisson_sampling=True, or plan sampling="epochs"'):
         plan_of(optimizer, loader, num_examples=32, epochs=1, delta=1e-3)
     model = make_model()
     _, optimizer, loader = private(model, torch.optim.SGD(model.parameters()), loss_reduction="sum")

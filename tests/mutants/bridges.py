@@ -2,6 +2,7 @@
 
 import math
 
+import privgrad as pg
 from mutants.mutant import Mutant
 
 BRIDGES = [
@@ -15,6 +16,13 @@ BRIDGES = [
         lambda patch: patch.setattr("privgrad.integrations.huggingface.note_folder", lambda *_: None),
         "test_huggingface.test_adapters_of_a_folder_are_known_as_trained",
         {"is_auto": True},
+    ),
+    Mutant(
+        "a key of an epoch that the Trainer uploads",
+        lambda patch: patch.setattr(
+            pg.Ledger, "epoch_key", property(lambda self: self.path and self.path.with_name("ledger.jsonl.epoch"))
+        ),
+        "test_huggingface.test_what_the_trainer_uploads_has_no_key",
     ),
     Mutant(
         "a swallowed override: it is never called, and nothing says so",

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,39 @@ def a_key_that_stays(patch: Patch) -> None:
     patch.setattr(epochs.EpochKeys, "forget", lambda self: None)
 
 
+def a_step_lost_at_a_resume(patch: Patch) -> None:
+    real = epochs.EpochKeys.first_step
+    patch.setattr(
+        epochs.EpochKeys, "first_step", lambda self, step, steps: real(self, step, steps) + (step % steps > 0)
+    )
+
+
+class AnyNumber(int):
+    def __ne__(self, _: object) -> bool:
+        return False
+
+
+def numbers_of_other_rows(patch: Patch) -> None:
+    """A row that was added in front moves all others to the draws of their neighbors."""
+    real = epochs.read_key
+
+    def wrong(file: Path) -> tuple[int, int, bytes]:
+        epoch, rows, key = real(file)
+        return epoch, AnyNumber(rows), key
+
+    everywhere(patch, real, wrong)
+
+
+def a_key_in_checkpoints(patch: Patch) -> None:
+    real = pg.PrivateGradient.state_dict
+
+    def wrong(self: pg.PrivateGradient) -> dict[str, Any]:
+        file = self.ledger.epoch_key
+        return real(self) | ({"epoch": file.read_text()} if file is not None and file.exists() else {})
+
+    patch.setattr(pg.PrivateGradient, "state_dict", wrong)
+
+
 def count_believed(patch: Patch) -> None:
     real: Any = sampling._require_samplable
     everywhere(patch, real, lambda data, _, *rest: real(data, 1, *rest))
@@ -282,6 +316,21 @@ EPOCHS = [
         resumed_without_the_key,
         "test_epochs.test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_for",
         {"damage": "gone"},
+    ),
+    Mutant(
+        "a step of an epoch lost at a resume",
+        a_step_lost_at_a_resume,
+        "test_epochs.test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted",
+    ),
+    Mutant(
+        "rows that get other numbers within an epoch",
+        numbers_of_other_rows,
+        "test_epochs.test_data_that_grow_within_an_epoch_are_refused",
+    ),
+    Mutant(
+        "a key of an epoch in checkpoints",
+        a_key_in_checkpoints,
+        "test_epochs.test_nothing_that_saves_or_publishes_has_the_key",
     ),
     Mutant(
         "a key of an epoch that others can read",

@@ -304,10 +304,9 @@ def steps_for_budget(
         own = _release(noise_multiplier, sample_rate, count * size, epoch_steps)
         return epsilon([own], delta=delta, accountant=accountant) <= target_epsilon
 
-    if not is_within(1):
-        one_step = epsilon([_release(noise_multiplier, sample_rate, size, epoch_steps)], delta=delta)
-        one = "step" if epoch_steps is None else "epoch"
-        condition = f"to be at least {rounded_up(one_step)}, the epsilon of one {one}"
+    one, name = _release(noise_multiplier, sample_rate, size, epoch_steps), "step" if epoch_steps is None else "epoch"
+    if (cost := epsilon([one], delta=delta)) > target_epsilon:
+        condition = f"to be at least {rounded_up(cost)}, the epsilon of one {name}"
         raise expected(function, "target_epsilon", condition, target_epsilon)
     # RDP is faster, and does not cover epochs.
     most = last_within(lambda count: is_within(count, "rdp"), 1) if epoch_steps is None else 1

@@ -105,8 +105,7 @@ def plan_of(
         condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
         raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
     if not isinstance(data_loader, DPDataLoader):
-        got, remedy = type(data_loader).__name__, "call make_private with poisson_sampling=True, or plan for epochs: "
-        remedy += 'PrivacyPlan.for_budget(..., batch_size=, epochs=, sampling="epochs")'
+        got, remedy = type(data_loader).__name__, 'give make_private poisson_sampling=True, or plan sampling="epochs"'
         raise expected("plan_of", "data_loader", "to be a DPDataLoader", got, remedy, SamplingError)
     plan = PrivacyPlan(
         sample_rate=data_loader.sample_rate,

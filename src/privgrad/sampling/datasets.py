@@ -98,23 +98,19 @@ def other_container(dataset: Any) -> tuple[str, str] | None:
     return None
 
 
-def require_own_rows(take: Callable[[np.ndarray], Any], rows: range, processes: Processes, *, is_whole: bool) -> int:
+def all_rows(take: Callable[[np.ndarray], Any], rows: range, processes: Processes, *, is_whole: bool) -> int:
     """Return the number of all rows; raise SamplingError unless each process has the whole data, or a part of its own.
 
     A row in two parts, or two rows of one number, would cost more than is charged.
     """
     with processes.all_succeed():
-        own = "" if is_whole else _digest(take(np.arange(min(len(rows), _COMPARED))))
-    parts = processes.gather_objects((rows.start, rows.stop, is_whole, own))
+        digest = "" if is_whole else _digest(take(np.arange(min(len(rows), _COMPARED))))
+    parts = sorted(processes.gather_objects((rows.start, rows.stop, is_whole, digest)))
     with processes.all_succeed():
-        if len({each[2] for each in parts}) > 1:
-            raise unusable("rows", "to be given in all processes or in none", "both")
-        if not is_whole and any(one[1] > other[0] for one, other in pairwise(sorted(parts))):
-            remedy = "number the rows of all parts one after the other"
-            raise unusable("rows", "to have no number in common with those of another process", "some", remedy)
-        if not is_whole and len({each[3] for each in parts}) < len(parts):
-            got = "two parts that begin with the same rows"
-            raise unusable("dataset", "to hold rows that no other process has", got, "give each process a part")
+        is_shared = any(one[1] > other[0] for one, other in pairwise(parts)) or len({e[3] for e in parts}) < len(parts)
+        if len({each[2] for each in parts}) > 1 or (is_shared and not is_whole):
+            remedy = "give each process a part of its own, and number the rows of all parts one after the other"
+            raise unusable("rows", "to be given in all processes or in none, and no row to two", "others", remedy)
     if is_whole:
         require_same_data(take, len(rows), processes)
     return max(each[1] for each in parts)

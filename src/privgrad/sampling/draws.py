@@ -18,7 +18,7 @@ from privgrad.errors import require_integer
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
-from privgrad.sampling.datasets import ask_about_rows, other_container, require_own_rows, warn_of_repeats
+from privgrad.sampling.datasets import all_rows, ask_about_rows, other_container, warn_of_repeats
 from privgrad.sampling.epochs import EpochKeys, rows_in_step
 from privgrad.sampling.loading import Collate, Data, Draw, Examples, unusable
 from privgrad.types import PrivacyUnit, Sampling, SamplingScheme
@@ -117,7 +117,7 @@ class BatchSampler(Sampler[Draw]):
         warn_of_repeats(dataset)
         last = self._rows.stop
         if processes.count > 1:
-            last = require_own_rows(self.dataset.take, self._rows, processes, is_whole=self._is_whole)
+            last = all_rows(self.dataset.take, self._rows, processes, is_whole=self._is_whole)
         self._epochs = None if epoch_steps is None else EpochKeys(source, last, epoch_key, processes)
         if self._epochs is not None and epoch_steps is not None:
             start = self._epochs.first_step(start, epoch_steps)
@@ -207,24 +207,22 @@ def _require_samplable(
     # Under "poisson", the number of rows is no error: q is drawn and charged as planned, B only divides, and an example
     # is drawn with probability q whatever n is; so it is in "epochs". Truncation is charged for n or n - 1 rows. No
     # number of rows is shown: it is private.
+    is_small = rows is None and 2 * len(data) < num_examples
     is_list = isinstance(dataset, tuple | list)
-    if is_list and 2 * len(data) < num_examples and all(isinstance(one, Tensor | np.ndarray | list) for one in data):
+    if is_list and is_small and all(isinstance(one, Tensor | np.ndarray | list) for one in data):
         remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data))"
         raise unusable("dataset", "to be a data set of examples", "columns of a table", remedy)
-    if 2 * len(data) < num_examples and rows is None:
+    if is_small:
         warnings.warn(
             f"NOT PRIVATE: the plan declares num_examples = {num_examples:,}, and the data set has fewer than half as "
             "many. Epsilon holds, but sample rate, batch size and delta follow from num_examples: correct it, or "
             "simulate the plan on fewer public examples by plan.scaled(factor, num_examples=...)",
             stacklevel=1,
         )
-    if scheme == "epochs" and isinstance(dataset, ClassRates):
-        raise unusable("sampling", "to be 'poisson' for ClassRates", repr(scheme))
-    if scheme in ("poisson", "epochs"):
-        return
-    if processes.count > 1 or isinstance(dataset, ClassRates):
-        raise unusable("sampling", "to be 'poisson' for ClassRates, and in several processes", repr(scheme))
-    if not num_examples - 1 <= len(data) <= num_examples:
+    if (scheme != "poisson" and isinstance(dataset, ClassRates)) or (scheme == "truncated" and processes.count > 1):
+        condition = "to be 'poisson' for ClassRates, and not 'truncated' in several processes"
+        raise unusable("sampling", condition, repr(scheme))
+    if scheme == "truncated" and not num_examples - 1 <= len(data) <= num_examples:
         condition = f"to hold num_examples = {num_examples} or one fewer for truncated batches"
         raise unusable("dataset", condition, "a different number", "draw Poisson batches")
 

@@ -17,6 +17,7 @@ from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.loading import unusable
 
 _SIZE = 32  # bytes of a key
+_SAME = "give the same rows, or delete the file of the key to continue with the next epoch"
 
 
 def rows_in_step(stream: Stream, steps: int, chosen: int, position: int, first: int, last: int) -> np.ndarray:
@@ -79,9 +80,10 @@ class EpochKeys:
         epoch, rows, _ = self._held
         has_key = epoch == step // steps
         if has_key and rows != self._rows:
-            if step % steps:  # no number of rows is shown: it is private
-                remedy = "give the same rows, or delete the file of the key to continue with the next epoch"
-                raise unusable("dataset", "to have as many rows as when its epoch began", "another number", remedy)
+            if step % steps:
+                raise unusable(
+                    "dataset", "to have as many rows as when its epoch began", "another number", _SAME
+                )  # it is private
             self._held = -1, 0, b""  # nothing was released in this epoch
         first = step if self._is_seeded or has_key else whole_epochs(step, steps)
         if first > step:
