@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1456,  # categories as pandas writes them, 1.0 and True
         "diagnostics": 685,
-        "engine": 7229,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
+        "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
         "features": 1751,
         "gradient": 2987,  # gradients that are handed over; `novelty`, `state`, hooks in copies
         "heads": 845,

@@ -70,7 +70,8 @@ def sum_over(x: Tensor, dim: int) -> Tensor:
     # stay in the cache.
     if x.is_contiguous():
         return x.sum(dim)
-    return in_one([part.contiguous().sum(dim) for part in x.split(examples_per_block(x.shape[1:].numel(), x))])
+    few = examples_per_block(x.shape[1:].numel(), x)
+    return in_one([part.contiguous().sum(dim) for part in cast("list[Tensor]", x.split(few))])
 
 
 def indices(found: Tensor | None) -> list[int]:
