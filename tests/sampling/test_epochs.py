@@ -19,6 +19,7 @@ from privgrad.processes import Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.epochs import EpochKeys, rows_in_step
 from privgrad.statement.model_card import write_privacy
+from privgrad.training import FitResult
 
 ROWS = 32
 
@@ -196,9 +197,7 @@ class StoppedError(Exception):
     pass
 
 
-def fitted(
-    folder: Path, plan: pg.PrivacyPlan, *, dies_at: int | None = None, stop: object = None
-) -> pg.training.FitResult:
+def fitted(folder: Path, plan: pg.PrivacyPlan, *, dies_at: int | None = None, stop: object = None) -> FitResult:
     """Fit, and die before a step's gradient is computed."""
 
     def dying(model: torch.nn.Module, batch: object) -> torch.Tensor:
@@ -209,7 +208,7 @@ def fitted(
     model = make_model()
     private_grad = pg.PrivateGradient(model, dying, plan, ledger=folder / "ledger.jsonl")
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
-    options = {"evaluate": lambda _: {"loss": 1.0}, "stop": stop, "num_evaluations": 6} if stop else {}
+    options: dict[str, Any] = {"evaluate": lambda _: {"loss": 1.0}, "stop": stop, "num_evaluations": 6} if stop else {}
     try:
         return pg.fit(private_grad, optimizer, make_data(ROWS), output_dir=folder, progress=False, **options)
     finally:
@@ -303,13 +302,13 @@ class Rank(Processes):
 def test_all_processes_draw_one_epoch_and_the_first_keeps_its_key(tmp_path: Path):
     sent = list[Any]()
     key = tmp_path / "key"
-    keys = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
+    keys = [EpochKeys(RandomSource(), key, Rank(rank, sent), rows=ROWS) for rank in (0, 1)]
     draws = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in keys]
     assert draws[0] == draws[1]
     keys[1].keep(1)
     assert not key.exists()
     keys[0].keep(1)
-    resumed = [EpochKeys(RandomSource(), ROWS, key, Rank(rank, sent)) for rank in (0, 1)]
+    resumed = [EpochKeys(RandomSource(), key, Rank(rank, sent), rows=ROWS) for rank in (0, 1)]
     assert [each.first_step(6, 4) for each in resumed] == [6, 6]
     again = [[rows_in_step(each.stream(1), 4, 1, step, 0, ROWS).tolist() for step in range(4)] for each in resumed]
     assert again == draws

@@ -30,7 +30,7 @@ def sampler_of(scheme: str, rows: range | None = None, seed: int | None = None) 
     own = range(ROWS) if rows is None else rows
     data: Any = TensorDataset(torch.arange(own.start, own.stop))
     if scheme == "class rates":
-        data = pg.sampling.ClassRates(data, torch.arange(own.start, own.stop) % 2, [1.0, 0.3])
+        data = pg.ClassRates(data, torch.arange(own.start, own.stop) % 2, [1.0, 0.3])
     return plan.sampler(data, rows=rows)
 
 

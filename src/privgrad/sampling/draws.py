@@ -118,7 +118,7 @@ class BatchSampler(Sampler[Draw]):
         last = self._rows.stop
         if processes.count > 1:
             last = all_rows(self.dataset.take, self._rows, processes, is_whole=self._is_whole)
-        self._epochs = None if epoch_steps is None else EpochKeys(source, last, epoch_key, processes)
+        self._epochs = None if epoch_steps is None else EpochKeys(source, epoch_key, processes, rows=last)
         if self._epochs is not None and epoch_steps is not None:
             start = self._epochs.first_step(start, epoch_steps)
         self._steps = range(start, steps)

@@ -49,13 +49,15 @@ class EpochKeys:
 
     Args:
         source: of new keys, which are those of the first process in all of them. Each process must make this call.
-        rows: the number of rows of all processes. Within an epoch it must stay: a row that gets the number of another
-            one may be in more steps than are charged.
         file: keeps the key of the epoch that was begun last, readable for its owner alone (mode 0600). None: no file,
             so that an interrupted training continues with the next epoch. A research seed needs none.
+        rows: for a file, the number of rows of all processes. Within an epoch it must stay: a row that gets the number
+            of another one may be in more steps than are charged.
     """
 
-    def __init__(self, source: RandomSource, rows: int, file: Path | None = None, processes: Processes = ALONE) -> None:
+    def __init__(
+        self, source: RandomSource, file: Path | None = None, processes: Processes = ALONE, *, rows: int = 0
+    ) -> None:
         self._file = file if processes.rank == 0 and source.seed is None else None
         with processes.all_succeed():  # the file may be damaged
             held = (-1, 0, b"") if self._file is None else read_key(self._file)
