@@ -61,7 +61,7 @@ def test_each_example_is_in_so_many_steps_of_each_epoch(rate: float, times: int)
 def test_every_set_of_steps_is_as_likely(steps: int, chosen: int):
     count = 60_000
     found = steps_of_rows(1, count, steps, chosen)
-    sets = Counter(tuple(np.flatnonzero(row)) for row in found)
+    sets = Counter(tuple(np.flatnonzero(row).tolist()) for row in found)
     possible = list(combinations(range(steps), chosen))
     assert set(sets) == set(possible)
     expected = count / len(possible)

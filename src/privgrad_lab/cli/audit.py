@@ -43,13 +43,8 @@ def audit(
         typer.Option(help="Claimed epsilon; may be repeated. Default: 1, 3, 8; with a SPEC, from its noise."),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Audit only this method; may be repeated.")] = None,
-    training: Annotated[
-        bool,
-        typer.Option("--training", help="Audit whole trainings of SPEC, each by one run with canaries in its data."),
-    ] = False,
-    canaries: Annotated[
-        int, typer.Option(help="With --training: the number of canaries, which are gradients.")
-    ] = 1_000,
+    training: Annotated[bool, typer.Option("--training", help="Audit trainings of SPEC, with canaries.")] = False,
+    canaries: Annotated[int, typer.Option(help="With --training: the number of gradient canaries.")] = 1_000,
     trials: Annotated[int, typer.Option(help="Number of guesses about one step.")] = 60_000,
     confidence: Annotated[float, typer.Option(help="Probability that all bounds hold together.")] = 0.95,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,

