@@ -136,7 +136,7 @@ def unclipped(patch: pytest.MonkeyPatch) -> None:
 
 
 def everybody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(draws, "_poisson", lambda stream, step, rates, count: np.arange(count))
+    patch.setattr(draws, "_poisson", lambda stream, step, rates, count, first: first + np.arange(count))
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], tuple[float, float, int], int, float]] = {

@@ -435,9 +435,9 @@ NOISE = [
 ]
 
 
-def twice_as_often(real: Any, stream: Stream, step: int, rates: Any, count: int) -> np.ndarray:
+def twice_as_often(real: Any, stream: Stream, step: int, rates: Any, *rows: int) -> np.ndarray:
     """For rates of classes only: the plan's rate is one number."""
-    return real(stream, step, np.minimum(2 * rates, 1) if np.ndim(rates) else rates, count)
+    return real(stream, step, np.minimum(2 * rates, 1) if np.ndim(rates) else rates, *rows)
 
 
 SAMPLING = [
@@ -453,7 +453,7 @@ SAMPLING = [
     ),
     Mutant(
         "examples drawn at twice the rate",
-        poisson(lambda real, stream, step, rate, count: real(stream, step, 2 * rate, count)),
+        poisson(lambda real, stream, step, rate, *rows: real(stream, step, 2 * rate, *rows)),
         "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
     ),
     Mutant(
@@ -466,7 +466,7 @@ SAMPLING = [
     ),
     Mutant(
         "the same batch at each step",
-        poisson(lambda real, stream, step, rate, count: real(stream, 0, rate, count)),
+        poisson(lambda real, stream, step, rate, *rows: real(stream, 0, rate, *rows)),
         "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
     ),
     Mutant(

@@ -241,7 +241,7 @@ USERS = [
     ),
     Mutant(
         "cohorts drawn at twice the rate",
-        poisson(lambda real, stream, step, rate, count: real(stream, step, 2 * rate, count)),
+        poisson(lambda real, stream, step, rate, *rows: real(stream, step, 2 * rate, *rows)),
         "test_federated.test_the_divisor_and_the_noise_are_those_of_the_expected_cohort",
     ),
     Mutant(
