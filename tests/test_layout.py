@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 950,  # epochs and their keys; any part of the rows
         "statement": 936,  # epochs, trade-off curves, NIST, the registry
-        "training": 2233,  # shards of a model, also in files of a checkpoint; what processes must have alike; parts of rows
+        "training": 2233,  # shards of a model and in checkpoints; what processes must have alike; parts of the rows
     },
     "privgrad_lab": {"(root)": 3827, "cli": 628, "data": 1939, "models": 319, "papers": 857, "report": 1224},
 }
