@@ -153,8 +153,7 @@ def trained(task: Task, name: str, way: str, seed: int, factor: float) -> dict[s
         "shift": chosen,
         "clipped": round(clipped.summary()["raw_clip_fraction"], 3),
         "epsilon": accounting.epsilon(
-            [Release(COUNTING, 1.0, count=2), *private_grad.ledger.charged],
-            delta=PLANS[name]["delta"],
+            [Release(COUNTING, 1.0, count=2), *private_grad.ledger.charged], delta=PLANS[name]["delta"]
         ),
         "cpu_seconds": round(time.process_time() - began),
     }
