@@ -302,7 +302,7 @@ class PrivateGradient:
         perturb: Contribution | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
     ) -> "PrivateGradient":
-        """Return a new PrivateGradient of the model, for audits: the same but for its ledger and what is given."""
+        """Return a new PrivateGradient of the model, for audits: the same except for its ledger and what is given."""
         parts: dict[str, Any] = vars(self._parts) | {"perturb": perturb or self._parts.perturb}
         loss_fn, source = self._given_loss_fn, self._facts["side_information"]
         return PrivateGradient(

@@ -312,7 +312,7 @@ EPOCHS = [
         {"rate": 0.25, "times": 1},
     ),
     Mutant(
-        "an epoch drawn anew where it was interrupted",
+        "an epoch drawn again where it was interrupted",
         resumed_without_the_key,
         "test_epochs.test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_for",
         {"damage": "gone"},

@@ -1,4 +1,4 @@
-"""What attacks can find out, from the privacy profile of releases: read with `composition`, on first use."""
+"""The success of attacks, from the privacy profile of releases. It is imported when a first one is computed."""
 
 import math
 

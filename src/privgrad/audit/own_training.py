@@ -1,4 +1,4 @@
-"""An audit of one's own training: one run with canaries in or out by coins, and guesses by its released gradients.
+"""An audit of a training of yours: one run with canaries in or out by coins, and guesses by its released gradients.
 
 Shape suffixes: B rows of a chunk, K canaries, P all entries of the parameters.
 """
@@ -170,10 +170,10 @@ class _Canaries(Contribution):
         self._signs = torch.from_numpy(np.random.default_rng().choice([-1.0, 1.0], number))
 
     def __repr__(self) -> str:
-        return f"{self.canaries} canaries beside {self._inner!r}"
+        return f"{self.canaries} canaries next to {self._inner!r}"
 
     def described(self, steps: int) -> str:
-        return f"{self.canaries} canaries beside {self._inner.described(steps)}"
+        return f"{self.canaries} canaries next to {self._inner.described(steps)}"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
         losses = self._inner.losses(loss_fn)

@@ -61,7 +61,7 @@ def registry_record(said: Statement) -> dict[str, Any]:
             },
             "deployment_model": {
                 "model_name": "Central",
-                "model_name_details": "Whoever trains sees the data.",
+                "model_name_details": "The one who trains sees the data.",
                 "actors": by_heading["Attackers"],
                 "release_type_details": UNKNOWN,
                 "data_source_type_details": UNKNOWN,

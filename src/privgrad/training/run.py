@@ -150,7 +150,7 @@ def skip_lost_steps(private_grad: PrivateGradient, updates: int) -> None:
 
 
 def first_step(private_grad: PrivateGradient, step: int) -> int:
-    """Return where a new sampler may go on from a step: where groups of people or, without its key, epochs begin."""
+    """Return where a new sampler may resume after a step: where groups of people or, without its key, epochs begin."""
     plan, ledger = private_grad.plan, private_grad.ledger
     if plan.seed is None and plan.sampling == "epochs":
         with private_grad.processes.all_succeed():  # the file may be damaged
