@@ -24,7 +24,7 @@ from privgrad_lab.runner import compare
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "results/epochs/runs.jsonl"
 SCHEMES: tuple[Literal["poisson", "epochs"], ...] = ("poisson", "epochs")
-KEPT = """method noise_step max_grad_norm seed phase epsilon delta sampling updates seconds raw_clip_fraction
+KEPT = """method noise_step max_grad_norm seed phase epsilon delta updates seconds raw_clip_fraction
 validation_accuracy validation_loss test_accuracy test_loss score data"""
 MOMENTUM: dict[str, Any] = {"name": "DP-SGD", "optimizer": {"use": "SGD", "momentum": 0.9}}
 Tables = dict[str, Any]
@@ -91,7 +91,7 @@ def read() -> list[Record]:
 
 def of(records: list[Record], task: str, batch: int, scheme: str) -> list[Record]:
     wanted = (task, batch, scheme)
-    return [record for record in records if (record["task"], record["batch"], record["sampling"]) == wanted]
+    return [record for record in records if (record["task"], record["batch"], record["scheme"]) == wanted]
 
 
 def measured(task: str, batch: int, scheme: Literal["poisson", "epochs"], out: Path) -> list[Record]:
@@ -112,7 +112,8 @@ def measured(task: str, batch: int, scheme: Literal["poisson", "epochs"], out: P
     given: Tables = {"methods": [MOMENTUM]} | tables | {"title": f"{task}, {batch}, {scheme}", "privacy": privacy}
     given["tuning"] = {"noise_steps": steps, "seeds": [100, 101], "extend": True} | given.get("tuning", {})
     given["run"] = {"seeds": [0, 1, 2], "num_evaluations": 1} | given.get("run", {})
-    facts = {"task": task, "batch": batch, "epochs": epochs, "noise_multiplier": found.noise_multiplier}
+    facts = {"task": task, "batch": batch, "scheme": scheme, "epochs": epochs}
+    facts["noise_multiplier"] = found.noise_multiplier
     made = compare(check_spec(given, ROOT / "epochs"), out, progress=False)
     return [facts | {key: one[key] for key in KEPT.split() if one.get(key) is not None} for one in made]
 
