@@ -112,8 +112,8 @@ def measured(task: str, batch: int, scheme: Literal["poisson", "epochs"], out: P
     given: Tables = {"methods": [MOMENTUM]} | tables | {"title": f"{task}, {batch}, {scheme}", "privacy": privacy}
     given["tuning"] = {"noise_steps": steps, "seeds": [100, 101], "extend": True} | given.get("tuning", {})
     given["run"] = {"seeds": [0, 1, 2], "num_evaluations": 1} | given.get("run", {})
-    facts = {"task": task, "batch": batch, "scheme": scheme, "epochs": epochs}
-    facts["noise_multiplier"] = found.noise_multiplier
+    facts: Record = {"task": task, "batch": batch, "scheme": scheme, "epochs": epochs}
+    facts |= {"noise_multiplier": found.noise_multiplier}
     made = compare(check_spec(given, ROOT / "epochs"), out, progress=False)
     return [facts | {key: one[key] for key in KEPT.split() if one.get(key) is not None} for one in made]
 
