@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
+from benchmarks import epochs
 from benchmarks.claims.__main__ import read, table
 from pages import ROOT, blocks
 from privgrad import models
@@ -113,6 +114,22 @@ def test_what_choosing_says_in_words_stands_in_its_table():
     numbers = re.findall(r"\d+\.\d+(?: %)?", words)
     assert numbers
     assert [number for number in numbers if number not in table] == []
+
+
+def test_the_table_of_epochs_is_that_of_its_records_and_each_choice_was_open_to_both_schemes():
+    assert f"|---|---|---|---|---|---|---|\n{epochs.table()}\n\n" in CHOOSING.read_text()
+    records = epochs.read()
+    for task, (_, sizes, _) in epochs.TASKS.items():
+        for batch, passes in sizes.items():
+            both = [epochs.of(records, task, batch, scheme) for scheme in epochs.SCHEMES]
+            tried = [{run["noise_step"] for run in one if run["phase"] == "tuning"} for one in both]
+            for one in both:
+                finals = [run for run in one if run["phase"] == "final"]
+                assert {run["noise_step"] for run in finals} <= tried[0] & tried[1], (task, batch)
+                assert [run["seed"] for run in finals] == [0, 1, 2]
+                assert {run["epochs"] for run in one} == {passes}
+                target = epochs.TASKS[task][0]["privacy"]["target_epsilon"]
+                assert all(0.99 * target < run["epsilon"] <= target for run in finals)
 
 
 def test_the_defaults_without_tuning_stand_in_the_records():
