@@ -88,7 +88,7 @@ def epsilon_of_rows(mechanisms: tuple[Release, ...], delta: float, rows: int) ->
     """Compute the epsilon of Poisson samples for a person with several rows, each drawn by itself; cached."""
     if _lacks_noise(mechanisms):
         return math.inf
-    interval = _FINEST * max(1.0, rows * epsilon_of(mechanisms, delta, "rdp") / 20)
+    interval = 10 * _FINEST * max(1.0, rows * epsilon_of(mechanisms, delta, "rdp") / 20)
     accountant = pld.PLDAccountant(_NEIGHBORS, value_discretization_interval=min(interval, 1e-2))
     for one in mechanisms:
         chances = binom.pmf(np.arange(rows + 1), rows, one.sample_rate)
