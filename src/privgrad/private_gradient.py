@@ -115,8 +115,7 @@ class PrivateGradient:
         All calls together cost what `plan.epsilon()` says. For Poisson batches and independent noise, these are T
         subsampled Gaussian mechanisms with the plan's sigma and q; neighboring data sets differ by one unit more or
         less. The reason: each contribution has norm at most C, the noise is scaled to the sensitivity of their sum, and
-        each step is charged before it is returned. Any use of the returned
-        gradients is post-processing.
+        each step is charged before it is returned. Any use of the returned gradients is post-processing.
     Attributes:
         raw_nonfinite_examples: the number of gradients that were not finite, which count as zero. NOT private. Read it
             where a training does not learn: all gradients may be NaN, and no release says so.

@@ -170,8 +170,8 @@ def _registered(leaf: object) -> bool:
     return True
 
 
-def part_of(examples: Any, rows: slice) -> Any:
-    """Return rows of a batch, in memory of their own."""
+def part_of(examples: Any, rows: slice | Tensor) -> Any:
+    """Return rows of a batch, a slice or those where a mask of shape (B,) holds, in memory of their own."""
 
     # A model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
     def own(leaf: Tensor) -> Tensor:

@@ -433,9 +433,8 @@ def test_a_budget_pays_once_and_a_second_call_resumes(tmp_path: Path):
     assert not (tmp_path / "more" / "ledger.jsonl").exists()
 
 
-def test_an_interrupted_training_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    arguments: dict[str, Any] = {"num_classes": 3, "plan": make_plan(1.0)} | FACTS
-    whole = pg.fit_head(X, Y, **arguments).model.linear.weight
+def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: dict[str, Any]) -> None:
+    """Train a head, and interrupt it after five updates."""
     step, made = SGD.step, []
 
     def stopped(*args: Any, **kwargs: Any) -> Any:
@@ -445,8 +444,14 @@ def test_an_interrupted_training_resumes_where_it_stopped(tmp_path: Path, monkey
 
     monkeypatch.setattr(SGD, "step", stopped)
     with pytest.raises(KeyboardInterrupt):
-        pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
+        pg.fit_head(X, Y, output_dir=folder, **arguments)
     monkeypatch.undo()
+
+
+def test_an_interrupted_training_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments: dict[str, Any] = {"num_classes": 3, "plan": make_plan(1.0)} | FACTS
+    whole = pg.fit_head(X, Y, **arguments).model.linear.weight
+    interrupt(monkeypatch, tmp_path, arguments)
     assert torch.equal(pg.fit_head(X, Y, output_dir=tmp_path, **arguments).model.linear.weight, whole)
     arguments["source"] = "other features"
     with pytest.raises(pg.PrivacyError, match="side_information"):
@@ -458,17 +463,8 @@ def test_a_head_is_trained_by_epochs_and_goes_on_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool, updates: int
 ):
     arguments: dict[str, Any] = {"num_classes": 3, "plan": make_plan(1.0, seed=None, sampling="epochs")} | FACTS
-    step, made, key = SGD.step, [], tmp_path / "_ledger.jsonl.epoch"
-
-    def stopped(*args: Any, **kwargs: Any) -> Any:
-        made.append(step(*args, **kwargs))
-        if len(made) == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(SGD, "step", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
-    monkeypatch.undo()
+    interrupt(monkeypatch, tmp_path, arguments)
+    key = tmp_path / "_ledger.jsonl.epoch"
     if not has_key:
         key.unlink()
     with warnings.catch_warnings():

@@ -201,7 +201,7 @@ class _Canaries(Contribution):
         others = ClippingAccumulator(
             like=self._parameters, clip=self._clip, max_grad_norm=self._bound, expected_size=self._plan.divisor
         )
-        for count, chunk in self._inner.chunks(engine, _of(examples, numbers < 0), size, step, inverse_scales):
+        for count, chunk in self._inner.chunks(engine, part_of(examples, numbers < 0), size, step, inverse_scales):
             others.add(chunk or without_gradient(count, self._parameters))
             yield count, chunk
             del chunk
@@ -211,7 +211,7 @@ class _Canaries(Contribution):
             for start in range(0, len(drawn), size):
                 yield len(drawn[start : start + size]), self._along_coordinates(drawn[start : start + size])
             return
-        yield from self._inner.chunks(engine, _of(examples, numbers >= 0), size, step, inverse_scales)
+        yield from self._inner.chunks(engine, part_of(examples, numbers >= 0), size, step, inverse_scales)
         for start in range(0, self.canaries, size):
             part = part_of(self._examples, slice(start, start + size))
             part = map_examples(lambda leaf: leaf.to(numbers.device), part)
@@ -289,8 +289,3 @@ def _apart(gradients: Tensor, left: Tensor, variance: float, mean: float) -> tup
     squared_K = (inverse_KK * gram_KK).sum(1)
     own_K = 1 - spread * squared_K
     return (along_K + mean * squared_K) / own_K, squared_K / own_K
-
-
-def _of(rows: Any, kept: Tensor) -> Any:
-    """Return the rows of a batch that are kept; `kept` is bool, shape (B,)."""
-    return map_examples(lambda leaf: leaf[kept], rows)
