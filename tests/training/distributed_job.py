@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from conftest import loss_fn, make_data, make_plan
 from mutants.processes import PROCESSES
 from privgrad.noise.banded import Banded
 from privgrad.processes import ALONE, Processes
+from privgrad.sampling.draws import BatchSampler
 from privgrad.training.distributed import Distributed
 
 # The first layer is longer than what optimizers take in one block.
@@ -242,16 +243,27 @@ def sampling(processes: Processes, folder: Path) -> Any:
 
 
 def parts(processes: Processes, folder: Path) -> Any:
-    """Which rows each process drew of its own part, by scheme and step; and what was said of parts that overlap."""
+    """Which rows each process drew of its own shards on disk, by scheme and step; and what was said of an overlap.
+
+    The shards are files of Arrow: `batches` maps them into memory, and a stream reads them in order.
+    """
+    import datasets
+
     size, rank = 64 // processes.count, processes.rank
+    rows, files = range(rank * size, rank * size + size), folder / f"shards of {rank}"
+    datasets.Dataset.from_dict({"row": list(rows)}).save_to_disk(files, num_shards=2)
+    shards: Any = datasets.load_from_disk(files).with_format("torch")
+    names = sorted(map(str, files.glob("*.arrow")))
+    stream: Any = datasets.load_dataset("arrow", data_files=names, split="train", streaming=True, cache_dir=str(folder))
     numbers = {"num_examples": 64, "expected_batch_size": 16, "steps": 12}
     drawn = dict[str, Any]()
     for name, changed in {"poisson": {}, "epochs": {"sampling": "epochs"}}.items():
         for seed in (None, 5):
-            plan, rows = make_plan(**(numbers | changed), seed=seed), range(rank * size, rank * size + size)
-            data = TensorDataset(torch.arange(64)[rows.start : rows.stop])
-            batches = plan.batches(data, rows=rows, processes=processes, epoch_key=folder / "parts.epoch")
-            drawn[f"{name} {seed}"] = [batch.examples[0].tolist() for batch in batches]
+            plan = make_plan(**(numbers | changed), seed=seed)
+            batches = plan.batches(shards, rows=rows, processes=processes, epoch_key=folder / "parts.epoch")
+            drawn[f"{name} {seed}"] = [batch.examples["row"].tolist() for batch in batches]
+        sampler = make_plan(**(numbers | changed), seed=5).sampler(rows, rows=rows, processes=processes)
+        drawn[f"{name} stream 5"] = [[*streamed(stream, sampler, step, rows.start)] for step in range(12)]
     plan, own = make_plan(**numbers), torch.arange(64).view(processes.count, -1)
     said = list[str]()
     for data, rows in (
@@ -263,6 +275,14 @@ def parts(processes: Processes, folder: Path) -> Any:
             plan.batches(TensorDataset(data), rows=rows, processes=processes)
         said.append(str(caught.value))
     return of_all([drawn, said])
+
+
+def streamed(stream: Any, sampler: BatchSampler, step: int, start: int) -> Iterator[int]:
+    """Yield the rows that a step uses, of a stream whose first row has the number `start`."""
+    for block in stream.iter(batch_size=5):
+        end = start + len(block["row"])
+        yield from (block["row"][row - start] for row in sampler.members(step, start, end))
+        start = end
 
 
 def fitted_in_parts(processes: Processes, folder: Path) -> Any:

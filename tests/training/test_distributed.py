@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -43,7 +44,7 @@ JOBS = [
     "noise",
     "noise_memory",
     "sampling",
-    "parts",
+    *(["parts"] if find_spec("datasets") else []),
     "fitted_in_parts",
     "empty_batches",
     "a_failure_is_everyones",
@@ -184,6 +185,7 @@ def test_each_process_draws_its_own_examples_from_its_own_stream(together: tuple
 
 
 def test_each_process_draws_its_own_part_without_the_others(together: tuple[int, dict[str, Any]]):
+    pytest.importorskip("datasets")
     count, results = together
     drawn = [found for found, _ in results["parts"]]
     for name in drawn[0]:
