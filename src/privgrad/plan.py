@@ -127,8 +127,12 @@ class PrivacyPlan:
         require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
         if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
             require_max_grad_norm(function, self.max_grad_norm, self.noise_multiplier)
-        _require_size(function, self.expected_batch_size, self.sample_rate * self.num_examples)
         require_integer(function, "group_size", self.group_size, 1)
+        mean = self.sample_rate * self.num_examples
+        # Privacy does not need it: q is drawn and charged, and B only divides. It finds a typo.
+        if size_of(self.expected_batch_size, mean, self.group_size) != self.expected_batch_size:
+            condition = f"to be sample_rate * num_examples = {mean:g}"
+            raise expected(function, "expected_batch_size", condition, self.expected_batch_size)
         if self.expected_batch_size % self.group_size:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size)
@@ -224,8 +228,8 @@ class PrivacyPlan:
 
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples, or for "epochs" the nearest k / t of whole
-            steps t, and the calibrated noise_multiplier, which is at least 0.01: a target that allows less noise is
-            not used up.
+            steps t, whose mean is then the expected_batch_size; and the calibrated noise_multiplier, which is at least
+            0.01: a target that allows less noise is not used up.
         Raises:
             PrivacyError: a number is out of its range, or no noise multiplier meets the target.
         Privacy:
@@ -238,18 +242,19 @@ class PrivacyPlan:
             raise expected(function, "false_positive_rate", "to be None with target_epsilon", false_positive_rate)
         require_delta(function, delta)
         expected_batch_size = one_of(function, expected_batch_size=expected_batch_size, batch_size=batch_size)
-        require_integer(function, "expected_batch_size", expected_batch_size, 1)
+        name = "expected_batch_size" if batch_size is None else "batch_size"
+        require_integer(function, name, expected_batch_size, 1)
         require_integer(function, "num_examples", num_examples, 1)
-        _require_part(function, "expected_batch_size", expected_batch_size, "num_examples", num_examples)
+        _require_part(function, name, expected_batch_size, "num_examples", num_examples)
         _require_scheme(function, sampling)
         require_integer(function, "participations", participations, 1)
         sample_rate = sample_rate_of(expected_batch_size, num_examples, sampling, participations)
+        expected_batch_size = size_of(expected_batch_size, sample_rate * num_examples, group_size)
         steps = steps_of(function, steps, epochs, sample_rate / participations)
         require_integer(function, "steps", steps, 1)
         epoch_steps = round(participations / sample_rate) if sampling == "epochs" else None
         if epoch_steps is not None:  # before the search, which takes minutes
             require_whole_epochs(function, steps, epoch_steps)
-            _require_size(function, expected_batch_size, sample_rate * num_examples)
         if correlation is not None:
             _require_poisson(function, sampling)
         largest = None
@@ -358,6 +363,7 @@ class PrivacyPlan:
             return cls.for_budget(target_epsilon=target_epsilon, **numbers)
         assert noise_multiplier is not None
         sample_rate = sample_rate_of(expected_cohort_size, num_users, sampling)
+        numbers["expected_batch_size"] = size_of(expected_cohort_size, sample_rate * num_users)
         return cls(sample_rate=sample_rate, noise_multiplier=noise_multiplier, **numbers)
 
     def scaled(self, factor: float, *, num_examples: int | None = None) -> "PrivacyPlan":
@@ -616,10 +622,9 @@ def _require_scheme(function: str, sampling: str) -> None:
     require_choice(function, "sampling", sampling, get_args(SamplingScheme))
 
 
-def _require_size(function: str, size: int, mean: float) -> None:
-    """Raise PrivacyError unless an expected batch size is the mean of those that are drawn, up to rounding."""
-    if abs(mean - size) > 1:  # privacy does not need it: q is drawn and charged, and B only divides. It finds a typo.
-        raise expected(function, "expected_batch_size", f"to be sample_rate * num_examples = {mean:g}", size)
+def size_of(size: int, mean: float, group_size: int = 1) -> int:
+    """Return an expected batch size that is near the mean of those that are drawn; else this mean, in whole groups."""
+    return size if abs(mean - size) <= max(1, group_size / 2) else group_size * max(1, round(mean / group_size))
 
 
 def _require_poisson(function: str, sampling: object) -> None:

@@ -44,6 +44,7 @@ from privgrad.parts import Filter, Parts, Stateful
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, keep_freed_memory, meanwhile, require_all_processes
 from privgrad.rng import RandomSource, Stream, derived_key
+from privgrad.sampling.epochs import forget_epochs
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Place, Sampling, count_examples, part_of
 
 _Begins = tuple[int, bool, bool] | None  # as `_begin_noise` returns it
@@ -674,6 +675,9 @@ class PrivateGradient:
         bound = None if self._adaptive is None else self.max_grad_norm
         draw, limit = batch.sampling.draw, self._plan.steps
         self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
+        steps, key = self._release.epoch_steps, self._ledger.epoch_key
+        if steps is not None and key is not None and (batch.sampling.step + 1) % steps == 0:
+            forget_epochs(key, (batch.sampling.step + 1) // steps)
 
     @property
     def _follows_draws(self) -> bool:

@@ -1,5 +1,7 @@
 """Progress bars on standard error: steps done, time left, the epsilon spent, and notes above them."""
 
+from contextlib import AbstractContextManager
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -30,6 +32,11 @@ def bars(*, shown: bool | Progress) -> Progress:
 def notes_only() -> Progress:
     """Return a Progress that shows no bars, and prints notes on standard error."""
     return _Notes(console=Console(stderr=True), disable=True)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """Show a text in a terminal while what is in the context lasts."""
+    return Console(stderr=True).status(text)
 
 
 def note(bar: Progress, text: str) -> None:

@@ -54,9 +54,7 @@ class Call(Table):
     """A table that is a call. A name in place of the table is a call without arguments."""
 
     model_config = ConfigDict(extra="allow")
-
     names: ClassVar[str] = "use"
-
     use: str = Field(min_length=1)  # a name of a registry, or "package.module:function"
 
     @property

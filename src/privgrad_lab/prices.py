@@ -210,7 +210,7 @@ def require_payable(spec: Spec) -> None:
 def _unpaid(spec: Spec) -> dict[str, tuple[Any, str]]:
     """Return by place what no private comparison may have: its value, None if it is absent, and the reason."""
     privacy, run, tuning = spec.privacy, spec.run, spec.tuning
-    total, uncovered = "total_epsilon covers tuning and training together", "it is not covered by the accountant"
+    total, uncovered = "total_epsilon covers tuning and training together", "RDP, which this adds up, has no bound"
     seeds = "a seed makes the noise predictable. For research, give target_epsilon and seeds"
     found: dict[str, tuple[Any, str]] = {
         "privacy.sampling": (None if privacy.sampling == "poisson" else privacy.sampling, uncovered),

@@ -14,13 +14,14 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from privgrad import clip, perturb, precondition
+from privgrad.accounting.calibration import steps_of
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.noise.banded import Banded
 from privgrad.optim import OPTIMIZERS, PrivateOptimizer, filters
 from privgrad.optim.base import NamedParameters
 from privgrad.perturb.augmentation import Flip
 from privgrad.perturb.local_training import LocalUpdate
-from privgrad.plan import PrivacyPlan, sample_rate_of
+from privgrad.plan import PrivacyPlan, sample_rate_of, size_of
 from privgrad.precondition import counts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.training.schedule import Decay, Schedule
@@ -131,6 +132,17 @@ class PrivacyTable(Table):
     privacy_unit: PrivacyUnit = "example"  # with "user", every number of examples is a number of users
     simulate: int = Field(default=1, ge=1)  # K > 1: batches of 1/K of their size and no privacy; see PrivacyPlan.scaled
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_epochs(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Take batch_size and epochs as PrivacyPlan.for_budget does."""
+        own = {"expected_batch_size" if name == "batch_size" else name: value for name, value in given.items()}
+        size, count, times = (own.get(name, 1) for name in ("expected_batch_size", "num_examples", "participations"))
+        if "epochs" in own and "steps" not in own and {type(size), type(count), type(times)} == {int} and times > 0:
+            rate = sample_rate_of(size, count, own.get("sampling", "poisson"), times)
+            own["steps"] = steps_of("[privacy]", None, own.pop("epochs"), rate / times)
+        return own
+
 
 Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
@@ -223,12 +235,8 @@ class Candidate(NamedTuple):
 
 
 # The options that have a field of Candidate, by their place in a method's table.
-_FIELDS = {
-    "optimizer.lr": "lr",
-    "perturb.radius": "radius",
-    "local.lr": "local_lr",
-    "optimizer.noise_step": "noise_step",
-}
+_OF_OPTIMIZERS = {f"optimizer.{name}": name for name in ("lr", "noise_step")}
+_FIELDS = {**_OF_OPTIMIZERS, "perturb.radius": "radius", "local.lr": "local_lr"}
 
 
 class MethodTable(Table):
@@ -481,10 +489,10 @@ class Spec(Table):
         else:
             own = self.privacy
             rate = sample_rate_of(own.expected_batch_size, own.num_examples, own.sampling, own.participations)
+            numbers["expected_batch_size"] = size_of(own.expected_batch_size, rate * own.num_examples)
             plan = PrivacyPlan(**numbers, sample_rate=rate, correlation=correlation)
         if method is not None and method.non_private:
-            no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
-            plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
+            plan = replace(plan, noise_multiplier=0.0, noise_on_grid=False, max_grad_norm=math.inf, target_epsilon=None)
         elif method is not None:
             plan = replace(plan, group_size=method.group_size)
         return plan.scaled(1 / self.privacy.simulate / (self.tuning_scale if tuning else 1))

@@ -154,6 +154,15 @@ def test_a_calibration_computes_nothing_the_second_time(kept: Kept):
     assert kept.computed == 0
 
 
+def test_a_user_without_a_home_has_no_files(monkeypatch: pytest.MonkeyPatch):
+    def homeless(name: str) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(on_disk, "cache", homeless)
+    composition.epsilon_of.cache_clear()
+    assert 0 < epsilon([epochs(3.0, 2, 1)], delta=1e-5) < math.inf
+
+
 def test_poisson_samples_leave_no_files(kept: Kept):
     epsilon([Release(1.0, 0.1, count=3)], delta=1e-5)
     assert not kept.files.exists()

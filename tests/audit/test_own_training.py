@@ -3,6 +3,7 @@
 Noise is the system's. What could fail by chance does so with a probability below one in a million.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from mutants.mutant import plant_sum
-from privgrad import audit, data
+from privgrad import audit, data, private_gradient
 from privgrad.accounting import Release
 from privgrad.errors import PrivacyError
 from privgrad.sampling import draws
@@ -139,10 +140,16 @@ def everybody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draws, "_poisson", lambda stream, step, rates, count, first: first + np.arange(count))
 
 
+def the_same_noise(patch: pytest.MonkeyPatch) -> None:
+    honest: Any = private_gradient.add_noise
+    patch.setattr(private_gradient, "add_noise", lambda clipped, **options: honest(clipped, **options | {"step": 0}))
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], tuple[float, float, int], int, float]] = {
     "half the noise": (less_noise, FULL, 4000, 0.4),
     "no clipping": (unclipped, (3.0, 1.0, 1), 1000, 0.15),
     "no sampling": (everybody, (3.0, 0.1, 10), 1000, 0.15),
+    "one noise": (the_same_noise, (3.0, 0.1, 10), 1000, 0.15),
 }
 
 
@@ -189,22 +196,27 @@ def test_real_audits_raise_no_alarm():
 
 def test_the_model_of_an_audit_is_marked(tmp_path: Path):
     private_grad, used = pg.PrivateGradient(make_model(), loss_fn, plan_of(FULL, 32)), list[pg.PrivateGradient]()
+    weights, copies = copy.deepcopy(private_grad.model.state_dict()), list[nn.Module]()
 
     def train(private_grad: pg.PrivateGradient, rows: Any) -> None:
         used.append(private_grad)
         trained(private_grad, rows)
+        copies.append(copy.deepcopy(private_grad.model))
 
     audit.canaries(private_grad, train, make_data(), 30, ledger=tmp_path / "ledger.jsonl")
     assert private_grad.ledger.releases == 0
+    for name, value in private_grad.model.state_dict().items():  # so a training may follow, and another audit
+        assert torch.equal(value, weights[name])
+    assert not pg.ledgers_of(private_grad.model)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl", read_only=True)
     assert (ledger.plan_facts["canaries"], ledger.releases) == (30, 1)
     said = statement([ledger])
     assert "must not be released" in f"{said}"
     assert said.numbers["epsilon"] == pytest.approx(8.0, abs=0.01)
     assert "would satisfy" in f"{said}"
-    for given in (ledger, pg.ledgers_of(private_grad.model)):
+    for given in (ledger, pg.ledgers_of(copies[0])):
         with pytest.raises(PrivacyError, match="without canaries"):
-            pg.save(private_grad.model, tmp_path / "model", ledger=given)
+            pg.save(copies[0], tmp_path / "model", ledger=given)
     with pytest.raises(PrivacyError):  # the ledger of an audit takes no other training
         pg.PrivateGradient(make_model(), loss_fn, plan_of(FULL, 32), ledger=tmp_path / "ledger.jsonl")
     with pytest.raises(PrivacyError, match="ledger to be new"):
@@ -219,7 +231,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], Any, dict[str, Any], str]] 
     "no noise": ({"noise_multiplier": 0.0}, {}, 8, {}, "an infinite epsilon"),
     "not public": ({}, {"perturb": pg.perturb.RawSAM(0.1)}, 8, {}, "an infinite epsilon"),
     "groups": ({"group_size": 2}, {}, 8, {}, "groups of examples"),
-    "too many": ({}, {}, 40, {}, "39 weights for 40 canaries"),
+    "too many": ({}, {}, 40, {}, "39 weights for 40 canaries .at most one each"),
     "too few": ({}, {}, 1, {}, "canaries to be an integer >= 2"),
     "a fraction": ({}, {}, 8.5, {}, "canaries to be an integer"),
     "share": ({}, {}, 8, {"guessed": 0.0}, "guessed"),

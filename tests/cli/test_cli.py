@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+import privgrad as pg
 from conftest import make_plan
 from privgrad import data
 from privgrad.accounting.accountant import Release, epsilon, rounded_up
 from privgrad.cli import main
 from privgrad.ledger.budget import Budget
 from privgrad.ledger.ledger import Ledger
+from privgrad_lab.load_spec import load_spec
 from privgrad_lab.report.texts import epsilon_text
 
 pytest.importorskip("sklearn")
@@ -549,6 +551,29 @@ def test_an_experiment_is_trained_by_epochs(here: Here, tmp_path: Path):
         (tmp_path / "wrong.toml").write_text(text.replace(old, new))
         assert message in here("train", "wrong.toml", code=2).stderr
     assert not (tmp_path / "runs/wrong").exists()
+
+
+def test_a_toml_takes_epochs_and_a_batch_size_as_for_budget_does(tmp_path: Path):
+    as_steps = "expected_batch_size = 120\nsteps = 6"
+
+    def plan_of(line: str) -> pg.PrivacyPlan:
+        (tmp_path / "one.toml").write_text(
+            ONE.replace(as_steps, line).replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
+        )
+        return load_spec(tmp_path / "one.toml").plan(None)
+
+    assert as_steps in ONE
+    told = plan_of('batch_size = 256\nepochs = 3\nsampling = "epochs"')
+    assert (told.steps, told.sample_rate) == (3 * 5, 1 / 5)
+    assert abs(told.expected_batch_size - 1_197 / 5) < 1
+    assert plan_of("batch_size = 120\nepochs = 2").steps == 20
+    for line, message in (
+        ("batch_size = 120\nepochs = 2\nsteps = 20", "'privacy.epochs'"),
+        ("batch_size = 120\nepochs = 'two'", "epochs to be a positive finite number"),
+        ('batch_size = 120\nepochs = 2\nparticipations = 0\nsampling = "epochs"', "epochs"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=message):
+            plan_of(line)
 
 
 def test_epochs_are_calibrated_for(here: Here):

@@ -530,6 +530,23 @@ def test_each_user_is_in_one_round_of_each_epoch_also_after_a_pause(tmp_path: Pa
     assert not key.exists()
 
 
+def test_a_run_that_resumes_within_an_epoch_keeps_the_users_of_its_nodes(tmp_path: Path):
+    """A device that comes back under another id is no other user, and numbers do not move."""
+    plan = make_plan(sampling="epochs", rounds=6, seed=None)
+    strategy = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
+    strategy.start(DirectGrid(echo), strategy.arrays, num_rounds=1)
+    state, nodes = strategy.state_dict(), strategy._nodes
+    strategy.private_grad.ledger.close()
+    assert nodes is not None
+    resumed = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
+    resumed.load_state_dict(state)
+    assert resumed._nodes == nodes
+    resumed.private_grad.ledger.close()
+    other = make_strategy(plan, ledger=tmp_path / "ledger.jsonl", nodes=nodes[::-1])
+    with pytest.raises(pg.PrivacyError, match="nodes to be those of the run that is resumed"):
+        other.load_state_dict(state)
+
+
 def test_a_device_answers_with_its_clipped_update_and_nothing_else():
     app = client_app(make_model, loss_fn, row, LOCAL)
     strategy = make_strategy(make_plan(expected_cohort_size=USERS))

@@ -341,12 +341,30 @@ def test_epochs_and_batch_size_are_steps_and_expected_batch_size(epochs: float, 
             "exactly one of expected_batch_size and batch_size",
         ),
         ({"epochs": 1}, "exactly one of expected_batch_size and batch_size"),
-        ({"epochs": 1, "batch_size": 1001}, "expected_batch_size to be at most num_examples = 1000"),
+        ({"epochs": 1, "batch_size": 1001}, "batch_size to be at most num_examples = 1000"),
     ],
 )
 def test_conflicts_of_epochs_and_batch_size_are_refused(numbers: dict[str, Any], message: str):
     with pytest.raises(pg.PrivacyError, match=message):
         pg.PrivacyPlan.for_budget(**BUDGET, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "groups", "drawn"),
+    [
+        (1_437, 256, 1, 240),
+        (60_000, 1_024, 1, 1_017),
+        (60_000, 4_096, 1, 4_000),
+        (1_000, 300, 1, 333),
+        (100, 30, 4, 32),
+    ],
+)
+def test_an_epoch_of_any_batch_size_has_the_nearest_whole_steps(count: int, size: int, groups: int, drawn: int):
+    numbers: dict[str, Any] = {"num_examples": count, "batch_size": size, "epochs": 2, "group_size": groups}
+    plan = pg.PrivacyPlan.for_budget(target_epsilon=60.0, delta=1e-5, max_grad_norm=1.0, sampling="epochs", **numbers)
+    assert plan.expected_batch_size == drawn
+    assert plan.steps == 2 * round(count / size)
+    assert plan.sample_rate == pytest.approx(1 / round(count / size))
 
 
 @pytest.mark.parametrize("name", ["fixed", "shuffled"])

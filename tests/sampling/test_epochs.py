@@ -1,6 +1,7 @@
 """Epochs: the law of the draws, the key of the running epoch, and a resume with and without it."""
 
 import base64
+import json
 import stat
 import zipfile
 from collections import Counter
@@ -95,7 +96,7 @@ def test_any_part_of_the_rows_can_be_drawn_alone(chosen: int, cut: int):
         assert np.array_equal(np.concatenate(parts), rows_in_step(stream, 7, chosen, step, 0, 40))
 
 
-def test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted(tmp_path: Path):
+def test_a_resume_continues_within_the_epoch_by_its_key(tmp_path: Path):
     data, plan, key = numbered(), plan_of(), tmp_path / "key"
     batches = plan.batches(data, epoch_key=key)
     drawn = [next(batches) for _ in range(6)]
@@ -106,7 +107,38 @@ def test_a_resume_continues_within_the_epoch_by_its_key_and_the_key_is_deleted(t
     assert second == dict.fromkeys(range(ROWS), 1)
     assert {batch.sampling.stream for batch in drawn[4:]} == {batch.sampling.stream for batch in later[:2]}
     assert len({batch.sampling.stream for batch in [*drawn, *later]}) == 3
-    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_is_deleted_with_the_charge_of_the_last_step_of_its_epoch(tmp_path: Path):
+    """Also in a loop that never asks for a batch after the last."""
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan_of(), ledger=tmp_path / "ledger.jsonl")
+    key = private_grad.ledger.epoch_key
+    assert key is not None
+    batches = plan_of().batches(make_data(ROWS), epoch_key=key)
+    held = list[list[str]]()
+    for _ in range(12):
+        private_grad(next(batches))
+        held.append(list(json.loads(key.read_text())[-1]) if key.exists() else [])
+    assert held == [[epoch] if epoch else [] for epoch in ("0", "0", "0", "", "1", "1", "1", "", "2", "2", "2", "")]
+
+
+def test_workers_that_load_the_next_epoch_leave_the_key_of_this_one(tmp_path: Path):
+    plan, path = plan_of(), tmp_path / "ledger.jsonl"
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    key, data = private_grad.ledger.epoch_key, make_data(ROWS)
+    assert key is not None
+    batches = plan.batches(data, epoch_key=key, num_workers=1, prefetch_factor=4)
+    for _ in range(2):
+        private_grad(next(batches))
+    assert list(json.loads(key.read_text())[-1]) == ["0", "1"]
+    batches.close()
+    assert [batch.sampling.step for batch in plan.batches(data, start=2, epoch_key=key)] == list(range(2, 12))
+
+
+def test_the_key_of_another_training_draws_no_epoch(tmp_path: Path):
+    key = tmp_path / "key"
+    old = next(plan_of().batches(numbered(), epoch_key=key)).sampling.stream
+    assert next(plan_of().batches(numbered(), epoch_key=key)).sampling.stream != old
 
 
 @pytest.mark.parametrize("damage", ["none", "another epoch", "gone"])
@@ -121,7 +153,7 @@ def test_without_the_key_a_resume_begins_the_next_epoch_and_the_old_one_is_paid_
     if damage == "gone":
         key.unlink()
     elif damage == "another epoch":
-        key.write_text(f"0 {ROWS} {bytes(32).hex()}")
+        key.write_text(json.dumps([ROWS, "", "", {"0": bytes(32).hex()}]))
     private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=path)
     assert private_grad.ledger.next_step == 5
     if damage == "none":
@@ -145,13 +177,33 @@ def test_data_that_grow_within_an_epoch_are_refused(tmp_path: Path):
     plan.batches(more, start=4, epoch_key=key)  # between epochs, they may grow
     next(batches)
     with pytest.raises(
-        pg.PrivacyError, match="as many rows as when its epoch began, got another number; give the same"
+        pg.PrivacyError, match="to have the same rows as when its epoch began, got others; give the same"
     ):
         plan.batches(more, start=5, epoch_key=key)
     key.unlink()
     with pytest.warns(UserWarning, match="continues at step 8"):
         left = list(plan.batches(more, start=5, epoch_key=key))
     assert sorted(row for batch in left for row in rows_of(batch)) == list(range(ROWS + 1))
+
+
+@pytest.mark.parametrize("order", ["shuffled", "moved", "random items"])
+def test_rows_that_change_their_numbers_within_an_epoch_are_refused(tmp_path: Path, order: str):
+    class Noisy(torch.utils.data.TensorDataset):
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(column + torch.rand(1) for column in super().__getitem__(index))
+
+    rows, key, plan = torch.arange(float(ROWS))[:, None], tmp_path / "key", plan_of()
+    make = Noisy if order == "random items" else torch.utils.data.TensorDataset
+    next(plan.batches(make(rows), epoch_key=key))
+    plan.batches(make(rows), start=1, epoch_key=key)
+    others = make(rows.roll(1, 0) if order == "moved" else rows[torch.randperm(ROWS)])
+    if order == "random items":  # no reading of them tells
+        plan.batches(others, start=1, epoch_key=key)
+        return
+    with pytest.raises(pg.PrivacyError, match=r"in the same order; or, to continue with the next epoch, delete .*key"):
+        plan.batches(others, start=1, epoch_key=key)
+    with pytest.warns(UserWarning, match="continues at step 8"):
+        plan.batches(others, start=5, epoch_key=key)
 
 
 def test_a_damaged_key_is_one_clear_error(tmp_path: Path):
@@ -250,7 +302,7 @@ def test_nothing_that_saves_or_publishes_has_the_key(tmp_path: Path):
     with pytest.raises(StoppedError):
         fitted(tmp_path / "run", plan, dies_at=6)
     file = tmp_path / "run" / "_ledger.jsonl.epoch"
-    key = file.read_text().split()[-1]
+    (key,) = json.loads(file.read_text())[-1].values()
     ledger, model = tmp_path / "run" / "ledger.jsonl", make_model()
     said = pg.save(model, tmp_path / "saved", ledger=ledger, post_processing="new weights")
     private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)

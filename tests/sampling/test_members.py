@@ -58,6 +58,12 @@ def test_parts_with_one_secret_draw_what_the_whole_draws(scheme: str):
     assert [one + other for one, other in zip(*parts, strict=True)] == whole
 
 
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (0, ROWS + 1), (5, 4)])
+def test_members_of_rows_that_are_not_there_are_refused(first: int, last: int):
+    with pytest.raises(pg.PrivacyError, match="members to be asked for rows of the data set"):
+        sampler_of("epochs").members(0, first, last)
+
+
 @pytest.mark.parametrize("rows", [range(ROWS - 1), range(0, 2 * ROWS, 2), range(-1, ROWS - 1)])
 def test_a_range_that_does_not_number_the_rows_is_refused(rows: range):
     with pytest.raises(pg.PrivacyError, match="rows to be range"):

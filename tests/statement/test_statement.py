@@ -130,6 +130,27 @@ def test_epochs_are_described_with_the_proof_that_they_rest_on():
     assert "Poisson sampling" not in said
 
 
+def test_steps_that_results_left_out_are_told_apart_from_releases():
+    for sampling, steps in (("epochs", 12), ("poisson", 10)):
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan(sampling=sampling, steps=steps, delta=1e-3))
+        stop = pg.EarlyStopping(monitor="loss", mode="min", patience=1, data="public")
+        optimizer = pg.optim.SGD(private_grad.model.named_parameters(), lr=0.1)
+        options: dict[str, Any] = {"evaluate": lambda _: {"loss": 1.0}, "num_evaluations": steps}
+        pg.fit(private_grad, optimizer, make_data(), stop=stop, progress=False, **options)
+        said = " ".join(str(statement([private_grad.ledger])).split())
+        left = steps - 4 if sampling == "epochs" else steps - 2
+        assert f"released {private_grad.ledger.releases - left} noisy gradients" in said
+        assert f"The {left} steps that were left are charged, without a release." in said
+        assert "is no guarantee" not in said
+
+
+def test_a_budget_with_epochs_is_marked(tmp_path: Path):
+    own: dict[str, Any] = {"total_epsilon": 50.0, "delta": 1e-3, "num_examples": 40, "privacy_unit": "example"}
+    budget = pg.Budget(tmp_path / "budget.jsonl", **own)
+    budget.commit("a training", [Release(1.0, 0.25, "epochs", count=8, epoch_steps=4)])
+    assert "Epochs (random allocation): proof not reviewed independently." in str(budget_statement(budget))
+
+
 def of_fit(optimizer: type[pg.optim.PrivateOptimizer], path: Path | None = None, **parts: Any) -> pg.Ledger:
     """The ledger of a training by `fit`."""
     plan = make_plan(delta=1e-3, steps=2)

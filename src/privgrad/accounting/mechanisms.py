@@ -170,7 +170,8 @@ def require_epochs(function: str, sample_rate: float, epoch_steps: int | None) -
 def require_whole_epochs(function: str, steps: int, epoch_steps: int) -> None:
     """Raise PrivacyError unless so many steps are whole epochs."""
     if steps % epoch_steps:
-        remedy = f"give {whole_epochs(steps, epoch_steps)}; an epoch that was begun costs as much as a whole one"
+        most = whole_epochs(steps, epoch_steps)
+        remedy = f"give {most}, or epochs = {most // epoch_steps}; an epoch that was begun costs as much as a whole one"
         raise expected(function, "steps", f"to be whole epochs of {epoch_steps} steps", steps, remedy)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from privgrad.accounting.calibration import cache
 from privgrad.accounting.mechanisms import Mechanism, releases_in
+from privgrad.progress import waiting
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -28,12 +29,16 @@ def kept(compute: C) -> C:
         if "coarse rdp" in others or all(one.scheme != "epochs" for one in releases_in(mechanisms)):
             return compute(mechanisms, *others)
         asked = repr((compute.__name__, mechanisms, others, _version()))
-        file = cache("epochs") / f"{_digest(asked)}.json"
+        try:
+            file = cache("epochs") / f"{_digest(asked)}.json"
+        except RuntimeError:  # a user without a home
+            return compute(mechanisms, *others)
         with suppress(OSError, ValueError):
             digest, text = file.read_text().split("\n")
             if digest == _digest(text):
                 return json.loads(text)[1]
-        found = compute(mechanisms, *others)
+        with waiting("computing a cost of epochs: up to some minutes, once"):
+            found = compute(mechanisms, *others)
         text = json.dumps([asked, found])
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

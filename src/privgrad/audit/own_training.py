@@ -3,6 +3,7 @@
 Shape suffixes: B rows of a chunk, K canaries, P all entries of the parameters.
 """
 
+import copy
 import math
 import os
 import time
@@ -23,6 +24,7 @@ from privgrad.errors import expected, require_callable, require_in, require_inte
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient
 from privgrad.gradient.factor import Dense, Factor, Factors, examples_per_block
 from privgrad.ledger.ledger import Ledger
+from privgrad.ledger.lineage import forget_training
 from privgrad.parts import Parts
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -33,6 +35,7 @@ from privgrad.types import LossFunction, NoisyGradient, count_examples, map_exam
 Train = Callable[[PrivateGradient, Dataset[Any]], object]
 _LENGTH = 1e3  # of a canary's gradient before clipping, in C: so that a lack of clipping shows
 _FREE = 10_000  # weights without a canary, by which the noise is measured
+_SIGNIFICANT = 6.0  # deviations by which noise of two steps is held to be related
 
 
 def canaries(
@@ -71,8 +74,8 @@ def canaries(
     Raises:
         PrivacyError: a number is out of its range, or the training does not suit canaries.
     Privacy:
-        NOT private: it reads what no release shows. The trained model must not be released: its ledger and its
-        statement say so, and `save` refuses it.
+        NOT private: it reads what no release shows. The model gets back the weights that it had before. A copy of the
+        trained one must not be released: its ledger and its statement say so, and `save` refuses it.
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846); Mahloujifar, Melis, Chaudhuri 2025 (arXiv 2410.22235).
     """
@@ -96,7 +99,7 @@ def canaries(
         "a preconditioner": private_grad.precondition is not None,
         "several processes": private_grad.processes.count > 1,
         "a private_grad that was used": private_grad.ledger.releases > 0,
-        f"{weights} weights for {number} canaries": own is None and weights < number,
+        f"{weights} weights for {number} canaries (at most one each)": own is None and weights < number,
     }
     if got := " and ".join(name for name, is_so in unsuited.items() if is_so):
         raise expected(function, "the training", "to suit canaries", got, "docs/audit.md says which do")
@@ -105,12 +108,15 @@ def canaries(
     scored = _Canaries(private_grad.parts, plan, number, own)
     audited = private_grad.beside(perturb=scored, ledger=ledger)
     scored.max_grad_norm = lambda: audited.max_grad_norm
+    before = copy.deepcopy(audited.model.state_dict())
     try:
         if audited.ledger.releases:
             raise expected(function, "ledger", "to be new", f"{audited.ledger.releases} releases")
         train(audited, _Among(train_set, own, np.flatnonzero(is_in).tolist()))
     finally:
         audited.ledger.close()
+        audited.model.load_state_dict(before)
+        forget_training(audited.model, audited.ledger)
     score_K = scored.scores
     if not audited.ledger.releases or not bool(torch.isfinite(score_K).all()):
         got = f"{audited.ledger.releases} releases, and scores up to {float(score_K.max())}"
@@ -167,6 +173,7 @@ class _Canaries(Contribution):
         self.max_grad_norm: Callable[[], float] = lambda: plan.max_grad_norm
         self.scores = torch.zeros(number, dtype=torch.float64)
         self._coordinates = torch.zeros(0, dtype=torch.int64)
+        self._before: Tensor | None = None  # what was left of the last release
         self._signs = torch.from_numpy(np.random.default_rng().choice([-1.0, 1.0], number))
 
     def __repr__(self) -> str:
@@ -261,12 +268,19 @@ class _Canaries(Contribution):
                 for name, value in gradient.items()
             ]
         )
+        left_P, before_P = left_P.cpu(), self._before
+        self._before = left_P
         if self._examples is None:
-            if len(self._free) >= 100:  # noise that is less than stated is taken as it is, so that it shows
-                variance = max(1e-9, float(left_P.cpu()[self._free].square().mean()))
-            along_K, squared_K = left_P.cpu()[self._coordinates] * self._signs / variance, 1 / variance
+            if len(self._free) >= 100:  # noise that is not as stated is taken as it is, so that it shows
+                if before_P is not None:  # noise of the step before is known
+                    now, known = left_P[self._free], before_P[self._free]
+                    share = float(now @ known / known.square().sum())
+                    if abs(share) > _SIGNIFICANT / math.sqrt(len(self._free)):
+                        left_P = left_P - share * before_P
+                variance = max(1e-9, float(left_P[self._free].square().mean()))
+            along_K, squared_K = left_P[self._coordinates] * self._signs / variance, 1 / variance
         elif self._own:
-            along_K, squared_K = _apart(torch.cat(self._own).double(), left_P, variance, rate / 2)
+            along_K, squared_K = _apart(torch.cat(self._own).double().cpu(), left_P, variance, rate / 2)
         else:  # no row was drawn
             return
         log_ratio_K = along_K.cpu() - squared_K / 2  # of a normal number with its canary to one without

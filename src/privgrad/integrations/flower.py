@@ -187,6 +187,7 @@ class PrivateStrategy(Strategy):
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "private_step": self.private_step.state_dict(),
+            "nodes": self._nodes,  # in an epoch, a user with another number could be in two rounds
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,6 +195,11 @@ class PrivateStrategy(Strategy):
         self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        nodes = state.get("nodes")
+        if self._plan.sampling == "epochs" and None not in (nodes, self._nodes) and nodes != self._nodes:
+            got = "others, or another order"
+            raise expected("PrivateStrategy", "nodes", "to be those of the run that is resumed", got, "leave them out")
+        self._nodes = self._nodes or nodes
         self._draws, self._lost = self._begin(), []
 
     def _trained(self) -> dict[str, Tensor]:  # parameters by name

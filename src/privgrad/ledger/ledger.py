@@ -33,6 +33,7 @@ from privgrad.types import SHUFFLED, SamplingScheme
 # A ledger knows this of its releases, wherever it keeps them.
 _RECORD = ["plan_facts", "_hold", "_kind", "_bands", "_participations", "_draws", "_values", "_steps", "_optimizers"]
 _KEEP = f"keep the plan, or {TWO_LEDGERS}"
+UNUSED = "unused "  # begins the names of draws that are charged without a release
 _DRAW_ON = "draw plan.batches(..., start=private_grad.ledger.next_step)"
 _REMEDIES = {  # by the first of these facts that differs; `_KEEP` for all others
     "simulates": "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own",
@@ -170,6 +171,11 @@ class Ledger:
     def draws(self) -> set[str]:
         """The names of the draws of batches that were not made under a research seed."""
         return {draw for draw, digest in self._draws.items() if digest is None and ":" in draw}
+
+    @property
+    def unused(self) -> int:
+        """How many of the releases were charged alone: results had stopped the training before they were made."""
+        return sum(draw.startswith(UNUSED) for draw in self._draws)
 
     @property
     def values(self) -> dict[str, list[float]]:

@@ -116,6 +116,19 @@ def all_rows(take: Callable[[np.ndarray], Any], rows: range, processes: Processe
     return max(each[1] for each in parts)
 
 
+def content_of(take: Callable[[np.ndarray], Any], rows: range, count: int, processes: Processes, salt: str) -> str:
+    """Return a digest of a few of `count` rows and their numbers, which follow from the salt; "" if rows are random.
+
+    PRIVATE. All processes must make this call; it does not depend on which of them has which rows.
+    """
+    numbers = np.random.default_rng(list(salt.encode())).integers(count, size=_COMPARED).tolist()
+    with processes.all_succeed():
+        one, again = ({n: _digest(take(np.array([n - rows.start]))) for n in numbers if n in rows} for _ in range(2))
+    held = processes.gather_objects((one, one == again))
+    found = sorted({pair for each, _ in held for pair in each.items()})
+    return hashlib.sha256(repr((salt, found)).encode()).hexdigest() if all(is_same for _, is_same in held) else ""
+
+
 def require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: Processes) -> None:
     """Raise SamplingError in a process whose length or whose few random items differ from the first process's."""
     # The index of an example decides which process it belongs to. If the order differed between processes, two of them

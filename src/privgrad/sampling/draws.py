@@ -7,6 +7,7 @@ is as good as coins of each person's own. The record of a draw (`Sampling`) is p
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from privgrad.errors import require_integer
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.sampling.class_rates import ClassRates
-from privgrad.sampling.datasets import all_rows, ask_about_rows, other_container, warn_of_repeats
+from privgrad.sampling.datasets import all_rows, ask_about_rows, content_of, other_container, warn_of_repeats
 from privgrad.sampling.epochs import EpochKeys, rows_in_step
 from privgrad.sampling.loading import Collate, Data, Draw, Examples, unusable
 from privgrad.types import PrivacyUnit, Sampling, SamplingScheme
@@ -67,7 +68,7 @@ class BatchSampler(Sampler[Draw]):
         SamplingError: the data set has no length or no examples, or a number of them that the scheme does not admit;
             batches are not Poisson in several processes or with ClassRates; start is no multiple of bands; the data
             set differs from the one of the first process, or a part has rows of another one; or an epoch is resumed
-            with another number of rows.
+            with other rows, or another number of them.
     Attributes:
         dataset: the data set of batches that a DataLoader needs.
         worker_seed: a seed for a DataLoader's worker processes.
@@ -118,8 +119,10 @@ class BatchSampler(Sampler[Draw]):
         last = self._rows.stop
         if processes.count > 1:
             last = all_rows(self.dataset.take, self._rows, processes, is_whole=self._is_whole)
-        self._epochs = None if epoch_steps is None else EpochKeys(source, epoch_key, processes, rows=last)
-        if self._epochs is not None and epoch_steps is not None:
+        self._epochs = None
+        if epoch_steps is not None:
+            content = partial(content_of, self.dataset.take, self._rows, last, processes)
+            self._epochs = EpochKeys(source, epoch_key, processes, rows=last, content=content)
             start = self._epochs.first_step(start, epoch_steps)
         self._steps = range(start, steps)
         self._stream, self._keys = source.stream("sampling"), source.stream("augmentation")
@@ -150,15 +153,18 @@ class BatchSampler(Sampler[Draw]):
 
     def __iter__(self) -> Iterator[Draw]:
         yield from map(self._draw, self._steps)
-        if self._epochs is not None:
-            self._epochs.forget()
 
     def members(self, step: int, first: int, last: int) -> np.ndarray:
         """Return which rows from `first` to `last` - 1 of the data set's `rows` a step uses; int64, sorted. PRIVATE.
 
         The draw of a row follows from its number, the step and the secret alone, except that a truncated sample is cut
         as a whole. So parts of the rows may be drawn alone, and in any process that has the secret.
+
+        Raises:
+            SamplingError: the numbers are not those of rows of the data set.
         """
+        if not self._rows.start <= first <= last <= self._rows.stop:
+            raise unusable("members", "to be asked for rows of the data set", f"{first} to {last}", "see rows")
         is_cut = self._drawn.scheme == "truncated"
         start, stop = (self._rows.start, self._rows.stop) if is_cut else (first, last)
         parts = [self._in_block(step, a, min(a + _BLOCK, stop)) for a in range(start, stop, _BLOCK)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from privgrad.accounting.accountant import attack_success, epsilon, gaussian_dp
-from privgrad.accounting.mechanisms import Release, Selection, Split, each_group
+from privgrad.accounting.mechanisms import Release, Selection, Split, each_group, releases_in
 from privgrad.errors import expected, require_delta
 from privgrad.ledger.budget import Budget, Commitment
 from privgrad.ledger.ledger import Ledger
@@ -51,7 +51,7 @@ class Facts:
     file: str | None = None
     date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
     versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _SOFTWARE})
-    # Each ledger's record of its plan, with `made`, its releases, and `participations`, the most of one unit.
+    # Each ledger's record of its plan, with `made`, its releases, `unused`, and `participations`, the most of one unit.
     plans: Sequence[Mapping[str, Any]] = ()
     trainings: int = 1  # the number of plans that are stated together
     stops: Sequence[tuple[int, int]] = ()  # planned and released steps of each ledger that has fewer than planned
@@ -107,12 +107,20 @@ class Facts:
             words = re.findall(r"\w+", f"{plan.get('perturbation')} {plan.get('optimizers')}")
             found |= dict.fromkeys((name for fact, name in _DECIDING.items() if plan.get(fact)), True)
             found |= dict.fromkeys((name for name in _USING if name in words), False)
-        return found
+        groups = (own for one, _ in self.commitments for own in each_group("statement", one.releases))
+        committed = [release for own in groups for release in releases_in(own)]
+        has_epochs = any(one.scheme == "epochs" for one in committed)
+        return found | ({_DECIDING["epoch_steps"]: True} if has_epochs else {})
 
     @property
     def gradients(self) -> int:
         """The number of gradients that ledgers hold, without sums of data."""
         return sum(plan["made"] for plan in self.plans if "released" not in plan)
+
+    @property
+    def unused(self) -> int:
+        """The number of steps that are charged although results had stopped the training."""
+        return sum(plan.get("unused", 0) for plan in self.plans)
 
     @property
     def is_on_grid(self) -> bool:
@@ -139,7 +147,13 @@ def ledger_facts(
             raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
     require_delta(function, delta)
     plans: list[dict[str, Any]] = [
-        {**one.plan_facts, "made": one.releases, "participations": one.participations, "optimizers": one.optimizers}
+        {
+            **one.plan_facts,
+            "made": one.releases - one.unused,
+            "unused": one.unused,
+            "participations": one.participations,
+            "optimizers": one.optimizers,
+        }
         for one in ledgers
     ]
     charged = [release for ledger in ledgers for release in ledger.charged]
@@ -201,10 +215,11 @@ def require_one_promise(function: str, ledgers: Sequence[Ledger]) -> str:
 
 def doubts(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     """Return the facts of ledgers that must not have followed from results, so that epsilon is a guarantee."""
-    planned = [(max(one.planned_steps, default=0), one.releases) for one in ledgers]
+    # In epochs, participations are the steps of all epochs that were begun, and so of those that were charged.
+    planned = [(max(one.planned_steps, default=0), one.releases, one.participations) for one in ledgers]
     return {
         "trainings": len(ledgers),
-        "stops": sorted({(steps, made) for steps, made in planned if made < steps}),
+        "stops": sorted({(steps, made) for steps, made, charged in planned if max(made, charged) < steps}),
         "has_changed": any(one.planned_steps[1:] for one in ledgers),
     }
 

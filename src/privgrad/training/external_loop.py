@@ -127,8 +127,6 @@ class ExternalLoopStep:
             raise expected(self._function, f"the last {_FUTILE} steps", "to have a gradient that counts", 0, remedy)
         before = self.private_grad.raw_nonfinite_examples
         self._gradient = self.private_grad(batch)
-        if self.is_spent and (key := self.private_grad.ledger.epoch_key) is not None:
-            key.unlink(missing_ok=True)  # a host does not ask for a batch after the last
         nonfinite = self.private_grad.raw_nonfinite_examples - before
         if nonfinite and not self._was_told:
             self._was_told = True

@@ -152,6 +152,7 @@ def fit(
             epoch_key=private_grad.ledger.epoch_key,
             rows=rows,
         )
+        run.save()  # after all refusals: a later call must warn of lost steps again
         try:
             shown = progress if processes.rank == 0 else False
             with closing(batches), _progress_bar(private_grad, start, shown) as advance:

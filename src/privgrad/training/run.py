@@ -28,13 +28,13 @@ from privgrad.errors import (
     require_nonnegative,
 )
 from privgrad.gradient.functional import trainable
-from privgrad.ledger.ledger import Ledger, release_of
+from privgrad.ledger.ledger import UNUSED, Ledger, release_of
 from privgrad.ledger.lineage import note_training
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_named_source
 from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
-from privgrad.sampling.epochs import read_key
+from privgrad.sampling.epochs import has_key
 from privgrad.training.checkpoint import (
     NEW_FOLDER,
     damage_refused,
@@ -125,7 +125,7 @@ def charge_unused(private_grad: PrivateGradient) -> None:
         ledger.epoch_key.unlink(missing_ok=True)
     for step in range(whole_epochs(ledger.next_step, release.epoch_steps or 1), plan.steps):
         try:
-            ledger.charge(release, draw=f"unused {stream}:{step}", limit=plan.steps)
+            ledger.charge(release, draw=f"{UNUSED}{stream}:{step}", limit=plan.steps)
         except BudgetExceededError:  # more samplers than planned have used up what each person may cost
             return
     private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})
@@ -154,8 +154,8 @@ def first_step(private_grad: PrivateGradient, step: int) -> int:
     plan, ledger = private_grad.plan, private_grad.ledger
     if plan.seed is None and plan.sampling == "epochs":
         with private_grad.processes.all_succeed():  # the file may be damaged
-            epoch = -1 if ledger.epoch_key is None else read_key(ledger.epoch_key)[0]
-        if private_grad.processes.broadcast_object(epoch) != step // plan.epoch_steps:
+            is_kept = has_key(ledger.epoch_key, step // plan.epoch_steps)
+        if not private_grad.processes.broadcast_object(is_kept):
             step = whole_epochs(step, plan.epoch_steps)
     elif plan.seed is None:
         step = first_step_of_new_groups(step, plan.bands)
@@ -236,7 +236,7 @@ class TrainingRun:
         return self.stop is not None and self.stop.is_due(self.result.curve)
 
     def resume(self) -> int:
-        """Load the checkpoint, or write the first one; return the index of the next step."""
+        """Load the checkpoint, if there is one; return the index of the next step."""
         if self.averaged is not None:
             note_training(self.averaged.module, self.result.ledger)
         with self.processes.all_succeed():
@@ -248,7 +248,6 @@ class TrainingRun:
         if self.private_grad.plan.seed is None:
             self._go_on_after_lost_steps()
         self.start = self.private_grad.state_dict()["step"]
-        self.save()
         return self.start
 
     def _go_on_after_lost_steps(self) -> None:
