@@ -329,7 +329,7 @@ def test_killed_at_any_place_it_resumes_and_costs_the_same(kills: int, tmp_path:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a target beside the total": ({"privacy__target_epsilon": 1.0}, "privacy.target_epsilon to be absent"),
     "a multiplier beside the total": ({"privacy__noise_multiplier": 1.0}, "privacy.noise_multiplier to be absent"),
-    "a simulation": ({"privacy__simulate": 2}, "covered by the accountant"),
+    "a simulation": ({"privacy__simulate": 2}, "RDP, which this adds up"),
     "seeds of tuning": ({"tuning__seeds": [1]}, "tuning.seeds to be absent"),
     "seeds of the run": ({"run": {"seeds": [1]}}, "run.seeds to be absent"),
     "diagnostics": ({"run": {"diagnose": True}}, "run.diagnose to be false"),

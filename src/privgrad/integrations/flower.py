@@ -197,7 +197,7 @@ class PrivateStrategy(Strategy):
         self._optimizer.load_state_dict(state["optimizer"])
         nodes = state.get("nodes")
         if self._plan.sampling == "epochs" and None not in (nodes, self._nodes) and nodes != self._nodes:
-            got = "others, or another order"
+            got = f"{len(self._nodes or ())} ids that differ, or in another order"
             raise expected("PrivateStrategy", "nodes", "to be those of the run that is resumed", got, "leave them out")
         self._nodes = self._nodes or nodes
         self._draws, self._lost = self._begin(), []
