@@ -119,7 +119,7 @@ def test_a_saved_head_codes_new_dates_as_the_training(tmp_path: Path):
         again.predict(alone | {"admitted": "in May"})
     wrong = loaded.train.tensors[0].clone()
     wrong[5, 8:21] = 0
-    with pytest.raises(pg.PrivacyError, match="row 5 to have one code for each of the columns admitted, "):
+    with pytest.raises(pg.PrivacyError, match="row 5 to have the codes of the columns admitted, "):
         again.predict(wrong)
 
 

@@ -19,7 +19,7 @@ import privgrad as pg
 from privgrad import data, models
 from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import NO_LABEL
-from privgrad.features import Bins, OneHot, join, unit_rows
+from privgrad.features import Bins, Hats, OneHot, join, unit_rows
 from privgrad_lab.build import make_data, make_model, with_public
 from privgrad_lab.data.tabular import _CATEGORIES
 from privgrad_lab.load_spec import check_spec, load_spec
@@ -171,8 +171,11 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": {"age": {}}}, "columns.age.kind to be 'number', 'days_between', .* or 'ignore', got None"),
     ({"columns": {"age": {"kind": "numbr"}}}, "columns.age.kind .* got 'numbr'; did you mean 'number'"),
     ({"columns": {"age": {"kind": ["number"]}}}, r"columns.age.kind .* got \['number'\]"),
-    ({"columns": number(binz=3)}, "keys of columns.age to be known for kind number, got 'binz'; did you mean 'bins'"),
-    ({"columns": number(values=["a"])}, "keys of columns.age to be known for kind number, got 'values'"),
+    (
+        {"columns": number(binz=3)},
+        "keys of columns.age to be known for kind number with bins, got 'binz'; did you mean 'bins'",
+    ),
+    ({"columns": number(values=["a"])}, "keys of columns.age to be known for kind number with bins, got 'values'"),
     ({"columns": number(range=None)}, r"columns.age.range to be \[low, high\] of finite numbers, low < high, got None"),
     ({"columns": number(edges=[0, 1, 2])}, "keys of columns.age to be known for kind number with edges, got 'range'"),
     ({"columns": number(range=[90, 17])}, r"columns.age.range to be \[low, high\] of finite numbers, low < high"),
@@ -958,6 +961,27 @@ def test_the_census_by_its_codebook():
     assert len(again.test) != len(found.test)
 
 
+def test_hat_codes_are_shares_of_the_two_nearest_knots():
+    hats = Hats((0, 1, 3), missing=True)
+    numbers = [-5.0, 0.0, 0.25, 1.0, 2.5, 3.0, 99.0, math.inf, math.nan]
+    wanted = [
+        *([1, 0, 0, 0], [1, 0, 0, 0], [0.75, 0.25, 0, 0], [0, 1, 0, 0], [0, 0.25, 0.75, 0]),
+        *([0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]),
+    ]
+    assert torch.equal(hats(numbers), torch.tensor(wanted).float())
+    assert (hats.width, Hats((0, 1)).width) == (4, 2)
+    equal = Hats.equal(0, 99, 3, log=True)
+    assert equal.knots == (0.0, 9.0, 99.0)
+    assert len(Hats.equal(0, 1).knots) == 16
+
+
+def test_a_linear_model_on_hat_codes_is_a_line_between_the_knots():
+    hats, numbers = Hats.equal(-2, 5, 8), torch.linspace(-3, 6, 200, dtype=torch.float64)
+    codes = hats(numbers)
+    torch.testing.assert_close(codes.sum(1), torch.ones(200))
+    torch.testing.assert_close(codes @ torch.tensor(hats.knots), numbers.clamp(-2, 5).float(), atol=1e-5, rtol=0)
+
+
 def test_features():
     bins = Bins.equal(0, 99, 2, log=True, missing=True)
     assert bins.edges == pytest.approx((0, 9, 99))
@@ -971,6 +995,9 @@ def test_features():
     ]
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: Bins((1, 2)), "Bins: expected edges"),
+        (lambda: Hats((1,)), "Hats: expected knots to be at least two increasing finite numbers"),
+        (lambda: Hats.equal(0, 1, 1), "Hats.equal: expected knots"),
+        (lambda: Hats((0, 1))([float("nan")]), "Hats: expected number 0 to be given"),
         (lambda: Bins.equal(0, 1, 1), "Bins.equal: expected bins"),
         (lambda: Bins.equal(1, 0), "Bins: expected edges"),
         (lambda: Bins.equal(0, math.inf), "Bins: expected edges"),

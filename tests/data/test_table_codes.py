@@ -93,7 +93,7 @@ def test_codes_of_other_columns_are_refused_and_those_of_persons_are_not(tmp_pat
     uneven = codes.clone()
     uneven[4, 1, :8] *= 3
     for wrong, row in ((reverse, 0), (uneven, 4), (codes + 0.1, 0)):
-        with pytest.raises(pg.PrivacyError, match=f"row {row} to have one code for each of the columns age, cost"):
+        with pytest.raises(pg.PrivacyError, match=f"row {row} to have the codes of the columns age, cost"):
             head.predict(wrong)
 
 

@@ -20,7 +20,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from privgrad.errors import described, did_you_mean, expected, require_choice
-from privgrad.features import Bins, OneHot, text_rows
+from privgrad.features import Bins, Hats, OneHot, text_rows
 
 PathLike = str | os.PathLike[str]
 # A TOML file that names a loader is checked against the types of the loader's arguments.
@@ -151,20 +151,28 @@ class Column:
         return self.declared.get("dates", [self.name])
 
     @cached_property
-    def blocks(self) -> list[Bins | OneHot]:
-        """The codes, block by block, each with one code that is not 0; none for a column of text."""
+    def blocks(self) -> list[Bins | Hats | OneHot]:
+        """The codes, block by block, each with a sum of 1; none for a column of text."""
         own, missing = self.declared, self.declared.get("missing") == "category"
+        if "knots" in own:
+            return [Hats(own["knots"], missing)]
         if "edges" in own:
             return [Bins(own["edges"], missing)]
         if "values" in own:
             return [OneHot(own["values"], own["other"], missing)]
-        found: list[Bins | OneHot] = []
+        found: list[Bins | Hats | OneHot] = []
         for part in own.get("as", []):
             low, high, step, _ = _PARTS[part]
             low, high = own["range"] if part == "year" else (low, high)
             edges = [number - 0.5 for number in range(low, high + 1, step)]  # a bin begins below its first number
             found.append(Bins((*edges, edges[-1] + step), missing))
         return found
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The smallest and the largest number that is expected, or year; None if none is declared."""
+        numbers = self.declared.get("range") or self.declared.get("edges") or self.declared.get("knots")
+        return None if not numbers else (numbers[0], numbers[-1])
 
     @property
     def width(self) -> int:
@@ -214,11 +222,11 @@ class Column:
                 remedy = 'set kind = "date", or kind = "days_between" for the days between two dates'
             condition = condition.format(", ".join(known))
             faults.append(Fault(what, condition, wrong, remedy, "code" if has_other else "error"))
-        if ends := self.declared.get("range") or self.declared.get("edges"):
+        if (ends := self.ends) is not None:
             numbers = [value.year if isinstance(value, datetime) else value for value in values]
-            outside = [row for row, one in enumerate(numbers) if one is not None and not ends[0] <= one <= ends[-1]]
+            outside = [row for row, one in enumerate(numbers) if one is not None and not ends[0] <= one <= ends[1]]
             remedy = "they count as the nearest end; correct the unit, or the range from a public source"
-            faults.append(Fault(f"outside of {ends[0]:g} to {ends[-1]:g}", "", outside, remedy, "warning"))
+            faults.append(Fault(f"outside of {ends[0]:g} to {ends[1]:g}", "", outside, remedy, "warning"))
         return values, faults
 
     def shown(self, table: Mapping[str, Sequence[str]]) -> Sequence[str]:
@@ -430,6 +438,11 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates", ""),
     "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers", _PUBLIC),
     "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'", ""),
+    "knots": (
+        lambda value: _is_whole(value, 2, _MOST_BINS) or _are_rising(value, 2, _MOST_BINS),
+        f"to be an integer from 2 to {_MOST_BINS}, or at least two rising finite numbers",
+        _PUBLIC,
+    ),
     "label": (_is_name, "to be the name of a column", ""),
     "length": (lambda value: _is_whole(value, 1), "to be an integer >= 1", ""),
     "log": (lambda value: isinstance(value, bool), "to be true or false", ""),
@@ -440,15 +453,20 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "unit": (_is_name, 'to be "row" or the name of the column that identifies a person', _OF_UNITS),
     "values": (_are_values, f"to be a list of {_VALUES}", _PUBLIC),
 }
-_BINS: dict[str, Any] = {"range": ..., "bins": 16, "log": False}
+# The codes of numbers, by what a declaration names: hats, unless it names bins.
+_CODES: dict[str, dict[str, Any]] = {
+    "": {"range": ..., "knots": 16, "log": False},
+    " with knots": {"knots": ...},
+    " with bins": {"range": ..., "bins": 16, "log": False},
+    " with edges": {"edges": ...},
+}
+_NUMBER: dict[str, Any] = {"kind": "number"}
 _DAYS: dict[str, Any] = {"kind": "days_between", "dates": ..., "format": None}
 _MISSING_IS: dict[str, Any] = {"missing": "error"}
 # The options of each kind with their defaults; ... for those that it needs.
 _KINDS: dict[str, dict[str, Any]] = {
-    "number": {"kind": "number", **_BINS, **_MISSING_IS},
-    "number with edges": {"kind": "number", "edges": ..., **_MISSING_IS},
-    "days_between": {**_DAYS, **_BINS, **_MISSING_IS},
-    "days_between with edges": {**_DAYS, "edges": ..., **_MISSING_IS},
+    **{f"number{by}": {**_NUMBER, **codes, **_MISSING_IS} for by, codes in _CODES.items()},
+    **{f"days_between{by}": {**_DAYS, **codes, **_MISSING_IS} for by, codes in _CODES.items()},
     "category": {"kind": "category", "values": ..., "other": False, **_MISSING_IS},
     "date": {"kind": "date", "as": ..., "range": None, "format": None, **_MISSING_IS},
     "text": {"kind": "text", "length": 2048},
@@ -468,12 +486,14 @@ def _column(function: str, name: str, table: Any) -> Column | None:
     _require_option(function, place, "table", table)
     kinds, kind = [one for one in _KINDS if " " not in one], table.get("kind")
     require_choice(function, f"{place}.kind", kind, kinds)
-    by_edges = f"{kind} with edges"
-    of = by_edges if "edges" in table and by_edges in _KINDS else f"{kind}"
+    named = [by for by in ("edges", "knots", "bins") if by in table and f"{kind} with {by}" in _KINDS]
+    named = [by for by in named if by != "knots" or is_a(table[by], list, tuple)]  # their number goes with a range
+    of = f"{kind} with {named[0]}" if named else f"{kind}"
     own: dict[str, Any] = {**_KINDS[of], **table}
     for key, value in own.items():
         if key not in _KINDS[of]:
-            remedy = did_you_mean(key, [*_KINDS[of]], f"choose one of {', '.join(_KINDS[of])}")
+            known = [one for name, options in _KINDS.items() if name.split(" ")[0] == kind for one in options]
+            remedy = did_you_mean(key, known, f"choose one of {', '.join(_KINDS[of])}")
             raise expected(function, f"keys of {place}", f"to be known for kind {of}", repr(key), remedy)
         if value != _KINDS[of][key] or value is ...:
             _require_option(function, f"{place}.{key}", key, value)
@@ -485,13 +505,15 @@ def _column(function: str, name: str, table: Any) -> Column | None:
         raise expected(function, f"{place}.range", "to be the first and last year if as has year, else absent", years)
     if kind == "category":
         own["values"] = list(map(text_of, own["values"]))
-    if "edges" in own:
-        own["edges"] = list(map(float, own["edges"]))
-    if "bins" in own:
-        (low, high), bins, log = (own.pop(key) for key in ("range", "bins", "log"))
+    own |= {key: list(map(float, own[key])) for key in ("edges", "knots") if is_a(own.get(key), list, tuple)}
+    if "log" in own:
+        (low, high), log = own.pop("range"), own.pop("log")
         if log and low < 0:
             raise expected(function, f"{place}.range", "to begin at 0 or above for log = true", low)
-        own["edges"] = list(Bins.equal(low, high, bins, log=log).edges)
+        if "bins" in own:
+            own["edges"] = list(Bins.equal(low, high, own.pop("bins"), log=log).edges)
+        else:
+            own["knots"] = list(Hats.equal(low, high, own["knots"], log=log).knots)
     if years:
         own["range"] = list(map(int, years))
     return None if kind == "ignore" else Column(name, own)

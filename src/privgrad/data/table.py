@@ -20,7 +20,7 @@ from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import Frame, read_columns
 from privgrad.data.schema import Column, Fault, PathLike, Positive, Schema
 from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
-from privgrad.features import join
+from privgrad.features import Hats, join
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
@@ -78,19 +78,20 @@ def width_of(schema: Schema) -> int:
 
 
 def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0) -> None:
-    """Raise PrivacyError unless inputs (..., width) can be codes of a schema: one in each block, or a row of zeros."""
-    widths = [block.width for column in schema.columns.values() for block in column.blocks]
-    if not widths:  # a column of text, which is not checked
+    """Raise PrivacyError unless inputs (..., width) can be codes of a schema: each block's sum alike, or all zeros."""
+    blocks = [block for column in schema.columns.values() for block in column.blocks]
+    if not blocks:  # a column of text, which is not checked
         return
+    widths, most = [block.width for block in blocks], torch.tensor([2 if isinstance(b, Hats) else 1 for b in blocks])
     rows: Any = inputs.reshape(len(inputs), -1, width_of(schema)).float()
     parts = rows.split(widths, dim=-1)
     counts = torch.stack([(part != 0).sum(-1) for part in parts], -1)  # (n, rows of a person, blocks)
     sizes = torch.stack([part.sum(-1) for part in parts], -1)
     are_equal = (sizes - sizes[..., :1]).abs().amax(-1) <= _EQUAL * sizes[..., 0]
-    fits = ((counts == 1).all(-1) & are_equal) | (counts == 0).all(-1)
+    fits = (((counts >= 1) & (counts <= most.to(counts.device))).all(-1) & are_equal) | (counts == 0).all(-1)
     if not bool(fits.all()):
         row = int((~fits).nonzero()[0, 0])
-        condition = f"to have one code for each of the columns {', '.join(schema.columns)}, in this order"
+        condition = f"to have the codes of the columns {', '.join(schema.columns)}, in this order"
         remedy = f'give rows by name, such as [{{"{schema.inputs[0]}": ...}}], and the head encodes them'
         raise expected(function, f"row {first + row}", condition, f"codes {counts[row].tolist()}", remedy)
 
@@ -121,9 +122,10 @@ def table(
 ) -> DataSet:
     """Load a table of your own, by a schema that you declare; docs/own-data.md lists its rules.
 
-    Inputs are one-hot codes of categories and of bins of numbers, side by side, scaled so that each row of the table
-    has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with rows of zeros
-    and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for them.
+    Inputs are one-hot codes of categories and hat codes of numbers (`features.Hats`), side by side, scaled so that each
+    row of the table has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with
+    rows of zeros and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for
+    them.
 
     Labels that are numbers are float32, as they are in the file, and NaN for rows that a person does not have.
 
@@ -133,7 +135,8 @@ def table(
     Args:
         path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, a folder that `datasets` saved to disk, a
             DataFrame of pandas or polars, whose index is not read, a Table of pyarrow, or a dict of columns.
-        columns: each input column by name, a table with a `kind`: "number" with `range` and `bins`, or `edges`;
+        columns: each input column by name, a table with a `kind`: "number" with `range` and
+            the number of `knots`, or a list of `knots`; for one-hot codes with `bins`, or `edges`;
             "category" with `values`; "date" with `as`, the parts of the date; "days_between" with two `dates` and a
             `range`; "text" with `length`; or "ignore". Columns that are not declared are not read.
         label: the column of the classes, or of the number to be predicted.
@@ -276,8 +279,8 @@ def _read(schema: Schema, given: Any, table: str | None) -> _Content:
     labels = _taken("table", source, schema.target, texts)
     values = {name: _taken("table", source, column, texts) for name, column in schema.columns.items()}
     for name, column in schema.columns.items():  # a saved head holds the ranges
-        if "edges" in column.declared:
-            low, *_, high = map(torch.tensor, column.declared["edges"])
+        if column.kind != "date" and (ends := column.ends) is not None:
+            low, high = map(torch.tensor, ends)
             present = torch.tensor([[one] for one in values[name] if one is not None], dtype=torch.float64)
             warn_of_private_bound("table", f"the low of columns.{name}", low, present, is_low=True)
             warn_of_private_bound("table", f"the high of columns.{name}", high, present)

@@ -1,7 +1,7 @@
 """Features from public numbers: extractors, and codes of a table's columns, joined into rows of norm 1."""
 
 from privgrad.features.caching import cache
-from privgrad.features.columns import Bins, OneHot
+from privgrad.features.columns import Bins, Hats, OneHot
 from privgrad.features.extractor import Extractor, Public
 from privgrad.features.frozen import Frozen, FrozenText, RandomFourier
 from privgrad.features.images import Hog, Patches, Scattering, pink_noise, silhouettes
@@ -14,6 +14,7 @@ __all__ = [
     "Extractor",
     "Frozen",
     "FrozenText",
+    "Hats",
     "Hog",
     "OneHot",
     "Patches",
