@@ -80,10 +80,11 @@ def opacus_mlp(table: Table, epsilon: float, seed: int) -> Array:
 
 
 def opacus(table: Table, epsilon: float, model: nn.Module, optimizer: Any, *, batch_size: int, epochs: int) -> Array:
-    """Train a model of numbers in [0, 1] and one-hot categories."""
+    """Train a model of columns in [-1, 1], as our estimators see them, by the cross-entropy or the squared error."""
     from opacus import PrivacyEngine
 
-    rows = {part: torch.from_numpy(table.scaled(part)).float() for part in table.labels}
+    rows = {part: torch.from_numpy(2 * table.scaled(part) - 1).float() for part in table.labels}
+    factor = 1 if table.target.kind == "class" else 2  # the losses of a head have half of the squared error
     loader: Any = DataLoader(labeled(table, rows), batch_size=batch_size)
     engine: Any = PrivacyEngine()
     private, optimizer, loader = engine.make_private_with_epsilon(
@@ -98,7 +99,7 @@ def opacus(table: Table, epsilon: float, model: nn.Module, optimizer: Any, *, ba
     for _ in range(epochs):
         for batch in loader:
             optimizer.zero_grad()
-            table.target.losses(private, batch).mean().backward()
+            (factor * table.target.losses(private, batch)).mean().backward()
             optimizer.step()
     return decoded(table, private.eval()(rows["test"]))
 
@@ -218,7 +219,7 @@ METHODS = {
 
 
 def predicted(name: str, table: Table, epsilon: float, seed: int) -> Array:
-    """Train, and return the predictions for test rows.
+    """Train, and return the predictions for test rows; all numbers are cut to the public bounds.
 
     Raises:
         RuntimeError: a package is not installed.
@@ -226,6 +227,7 @@ def predicted(name: str, table: Table, epsilon: float, seed: int) -> Array:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of research seeds, of rows outside of ranges, and of solvers that stop early
         try:
-            return np.asarray(METHODS[name].train(table, epsilon, seed))
+            made = np.asarray(METHODS[name].train(table, epsilon, seed))
         except ImportError as error:
             raise RuntimeError(f"{error}") from error
+    return made if table.target.kind == "class" else made.clip(table.target.low, table.target.high)
