@@ -19,7 +19,8 @@ import privgrad as pg
 from privgrad import data, models
 from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import NO_LABEL
-from privgrad.features import Bins, Hats, OneHot, join, unit_rows
+from privgrad.data.table import require_codes
+from privgrad.features import Bins, Hats, OneHot, Splines, join, unit_rows
 from privgrad_lab.build import make_data, make_model, with_public
 from privgrad_lab.data.tabular import _CATEGORIES
 from privgrad_lab.load_spec import check_spec, load_spec
@@ -973,6 +974,43 @@ def test_hat_codes_are_shares_of_the_two_nearest_knots():
     equal = Hats.equal(0, 99, 3, log=True)
     assert equal.knots == (0.0, 9.0, 99.0)
     assert len(Hats.equal(0, 1).knots) == 16
+
+
+def test_splines_are_the_hat_codes_of_all_columns():
+    rows = torch.tensor([[-1.0, 3.0], [0.3, 9.0], [2.5, -7.0]])
+    extractor = Splines([0.0, -4.0], [2.0, 4.0], 5)
+    codes = [Hats.equal(low, high, 5)(column) for low, high, column in zip((0, -4), (2, 4), rows.T, strict=True)]
+    torch.testing.assert_close(extractor(rows), join(*codes))
+    with pytest.raises(pg.PrivacyError, match="Splines: expected rows to have shape"):
+        extractor(rows[:, :1])
+    with pytest.raises(pg.PrivacyError, match="Splines: expected knots"):
+        Splines(0.0, 1.0, 1)
+
+
+def test_synthetic_rows_follow_from_the_declaration_alone(tmp_path: Path):
+    columns: dict[str, Any] = {
+        "age": {"kind": "number", "range": [20, 80], "knots": 7, "missing": "category"},
+        "cost": {"kind": "number", "edges": [0, 1, 10, 100]},
+        "ward": {"kind": "category", "values": ["a", "b", "c"]},
+        "seen": {"kind": "date", "as": ["year", "month"], "range": [2020, 2022]},
+    }
+    cells: dict[str, list[Any]] = {"age": [30, 40], "cost": [5, 7], "ward": ["a", "b"], "seen": ["2021-03-04"] * 2}
+    for label, target in (("died", {"classes": [0, 1]}), ("paid", {"bounds": [0, 50]})):
+        schema = data.table(cells | {label: [0, 1]}, columns=columns, label=label, unit="row", **target).schema
+        assert schema is not None
+        codes, labels = data.synthetic_rows(schema, 500, seed=3)
+        require_codes("test", schema, codes)
+        assert codes.shape == (500, 8 + 3 + 3 + 3 + 12)
+        assert bool((codes.sum(0) > 0)[torch.arange(29) != 7].all())  # but for the code of missing ages
+        assert (float(labels.min()), float(labels.max())) == pytest.approx(
+            (0, 1) if label == "died" else (0, 50), abs=1
+        )
+        assert torch.equal(data.synthetic_rows(schema, 500, seed=3)[0], codes)
+    texts = {"note": ["a", "b"], "y": [0, 1]}
+    schema = data.table(texts, columns={"note": {"kind": "text"}}, label="y", classes=[0, 1], unit="row").schema
+    assert schema is not None
+    with pytest.raises(pg.PrivacyError, match="column 'note' to hold numbers, dates or categories, got text"):
+        data.synthetic_rows(schema)
 
 
 def test_a_linear_model_on_hat_codes_is_a_line_between_the_knots():

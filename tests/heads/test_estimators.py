@@ -17,6 +17,7 @@ from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import FunctionTransformer  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
+from privgrad.features import Scaled, Splines  # noqa: E402
 from privgrad.heads.sklearn import PrivateLinearRegression, PrivateLogisticRegression  # noqa: E402
 
 FACTS: dict[str, Any] = {"target_epsilon": 10.0, "delta": 1e-3, "num_examples": 10, "feature_bounds": (-10, 10)}
@@ -221,3 +222,16 @@ def test_nothing_that_decides_privacy_has_a_default():
             make: Any = kind
             with pytest.raises(TypeError, match=f"'{missing}'"):
                 make(**facts)
+
+
+def test_columns_become_hat_codes_where_the_rows_are_many_enough():
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(-1, 1, (400, 2))
+    facts: dict[str, Any] = {"target_epsilon": 50.0, "delta": 1e-3, "feature_bounds": (-1, 1), "steps": 40}
+    # No line tells the middle from both ends.
+    classes = (np.abs(rows[:, 0]) > 0.5).astype(int)
+    for count, kind, least in ((400, Splines, 0.85), (319, Scaled, 0.0)):
+        model = PrivateLogisticRegression(classes=[0, 1], num_examples=count, **facts).fit(rows, classes)
+        assert type(model.head_.extractor) is kind
+        assert model.score(rows, classes) > least
+        assert model.head_.result.ledger.plan_facts["side_information"].startswith("features: bounds as declared")

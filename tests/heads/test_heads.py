@@ -20,6 +20,7 @@ from privgrad.data.schema import Column, Schema
 from privgrad.features import Hog, Scaled, save_extractor
 from privgrad.heads import fitting
 from privgrad.optim import SGD
+from privgrad.training.defaults import head_max_grad_norm
 
 TINY = 1e-6  # a noise multiplier that changes no digit that is compared
 FACTS: dict[str, Any] = {"source": "random numbers", "progress": False}
@@ -162,8 +163,38 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
     assert recorded == declared == head.privacy["side_information"]
     assert not ledger.plan_facts["research_seed"]
     assert ledger.releases == 100
-    assert ledger.plan_facts["max_grad_norm"] == fitting.MAX_GRAD_NORM
+    assert ledger.plan_facts["max_grad_norm"] == 0.3  # the noise is large: few examples
     assert ledger.plan_facts["expected_batch_size"] == 1437
+
+
+@pytest.mark.parametrize(
+    ("width", "outputs", "sigma", "of_numbers", "wanted"),
+    [
+        (50, 2, 10.0, False, 1.0),
+        (50, 2, 60.0, False, 0.3),  # noise above .02
+        (600, 10, 2.0, False, 0.3),  # many weights
+        (50, 1, 10.0, True, 0.3),
+        (50, 1, 30.0, True, 0.1),  # noise above .005
+    ],
+)
+def test_the_clipping_norm_follows_from_public_numbers(
+    width: int, outputs: int, sigma: float, of_numbers: bool, wanted: float
+):
+    """sigma sqrt(weights / steps) / B, with B = 2,000 and 100 steps."""
+    plan = make_plan(sigma, num_examples=8_000, expected_batch_size=2_000, sample_rate=0.25, steps=100, delta=1e-5)
+    assert head_max_grad_norm(plan, width * outputs, of_numbers=of_numbers) == wanted
+
+
+@pytest.mark.parametrize("given", [None, 0.7])
+def test_a_head_has_this_clipping_norm_unless_another_one_is_given(given: float | None):
+    features, labels, arguments, _ = classes()
+    facts: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "num_examples": 60, "steps": 3} | arguments | FACTS
+    head = pg.fit_head(features, labels, max_grad_norm=given, **facts)
+    assert head.result is not None
+    found = head.result.ledger.plan_facts
+    plan = make_plan(found["noise_multiplier"], expected_batch_size=60, sample_rate=1.0, steps=3)
+    rule = head_max_grad_norm(plan, head.model.linear.weight.numel(), of_numbers=False)
+    assert found["max_grad_norm"] == (given or rule)
 
 
 def test_two_private_trainings_differ_and_a_seed_is_declared():

@@ -9,7 +9,7 @@ from typing import Any
 from privgrad.data.dataset import DataSet, by_user, packed
 from privgrad.data.digits import digits
 from privgrad.data.images import image_folder, read_image
-from privgrad.data.table import part_of, table
+from privgrad.data.table import part_of, synthetic_rows, table
 from privgrad.features.pretrained import MINILM, SMOLLM2, pretrained
 from privgrad.plugins import lab_attribute
 
@@ -24,6 +24,7 @@ __all__ = [
     "part_of",
     "pretrained",
     "read_image",
+    "synthetic_rows",
     "table",
 ]
 

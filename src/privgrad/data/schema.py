@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from itertools import pairwise
 from numbers import Integral, Number, Real
@@ -228,6 +228,18 @@ class Column:
             remedy = "they count as the nearest end; correct the unit, or the range from a public source"
             faults.append(Fault(f"outside of {ends[0]:g} to {ends[1]:g}", "", outside, remedy, "warning"))
         return values, faults
+
+    def drawn(self, rng: np.random.Generator, count: int) -> list[Any]:
+        """Return values that are drawn evenly from what is declared."""
+        if self.kind == "category":
+            return [self.declared["values"][place] for place in rng.integers(len(self.declared["values"]), size=count)]
+        if self.kind == "date":
+            first, last = self.declared.get("range") or (2000, 2000)
+            days = rng.uniform(0, (datetime(last, 12, 31) - datetime(first, 1, 1)).days + 1, size=count)
+            return [datetime(first, 1, 1) + timedelta(days=one) for one in days.tolist()]
+        if (ends := self.ends) is None:
+            raise expected("synthetic_rows", f"column {self.name!r}", "to hold numbers, dates or categories", self.kind)
+        return rng.uniform(*ends, size=count).tolist()
 
     def shown(self, table: Mapping[str, Sequence[str]]) -> Sequence[str]:
         """Return what each row of a table holds, for errors and findings."""

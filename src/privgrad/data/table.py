@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from annotated_types import Ge, Lt
 from torch import Tensor
@@ -186,6 +187,31 @@ def table(
         by_person=schema.by_person,
         schema=schema,
     )
+
+
+def synthetic_rows(schema: Schema, count: int = 256, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw public rows of a table from its declaration alone, for `suggest` and other public statistics.
+
+    Computes: numbers and dates evenly from their ranges, categories and labels evenly from their values.
+
+    Args:
+        schema: `DataSet.schema`, of a table without a column of text.
+        count: n >= 1.
+        seed: >= 0; the same seed gives the same rows.
+    Returns:
+        Codes (n, width), as those of `table`, and labels (n,), as `fit_head` takes them.
+    Raises:
+        PrivacyError: the table is a text, or a number is out of its range.
+    Privacy:
+        No row of the data is used. With a person as unit, each synthetic row is a row of its own.
+    """
+    require_integer("synthetic_rows", "count", count, 1)
+    require_integer("synthetic_rows", "seed", seed, 0)
+    rng = np.random.default_rng(seed)
+    codes = _codes(schema, {name: column.drawn(rng, count) for name, column in schema.columns.items()})
+    if schema.bounds is not None:
+        return codes, torch.from_numpy(rng.uniform(*schema.bounds, size=count)).float()
+    return codes, torch.from_numpy(rng.integers(len(schema.classes), size=count))
 
 
 class _Content(NamedTuple):

@@ -7,7 +7,7 @@ from privgrad.features.frozen import Frozen, FrozenText, RandomFourier
 from privgrad.features.images import Hog, Patches, Scattering, pink_noise, silhouettes
 from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.features.text import TfIdf, text_rows, word_sequences
-from privgrad.features.whitened import Scaled, Whitened, join, unit_rows
+from privgrad.features.whitened import Scaled, Splines, Whitened, join, unit_rows
 
 __all__ = [
     "Bins",
@@ -22,6 +22,7 @@ __all__ = [
     "RandomFourier",
     "Scaled",
     "Scattering",
+    "Splines",
     "TfIdf",
     "Whitened",
     "cache",

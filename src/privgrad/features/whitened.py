@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self, cast, overload
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_in, require_positive
+from privgrad.errors import expected, require_in, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of, public_rows
 from privgrad.types import PRIVATE_MOMENT
 
@@ -40,11 +40,43 @@ class Scaled(Extractor):
         super().__init__(source, low=start, high=end)
 
     def features(self, rows: Any) -> Tensor:
+        moved = self._moved(rows)
+        return unit_rows(torch.cat([moved, torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))
+
+    def _moved(self, rows: Any) -> Tensor:
+        """Return columns moved to [-1, 1]."""
         low, high = self.get_buffer("low"), self.get_buffer("high")
         if low.ndim and rows.shape[1:] != low.shape:  # one column would be scaled by all bounds
-            raise expected("Scaled", "rows", f"to have shape (n, {len(low)})", tuple(rows.shape))
-        moved = (2 * rows.float() - low - high) / (high - low)
-        return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))
+            raise expected(type(self).__name__, "rows", f"to have shape (n, {len(low)})", tuple(rows.shape))
+        return ((2 * rows.float() - low - high) / (high - low)).clamp(-1, 1)
+
+
+class Splines(Scaled):
+    """The hat codes of all columns side by side (`Hats`), with equally spaced knots on public bounds; rows of norm 1.
+
+    A linear model on them is a sum of piecewise linear functions of the columns.
+
+    Attributes:
+        low, high, source: as in Scaled.
+        knots: the number of knots of each column, >= 2.
+    Raises:
+        PrivacyError: as Scaled; or there are fewer than 2 knots.
+    Privacy:
+        As Scaled.
+    """
+
+    options = ("knots",)
+
+    def __init__(self, low: Any, high: Any, knots: int = 16, *, source: str = _DECLARED) -> None:
+        require_integer("Splines", "knots", knots, 2)
+        super().__init__(low, high, source=source)
+        self.knots = knots
+
+    def features(self, rows: Any) -> Tensor:
+        last = self.knots - 1
+        places = (self._moved(rows) + 1) * (last / 2)  # from 0 to the last knot
+        apart = (places[..., None] - torch.arange(self.knots, device=places.device)).abs()
+        return unit_rows((1 - apart).clamp(min=0).flatten(1))
 
 
 class Whitened(Extractor):

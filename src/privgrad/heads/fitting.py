@@ -4,6 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.training.defaults import head_noise_step
+from privgrad.training.defaults import head_max_grad_norm, head_noise_step
 from privgrad.training.fitting import fit
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
 
 # Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
 STEPS = 300
-MAX_GRAD_NORM = 0.1
+MAX_GRAD_NORM = 0.3  # where a rule does not know the number of weights yet
 LARGEST_BATCH = 8192
 MOMENTUM = 0.9
 _BLOCK = 4096  # rows that are checked at once
@@ -90,7 +91,8 @@ def fit_head(
             budget. Without plan and target_epsilon, the training uses all that is left.
         steps: None is 300, or the number of the plan.
         expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
-        max_grad_norm: None is 0.1, or the number of the plan.
+        max_grad_norm: None is 0.1, 0.3 or 1, by the plan's noise and the number of weights (docs/choosing.md), or the
+            number of the plan.
         noise_step: at the peak of the schedule. None is the default of `privgrad.training.defaults` for the schedule.
         schedule: of the rate: a Schedule, or its decay.
         momentum: in [0, 1).
@@ -131,6 +133,9 @@ def fit_head(
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
     if plan is None:
         plan = _plan(numbers, own, unit, budget, place)
+        if max_grad_norm is None:
+            of_numbers, weights = target.kind == "number", rows.shape[-1] * target.outputs
+            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, weights, of_numbers=of_numbers))
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}")
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
@@ -220,7 +225,7 @@ def _plan(
         remedy = "give all three, a plan, or a budget: they decide the privacy"
         raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
     size = min(given["num_examples"], LARGEST_BATCH)
-    defaults = {"steps": STEPS, "expected_batch_size": size, "max_grad_norm": MAX_GRAD_NORM}
+    defaults = {"steps": STEPS, "expected_batch_size": size, "max_grad_norm": 1.0}  # epsilon does not depend on it
     chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}
     if budget is None or given["target_epsilon"] is not None:
         return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)

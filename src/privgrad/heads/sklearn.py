@@ -23,11 +23,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.checks.data import warn_of_private_bound
 from privgrad.errors import described, expected
-from privgrad.features import Extractor, Scaled
+from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
 from privgrad.training.schedule import Decay
 
+KNOTS = 16  # of each column
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 
@@ -88,7 +89,10 @@ class _Private(BaseEstimator):
         if self.feature_bounds is None:
             return rows, None
         low, high = self.feature_bounds
-        extractor = Scaled(low, high)
+        count = self.num_examples if self.budget is None else self.num_examples or self.budget.num_examples
+        # A small data set has too few rows for the weights of many codes.
+        has_enough = count is not None and KNOTS * X.shape[1] <= count / 10
+        extractor = Splines(low, high, KNOTS) if has_enough else Scaled(low, high)
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
@@ -113,10 +117,11 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
-            and a list of the highs, one per column. Columns are moved to [-1, 1], and a constant is added. Give them
-            for raw columns, such as age and income. One pair for columns of very different size flattens the small
-            ones. None: the rows of X are features that were prepared without the data, such as embeddings, of at least
-            2 columns. Each row is divided by its norm, and there is no constant.
+            and a list of the highs, one per column. Columns become hat codes with 16 knots (`features.Splines`), if
+            num_examples is at least 160 times their number. Otherwise they are moved to [-1, 1], and a constant is
+            added (`features.Scaled`). Give bounds for raw columns, such as age and income. One pair for columns of very
+            different size flattens the small ones. None: the rows of X are features that were prepared without the
+            data, such as embeddings, of at least 2 columns. Each row is divided by its norm, and there is no constant.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
         output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a

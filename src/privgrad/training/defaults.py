@@ -31,6 +31,7 @@ _NETWORK = 0.16
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
 _EXAMPLES = 32  # whose gradient norms are measured
+_FAR = 1e5  # from a label, where the slope of a cross-entropy is constant, and that of a square goes on to grow
 _MOMENTUM = 0.9
 _NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -129,6 +130,9 @@ def suggest(
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
         why = f"The layer {whose} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
         of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
+    if loss_fn is not None and _is_of_numbers(model, public_batch, loss_fn):
+        step *= _NUMBER / _LINEAR
+        why += f" The loss grows with the square of its error, as that of a number does: times {_NUMBER / _LINEAR:.2g}."
     step = float(f"{step:.2g}")
     clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples)
     reasons = (f"Noise step {step:g}. {why}", of_schedule, of_clip)
@@ -136,10 +140,46 @@ def suggest(
     return Suggestion(step, _MOMENTUM, chosen, clip, schedule, inputs, reasons)
 
 
+def _is_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> bool:
+    """Return whether far from the labels, the slope of the losses in the first output goes on to grow."""
+    moved = torch.zeros((), requires_grad=True)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        is_usable = isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 0
+        first = torch.zeros_like(output).index_fill(-1, torch.tensor(0, device=output.device), 1.0) if is_usable else 0
+        return output + moved.to(output) * first if is_usable else output
+
+    def slope(at: float) -> float:
+        with torch.no_grad():
+            moved.fill_(at)
+        total = loss_fn(model, public_batch).sum()
+        found = torch.autograd.grad(total, moved, allow_unused=True)[0] if total.requires_grad else None
+        return math.nan if found is None else float(found)
+
+    handle = model.register_forward_hook(hook)
+    try:
+        with evaluating(model), preserved(model), seeded(0):
+            near, far = ((slope(by) - slope(-by)) / (2 * by) for by in (0.1, _FAR))
+    finally:
+        handle.remove()
+    return near > 0 and far > near / 2
+
+
 def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
     """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay."""
     step = _NUMBER if of_numbers else _LINEAR
     return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
+
+
+def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool) -> float:
+    """Return C of a linear head on rows of norm 1 with so many weights, from the noise that its mean gradients have.
+
+    A small C is robust against noise, and a large one gives better probabilities: docs/choosing.md.
+    """
+    noise = plan.noise_multiplier * math.sqrt(weights / plan.steps) / plan.expected_batch_size
+    if of_numbers:
+        return 0.3 if noise < 0.005 else 0.1
+    return 1.0 if noise < 0.02 and weights <= 5_000 else 0.3
 
 
 def _clipping(
