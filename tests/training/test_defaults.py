@@ -248,24 +248,34 @@ def test_without_losses_a_batch_holds_the_arguments_of_the_model():
     assert all(one.input_norms == pytest.approx(expected) for one in found)
 
 
-LOSSES: dict[str, tuple[int, Any, bool]] = {
-    "two classes": (2, lambda m, b: F.cross_entropy(m(b[0]), b[1] % 2, reduction="none"), False),
-    "600 classes": (600, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), False),
-    "tags": (9, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0]), b[2][:, :9], reduction="none").mean(1), False),
-    "absolute": (1, lambda m, b: (m(b[0])[:, 0] - b[1]).abs(), False),
-    "squares": (1, lambda m, b: (m(b[0])[:, 0] - b[1]).square() / 2, True),
-    "pictures": (9, lambda m, b: (m(b[0]) - b[2][:, :9]).square().mean(1), True),
-    "counts": (1, lambda m, b: F.poisson_nll_loss(m(b[0])[:, 0], b[1].float(), reduction="none"), True),
+# By name: outputs, loss, and the standard deviation of the labels if they are one number.
+LOSSES: dict[str, tuple[int, Any, float | None]] = {
+    "two classes": (2, lambda m, b: F.cross_entropy(m(b[0]), b[1] % 2, reduction="none"), None),
+    "600 classes": (600, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), None),
+    "one logit": (
+        1,
+        lambda m, b: F.binary_cross_entropy_with_logits(m(b[0])[:, 0], b[2][:, 0], reduction="none"),
+        None,
+    ),
+    "absolute": (1, lambda m, b: (m(b[0])[:, 0] - b[1]).abs(), None),
+    "pictures": (9, lambda m, b: (m(b[0]) - b[2][:, :9]).square().mean(1), None),
+    "squares": (1, lambda m, b: (m(b[0])[:, 0] - b[1] / 100).square(), 0.1847),
+    "wide squares": (1, lambda m, b: (m(b[0])[:, 0] - b[1]).square() / 2, 18.47),
+    "counts": (1, lambda m, b: F.poisson_nll_loss(m(b[0])[:, 0], b[1] / 50, reduction="none"), 0.3695),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_numbers_gets_a_smaller_noise_step(name: str):
-    outputs, loss_fn, of_numbers = LOSSES[name]
+def test_the_noise_step_of_a_number_follows_its_spread(name: str):
+    outputs, loss_fn, spread = LOSSES[name]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, outputs))
     batch = torch.randn(64, 5), torch.arange(64), torch.rand(64, 600)
     found = pg.suggest(model, make_plan(), public_batch=batch, loss_fn=loss_fn)
-    norm = max(found.input_norms.values())
-    assert found.noise_step == pytest.approx(0.16 / norm * (0.016 / 0.06 if of_numbers else 1), rel=0.05)
-    assert any("as that of a number does" in reason for reason in found.reasons) == of_numbers
+    share = 1.0 if spread is None else min(1.0, 0.011 / 0.16 * spread * math.sqrt(3))
+    assert found.noise_step == pytest.approx(0.16 / max(found.input_norms.values()) * share, rel=0.06)
+    assert any("that of a number" in reason for reason in found.reasons) == (spread is not None)
+    if outputs == 1:
+        one = pg.suggest(nn.Linear(5, 1), make_plan(), public_batch=batch, loss_fn=loss_fn)
+        share = 1.0 if spread is None else min(1.0, 0.016 / 0.06 * spread * math.sqrt(3))
+        assert one.noise_step == pytest.approx(0.06 / max(one.input_norms.values()) * share, rel=0.06)

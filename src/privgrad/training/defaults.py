@@ -28,6 +28,7 @@ _LINEAR = 0.06
 _NUMBER = 0.016  # of a linear head for a number between -1 and 1
 _PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
 _NETWORK = 0.16
+_NETWORK_NUMBER = 0.011
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
 _EXAMPLES = 32  # whose gradient norms are measured
@@ -80,8 +81,9 @@ def suggest(
         view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
         a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
         constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
-        linearly to zero. C is 0.3 times the median gradient norm of 32 public examples. Most gradients are then
-        clipped, and u does not depend on C.
+        linearly to zero. If the loss is that of one number for each example, such as a squared error, u is multiplied
+        by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1. C is 0.3 times
+        the median gradient norm of 32 public examples. Most gradients are then clipped, and u does not depend on C.
 
     Args:
         model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
@@ -130,9 +132,11 @@ def suggest(
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
         why = f"The layer {whose} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
         of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
-    if loss_fn is not None and _is_of_numbers(model, public_batch, loss_fn):
-        step *= _NUMBER / _LINEAR
-        why += f" The loss grows with the square of its error, as that of a number does: times {_NUMBER / _LINEAR:.2g}."
+    if loss_fn is not None and (spread := _spread_of_numbers(model, public_batch, loss_fn)) is not None:
+        of_number = _NUMBER / _LINEAR if len(norms) == matrices == 1 else _NETWORK_NUMBER / _NETWORK
+        share = min(1.0, of_number * spread * math.sqrt(3))  # 1 / sqrt(3): of numbers drawn from -1 to 1
+        step *= share
+        why += f" The loss is that of a number, with a standard deviation of {spread:.2g}: times {share:.2g}."
     step = float(f"{step:.2g}")
     clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples)
     reasons = (f"Noise step {step:g}. {why}", of_schedule, of_clip)
@@ -140,29 +144,35 @@ def suggest(
     return Suggestion(step, _MOMENTUM, chosen, clip, schedule, inputs, reasons)
 
 
-def _is_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> bool:
-    """Return whether far from the labels, the slope of the losses in the first output goes on to grow."""
-    moved = torch.zeros((), requires_grad=True)
+def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> float | None:
+    """Return the standard deviation of the labels of a loss of one number; None if it is another kind of loss.
+
+    Far from the labels, the slope of such a loss in the output goes on to grow, and that of a cross-entropy does not.
+    """
+    placed: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        is_usable = isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 0
-        first = torch.zeros_like(output).index_fill(-1, torch.tensor(0, device=output.device), 1.0) if is_usable else 0
-        return output + moved.to(output) * first if is_usable else output
+        if not placed and isinstance(output, Tensor) and output.is_floating_point():
+            placed.append(torch.zeros_like(output, requires_grad=True))
+        return placed[0] if placed else output
 
-    def slope(at: float) -> float:
+    def slopes(at: float) -> Tensor:
         with torch.no_grad():
-            moved.fill_(at)
+            placed[0].fill_(at)
         total = loss_fn(model, public_batch).sum()
-        found = torch.autograd.grad(total, moved, allow_unused=True)[0] if total.requires_grad else None
-        return math.nan if found is None else float(found)
+        found = torch.autograd.grad(total, placed[0], allow_unused=True)[0] if total.requires_grad else None
+        return placed[0].detach() * math.nan if found is None else found.flatten()
 
     handle = model.register_forward_hook(hook)
     try:
         with evaluating(model), preserved(model), seeded(0):
-            near, far = ((slope(by) - slope(-by)) / (2 * by) for by in (0.1, _FAR))
+            loss_fn(model, public_batch)
+            if not placed or placed[0].numel() != count_examples(public_batch):
+                return None
+            near, far = (float((slopes(by) - slopes(-by)).mean()) / (2 * by) for by in (0.1, _FAR))
+            return float(slopes(0.0).std(correction=0)) / near if near > 0 and far > near / 2 else None
     finally:
         handle.remove()
-    return near > 0 and far > near / 2
 
 
 def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
