@@ -32,7 +32,7 @@ _NETWORK_NUMBER = 0.011
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
 _EXAMPLES = 32  # whose gradient norms are measured
-_FAR = 1e5  # from a label, where the slope of a cross-entropy is constant, and that of a square goes on to grow
+_FAR = 1e5  # from a label, where the slope of a cross-entropy is constant, and that of a square still grows
 _MOMENTUM = 0.9
 _NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -147,7 +147,7 @@ def suggest(
 def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> float | None:
     """Return the standard deviation of the labels of a loss of one number; None if it is another kind of loss.
 
-    Far from the labels, the slope of such a loss in the output goes on to grow, and that of a cross-entropy does not.
+    Far from the labels, the slope of such a loss in the output still grows, and that of a cross-entropy does not.
     """
     placed: list[Tensor] = []
 
