@@ -995,7 +995,8 @@ def test_synthetic_rows_follow_from_the_declaration_alone(tmp_path: Path):
         "seen": {"kind": "date", "as": ["year", "month"], "range": [2020, 2022]},
     }
     cells: dict[str, list[Any]] = {"age": [30, 40], "cost": [5, 7], "ward": ["a", "b"], "seen": ["2021-03-04"] * 2}
-    for label, target in (("died", {"classes": [0, 1]}), ("paid", {"bounds": [0, 50]})):
+    targets: dict[str, dict[str, Any]] = {"died": {"classes": [0, 1]}, "paid": {"bounds": [0, 50]}}
+    for label, target in targets.items():
         schema = data.table(cells | {label: [0, 1]}, columns=columns, label=label, unit="row", **target).schema
         assert schema is not None
         codes, labels = data.synthetic_rows(schema, 500, seed=3)

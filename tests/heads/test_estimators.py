@@ -234,4 +234,4 @@ def test_columns_become_hat_codes_where_the_rows_are_many_enough():
         model = PrivateLogisticRegression(classes=[0, 1], num_examples=count, **facts).fit(rows, classes)
         assert type(model.head_.extractor) is kind
         assert model.score(rows, classes) > least
-        assert model.head_.result.ledger.plan_facts["side_information"].startswith("features: bounds as declared")
+        assert model.head_.privacy["side_information"].startswith("features: bounds as declared")
