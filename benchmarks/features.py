@@ -5,6 +5,7 @@ docs/features.md has the table. No training has a seed: a run is never repeated 
 examples, and are NOT private for these.
 """
 
+import itertools
 import json
 import platform
 import time
@@ -50,7 +51,7 @@ def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def trained(
-    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], epsilon: float, noise_step: float
+    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], epsilon: float, noise_step: float, norm: float
 ) -> dict[str, Any]:
     """Train a head, and return its record."""
     began, cpu = time.time(), time.process_time()
@@ -58,7 +59,7 @@ def trained(
     plan = pg.PrivacyPlan.for_budget(
         target_epsilon=epsilon,
         delta=1e-5,
-        max_grad_norm=0.1,
+        max_grad_norm=norm,
         num_examples=len(rows),
         expected_batch_size=8192,
         steps=300,
@@ -69,9 +70,11 @@ def trained(
     private_grad = pg.PrivateGradient(head, losses, plan)
     pg.fit(private_grad, optimizer, TensorDataset(rows, labels), scheduler="cosine", progress=False)
     with torch.no_grad():
-        guesses = torch.cat([head(part.float()).argmax(1) for part in test[0].split(4096)])
+        outputs = torch.cat([head(part.float()) for part in test[0].split(4096)])
     return {
-        "accuracy": float((guesses == test[1]).double().mean()),
+        "accuracy": float((outputs.argmax(1) == test[1]).double().mean()),
+        "log_loss": float(F.cross_entropy(outputs, test[1])),
+        "max_grad_norm": norm,
         "epsilon": plan.epsilon(),
         "delta": 1e-5,
         "noise_step": noise_step,
@@ -86,6 +89,7 @@ def main(
     extractor: Annotated[list[str], typer.Option(help=", ".join(EXTRACTORS))] = ["patches + hog"],  # noqa: B006
     epsilon: Annotated[list[float], typer.Option(help="privacy of a training")] = [3.0],  # noqa: B006
     noise_step: Annotated[float, typer.Option(help="at the peak")] = 0.15,
+    max_grad_norm: Annotated[list[float], typer.Option(help="C; repeat it for several")] = [0.1],  # noqa: B006
     runs: Annotated[int, typer.Option(help="trainings of each")] = 3,
     held_out: Annotated[int, typer.Option(help="measure on the last training images, for choices")] = 0,
     out: Annotated[Path, typer.Option(help="file of the records")] = ROOT / "results/features/runs.jsonl",
@@ -106,10 +110,10 @@ def main(
             "features_seconds": round(time.time() - began, 1),
         }
         train, test = ((part, given.tensors[1]) for part, given in zip(rows, parts, strict=True))
-        for budget in epsilon:
+        for budget, norm in itertools.product(epsilon, max_grad_norm):
             for _ in range(runs):
                 record = {"extractor": name, "source": made.source, "measured_on": "hold-out" if held_out else "test"}
-                record |= trained(train, test, budget, noise_step) | seconds
+                record |= trained(train, test, budget, noise_step, norm) | seconds
                 record |= {"threads": 1, "machine": f"{platform.processor() or platform.machine()}, 2 shared cores"}
                 record |= {"torch": torch.__version__, "seed": None}
                 with out.open("a") as file:

@@ -98,6 +98,28 @@ def printed(records: list[dict[str, Any]], metric: str | None) -> Iterator[str]:
                 yield f"| {name} | {shown} | {' | '.join(cells)} |"
 
 
+def changes(metric: str | None = None) -> str:
+    """Rows of docs/choosing.md: means at epsilon 3 / 1 by default, and at 3 also by the former defaults."""
+    now, former = read(OUT), read(OUT.with_name("former.jsonl"))
+
+    def mean(records: list[dict[str, Any]], *run: Any, shown: str) -> str | None:
+        found = [one[shown] for one in records if (one["set"], one["method"], one["epsilon"]) == run and shown in one]
+        return f"{np.mean(found):.3f}".replace("0.", ".", 1) if found else None
+
+    lines: list[str] = []
+    for name in dict.fromkeys(one["set"] for one in now):
+        shown = metric or next(one for one in ("r2", "auc", "accuracy") if mean(now, name, "linear", None, shown=one))
+        if mean(now, name, "linear", None, shown=shown) is None:
+            continue
+        cells = [name] if metric else [name, {"r2": "R2", "auc": "AUC"}.get(shown, shown)]
+        for method in ("privgrad-head", "privgrad-estimator", "privgrad-network", "opacus-mlp", "dp-ebm", "linear"):
+            found = [mean(now, name, method, at, shown=shown) for at in ((None,) if method == "linear" else EPSILONS)]
+            before = mean(former, name, method, EPSILONS[0], shown=shown)
+            cells.append((f"{before} → " if before else "") + " / ".join(one or "–" for one in found))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(
     set_: Annotated[list[str] | None, typer.Option("--set", help="default: all of the half")] = None,
     method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; default: all")] = None,

@@ -6,6 +6,7 @@ import re
 import runpy
 import statistics
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
-from benchmarks import epochs
+from benchmarks import epochs, tables
 from benchmarks.claims.__main__ import read, table
 from pages import ROOT, blocks
 from privgrad import models
@@ -618,3 +619,14 @@ def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_reco
                 shown[link] = table(Path(link).stem, read(ROOT / link))
         for number in re.findall(r"\d[\d.e-]* ± [\d.e-]*\d", ours) if checks else ():
             assert any(number in shown[link] for link in checks), (name, number)
+
+
+def test_the_tables_of_defaults_are_those_of_their_records():
+    for metric in (None, "log_loss"):
+        assert f"|---|\n{tables.changes(metric)}\n\n" in CHOOSING.read_text()
+    norms = defaultdict[float, list[dict[str, float]]](list)
+    for record in read(ROOT / "results/features/clipping.jsonl"):
+        norms[record["max_grad_norm"]].append(record)
+    for name, shown in (("accuracy", lambda mean: f"{100 * mean:.1f} %"), ("log_loss", lambda mean: f"{mean:.3f}")):
+        means = [statistics.mean(one[name] for one in norms[norm]) for norm in sorted(norms)]
+        assert f"| {' | '.join([name.replace('_', ' '), *map(shown, means)])} |" in CHOOSING.read_text()

@@ -32,7 +32,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
         "checks": 1707,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
-        "cli": 573,  # calibrate takes epochs and a batch size; epochs and rows of a person; NIST and registry
+        "cli": 629,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1520,  # categories as pandas writes them, 1.0 and True; knots, and rows drawn from a schema
         "diagnostics": 685,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import doctor, privacy
+from privgrad.cli import doctor, predict, privacy
 from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
 from privgrad.errors import PrivacyError
 from privgrad.plugins import from_lab
@@ -39,10 +39,11 @@ With --json, the last line of the output is one JSON object.""",
 _PANELS = {
     "Before a training": ("data", "doctor", "calibrate"),
     "Training": ("train", "compare", "reproduce"),
-    "After a training": ("epsilon", "statement", "budget", "audit"),
+    "After a training": ("predict", "epsilon", "statement", "budget", "audit"),
 }
 _commands: dict[str, Any] = {
-    one.__name__: one for one in (doctor.doctor, privacy.calibrate, privacy.epsilon, privacy.statement, privacy.budget)
+    one.__name__: one
+    for one in (doctor.doctor, predict.predict, privacy.calibrate, privacy.epsilon, privacy.statement, privacy.budget)
 }
 
 
