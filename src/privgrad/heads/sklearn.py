@@ -72,7 +72,7 @@ class _Private(BaseEstimator):
         features, extractor = self._features(X)
         self.head_ = fit_head(
             features,
-            torch.from_numpy(labels),
+            labels,
             **target,
             **{one.name: getattr(self, one.name) for one in fields(_Private) if one.name != "feature_bounds"},
             extractor=extractor,
@@ -243,4 +243,4 @@ def _named(X: Any, column: int) -> str:  # noqa: N803
 
 
 def _tensor(rows: Array) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))
+    return torch.from_numpy(np.require(rows, np.float32, ["C", "W"]))  # torch warns of arrays that cannot be written
