@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 951,  # epochs, trade-off curves, NIST, the registry
-        "training": 2281,  # shards of a model and in checkpoints; what processes must have alike; parts of the rows
+        "training": 2283,  # shards of a model and in checkpoints; what processes must have alike; parts of the rows
     },
     "privgrad_lab": {"(root)": 3833, "cli": 628, "data": 1939, "models": 319, "papers": 857, "report": 1224},
 }

