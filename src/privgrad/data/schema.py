@@ -38,7 +38,7 @@ _NOBODY = {
 }
 _WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
 _NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
-_MISSING = ("", "nan", "null")
+_MISSING = ("", "nan", "nat", "null")  # NaT is a date that pandas lacks
 _MOST_BINS = 10_000
 _SECONDS = 86_400  # of a day
 

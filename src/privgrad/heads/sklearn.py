@@ -1,4 +1,4 @@
-"""Private linear models with the interface of scikit-learn. Their privacy guarantee is that of `fit_head`.
+"""Private models with the interface of scikit-learn, of numbers and of tables. Their guarantee is that of `fit_head`.
 
 Four habits of scikit-learn are not private, and void the guarantee: a scaler or vectorizer that is fitted on the same
 rows; GridSearchCV and other choices by a score on them; cross-validation, which trains several times; and refitting.
@@ -9,8 +9,9 @@ Give each training its own part of one Budget.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import os
+import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -22,15 +23,27 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.checks.data import warn_of_private_bound
-from privgrad.errors import described, expected
+from privgrad.data.read_rows import Frame, columns_of, records_of
+from privgrad.data.table import table, width_of
+from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
+from privgrad.training.defaults import table_hidden
 from privgrad.training.schedule import Decay
 
-KNOTS = 16  # of each column
+__all__ = [
+    "PrivateLinearRegression",
+    "PrivateLogisticRegression",
+    "PrivateTabularClassifier",
+    "PrivateTabularRegressor",
+]
+
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
+Table = Frame | Mapping[str, Sequence[Any]]
+_LABEL = "label"  # the column of labels that are given apart
+_CODED = ("number", "category", "date", "days_between")  # kinds of columns whose missing values have a code
 
 _FILL = (
     "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
@@ -44,12 +57,11 @@ _CODE = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _Private(BaseEstimator):
-    """The arguments, the training and the outputs that both estimators share."""
+    """The arguments and the training that all estimators share."""
 
     target_epsilon: float | None
     delta: float | None
     num_examples: int | None
-    feature_bounds: Bounds | None = None
     steps: int | None = None
     expected_batch_size: int | None = None
     max_grad_norm: float | None = None
@@ -59,26 +71,34 @@ class _Private(BaseEstimator):
     output_dir: str | os.PathLike[str] | None = None
     seed: int | None = None
 
-    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
-        """Train the head on the rows of X; warn of a second training that no budget counts."""
+    def _train(self, features: torch.Tensor, labels: Any, **options: Any) -> None:
+        """Train the head; warn of a second training that no budget counts."""
         folder = self.output_dir
         is_counted = self.budget is not None or (folder is not None and (Path(folder) / "ledger.jsonl").exists())
         if hasattr(self, "head_") and not is_counted:
             warnings.warn(
                 f"{type(self).__name__}.fit: this object was fitted before. Both trainings are releases, whose costs "
                 "add up; head_.epsilon is the cost of the last one. Give budget and output_dir to keep the total",
-                stacklevel=3,
+                stacklevel=4,
             )
+        own = {one.name: getattr(self, one.name) for one in fields(_Private)}
+        self.head_ = fit_head(features, labels, **own, **options, progress=False)
+
+    @property
+    def _count(self) -> int:  # of examples; fit_head refuses 0
+        return self.num_examples or (0 if self.budget is None else self.budget.num_examples)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Linear(_Private):
+    """The features and the outputs of both linear models."""
+
+    feature_bounds: Bounds | None = None
+
+    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         features, extractor = self._features(X)
-        self.head_ = fit_head(
-            features,
-            labels,
-            **target,
-            **{one.name: getattr(self, one.name) for one in fields(_Private) if one.name != "feature_bounds"},
-            extractor=extractor,
-            source="the columns of X as given" if extractor is None else None,
-            progress=False,
-        )
+        source = "the columns of X as given" if extractor is None else None
+        self._train(features, labels, **target, extractor=extractor, source=source)
 
     def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
         """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
@@ -89,10 +109,10 @@ class _Private(BaseEstimator):
         if self.feature_bounds is None:
             return rows, None
         low, high = self.feature_bounds
-        count = self.num_examples if self.budget is None else self.num_examples or self.budget.num_examples
         # A small data set has too few rows for the weights of many codes.
-        has_enough = count is not None and KNOTS * X.shape[1] <= count / 10
-        extractor = Splines(low, high, KNOTS) if has_enough else Scaled(low, high)
+        knots = table_knots(self._count)
+        has_enough = knots * X.shape[1] <= self._count / 10
+        extractor = Splines(low, high, knots) if has_enough else Scaled(low, high)
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
@@ -106,7 +126,7 @@ class _Private(BaseEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLogisticRegression(ClassifierMixin, _Private):
+class PrivateLogisticRegression(ClassifierMixin, _Linear):
     """Logistic regression with differential privacy, for rows that are one person each.
 
     Args:
@@ -170,7 +190,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearRegression(RegressorMixin, _Private):
+class PrivateLinearRegression(RegressorMixin, _Linear):
     """Linear regression of a bounded number with differential privacy, for rows that are one person each.
 
     Clipping bounds the pull of each row: the loss is then about that of Huber, between mean and median regression.
@@ -202,6 +222,148 @@ class PrivateLinearRegression(RegressorMixin, _Private):
         """Return the number of each row, (n,), within label_bounds."""
         outputs = self._outputs(X)
         return self.head_.target.decoded(outputs).double().numpy()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Tabular(_Private):
+    """The declaration, the training and the outputs of both models of a table."""
+
+    columns: Mapping[str, Mapping[str, Any]] | str | os.PathLike[str]
+    unit: str
+    max_rows: int | None = None
+    hidden: int | None = None
+    verbose: bool = True
+
+    def _fit_table(self, X: Table, y: Any, **target: Any) -> None:  # noqa: N803
+        """Train a head on the codes of X, and tell what was chosen."""
+        function, cells, label = type(self).__name__, columns_of(X), y if isinstance(y, str) else _LABEL
+        if label is _LABEL:
+            cells |= columns_of({_LABEL: y})
+        unit = {"unit": self.unit, "max_rows": self.max_rows}
+        data = table(cells, columns=self._declared(function), label=label, **unit, **target)
+        assert data.schema is not None
+        bounds, width = data.schema.bounds, width_of(data.schema)
+        hidden, why = self.hidden, "as given"
+        if hidden is None:
+            hidden, why = table_hidden(self._count, of_numbers=bounds is not None)
+        of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
+        source = "codes of the declared columns"
+        options = {"classes": data.classes, "schema": data.schema, "source": source, "hidden": hidden}
+        self._train(*data.train.tensors, **of_target, **options)
+        plan, epsilon = self.head_.privacy, self.head_.epsilon
+        assert self.head_.result is not None
+        steps = self.head_.result.ledger.releases
+        self.choices_ = (
+            f"{width} codes of {len(data.schema.columns)} columns",
+            f"{f'a layer of {hidden} units beside a linear model' if hidden else 'a linear model'}, {why}",
+            f"{steps:,} steps, {plan['expected_batch_size']:,} of {plan['num_examples']:,} in each on average",
+            f"clipping norm {plan['max_grad_norm']:g} and noise multiplier {plan['noise_multiplier']:.4g}",
+            f"epsilon {epsilon:.4g} at delta {plan['delta']:g}",
+        )
+        if self.verbose:
+            print(f"{function}: {'; '.join(self.choices_)}")
+
+    def _declared(self, function: str) -> dict[str, Any]:
+        """Return the columns, from a file of TOML too, with a code for missing values unless they say otherwise."""
+        found: Any = self.columns
+        knots = table_knots(self._count)
+        if isinstance(found, str | os.PathLike):
+            with readable(function, f"columns, {found},", "to be a TOML with a table for each column", "correct it"):
+                found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
+        kinds = {name: one.get("kind") if isinstance(one, Mapping) else None for name, one in found.items()}
+        has_codes = {name: kinds[name] in _NUMBERS and not _NUMBER_CODES & one.keys() for name, one in found.items()}
+        return {
+            name: ({"missing": "category"} if kinds[name] in _CODED else {})
+            | ({"knots": knots} if has_codes[name] else {})
+            | one
+            for name, one in found.items()
+        }
+
+    def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
+        """Return the outputs for a table, or for a list of rows by column name."""
+        check_is_fitted(self)
+        return self.head_(records_of(X) if isinstance(X, Mapping) else X)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateTabularClassifier(ClassifierMixin, _Tabular):
+    """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
+
+    Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
+        a linear one, with a layer of hidden units where many rows predict a number. `choices_` says what it chose.
+
+    Args:
+        columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for
+            each column. Take ranges and values from a codebook, not from the rows. Missing values get a code, unless a
+            column has missing = "error". Columns that are not declared are not read.
+        classes: the public classes, in the order of `predict_proba`. They are not taken from y.
+        unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
+            person together, and needs max_rows.
+        max_rows: for persons: the most rows of a person, a public number. Later rows are not used.
+        hidden: number of hidden units, 0 for a linear model; None: the rule chooses.
+        verbose: whether `fit` prints what was chosen.
+        target_epsilon, delta, num_examples, steps, expected_batch_size, max_grad_norm, noise_step, schedule, budget,
+            output_dir, seed: as in PrivateLogisticRegression; num_examples counts persons if they are the unit.
+    Attributes:
+        classes_: the classes, as given.
+        choices_: what was chosen, one text each. All of it is public.
+        head_: the Head, which takes rows by column name; `head_.save(folder)` writes it, for `privgrad predict`.
+    Privacy:
+        As fit_head. See the module for habits of scikit-learn that void it.
+    """
+
+    classes: Sequence[Any]
+
+    def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
+        """Train on a table, a DataFrame or columns by name, and the classes of its rows: (n,), or the column's name.
+
+        Raises:
+            PrivacyError: the declaration is incomplete, a value does not fit it, or fit_head refuses; nothing was
+                spent.
+        """
+        self._fit_table(X, y, classes=list(self.classes))
+        self.classes_: Array = np.asarray(self.classes)
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the likeliest class of each row of a table, (n,); a list of rows by column name does too."""
+        likeliest = self._outputs(X).argmax(1).numpy()
+        return self.classes_[likeliest]
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return the probability of each class, (n, classes), in the order of classes_."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateTabularRegressor(RegressorMixin, _Tabular):
+    """A bounded number from the columns of a table, with differential privacy: as PrivateTabularClassifier.
+
+    Args:
+        label_bounds: the public smallest and largest label, known without y. Labels outside of them count as the
+            nearest one.
+        columns, unit, max_rows, hidden, verbose, target_epsilon, delta, num_examples, steps, expected_batch_size,
+            max_grad_norm, noise_step, schedule, budget, output_dir, seed: as in PrivateTabularClassifier.
+    Attributes:
+        choices_, head_: as in PrivateTabularClassifier.
+    Privacy:
+        As PrivateTabularClassifier.
+    """
+
+    label_bounds: tuple[float, float]
+
+    def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
+        """Train on a table and the numbers of its rows: (n,), or the column's name.
+
+        Raises:
+            PrivacyError: as in PrivateTabularClassifier; nothing was spent.
+        """
+        self._fit_table(X, y, bounds=self.label_bounds)
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the number of each row, (n,), within label_bounds."""
+        return self.head_.target.decoded(self._outputs(X)).double().numpy()
 
 
 def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
