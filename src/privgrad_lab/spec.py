@@ -440,6 +440,11 @@ class Spec(Table):
         """Return K, by which tuning divides the batches of final trainings."""
         return 1 if self.tuning is None else self.tuning.simulate
 
+    def with_noise(self, noise_multiplier: float) -> "Spec":
+        """Return the spec of single trainings with this noise, in place of a total epsilon."""
+        privacy = {"total_epsilon": None, "budget": None, "noise_multiplier": noise_multiplier}
+        return self.model_copy(update={"privacy": self.privacy.model_copy(update=privacy)})
+
     def of(self, method: MethodTable) -> "Spec":
         """Return the spec with a method's own model and features."""
         features = self.features if method.features is None else method.features or None
