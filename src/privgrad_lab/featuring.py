@@ -78,9 +78,8 @@ def with_norm_of_numbers(spec: Spec, raw: Mapping[str, Any]) -> Spec:
     is_known = spec.model.use == "head" and spec.features is None and not spec.data.use and "bounds" in given
     if not is_known or "max_grad_norm" in raw["privacy"]:
         return spec
-    schema, single = schema_of("load_spec", **{name: given.get(name) for name in SCHEMA}), spec
-    if spec.privacy.total_epsilon is not None:
-        single = spec.with_noise(price(spec).noise_multiplier)
+    schema = schema_of("load_spec", **{name: given.get(name) for name in SCHEMA})
+    single = spec if spec.privacy.total_epsilon is None else spec.with_noise(price(spec).noise_multiplier)
     norm = head_max_grad_norm(single.plan(None), width_of(schema), of_numbers=True)
     return spec.model_copy(update={"privacy": spec.privacy.model_copy(update={"max_grad_norm": norm})})
 
@@ -160,8 +159,7 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
         if table.whiten is not None:
             rows = _public(table.whiten, data, given.use)
             width = block(rows.rows[:1]).shape[1]
-            options = {"power": table.power, "ridge": table.ridge}
-            chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            chosen = table.model_dump(include={"power", "ridge"}, exclude_none=True)
             block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **chosen)
         made.append((block, weight))
     return features.join(*made)

@@ -64,30 +64,25 @@ def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 def outputs(model: nn.Module, examples: TensorDataset, data: DataSet) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the labels of batches of examples, in the caller's mode."""
-    length = tokens(examples.tensors[1])
-    rows = 256 if length is None else max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
+    labels = examples.tensors[1]
+    length = 1 if labels.is_floating_point() else math.prod(labels.shape[1:])  # labels of a row
+    rows = max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
     for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
         inputs, labels = _beside(model, batch)
         yield model(inputs), labels
-
-
-def tokens(labels: Tensor) -> int | None:
-    """Return the number of labels per example if each belongs to a token or to a person's row, and None otherwise."""
-    return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
 
 
 def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Return a measure of each label: of each example, of each token, or of each row of a person.
 
     "squared_error" is half the squared distance between the probabilities and the right class, in [0, 1]: (p - y)^2 for
-    two classes. Without classes, it is the mean squared error of the outputs, which has no bound. Errors of numbers are
-    in the units of the label. Values of tokens without a label have no meaning.
+    two classes. Without classes, it is the mean squared error of the outputs, which has no bound. "absolute_error" is
+    that of a number, in the units of the label. Values of tokens without a label have no meaning.
     """
     if name == "loss" or (name == "squared_error" and data.score is None):
         return _losses(logits, labels, data)
-    if data.score == "r2":
-        errors = (Target.of(data).decoded(logits.double()) - labels).abs()
-        return errors.square() if name == "squared_error" else errors
+    if name == "absolute_error":
+        return (Target.of(data).decoded(logits.double()) - labels).abs()
     if name == "accuracy":
         return logits.argmax(-1) == labels
     if name == "squared_error":
@@ -125,22 +120,21 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     """Return the score of each row of `examples`, shape (n,), float64 in [0, 1]; larger is better.
 
     A row without labels, and a model without finite outputs, score 0. A row of the result depends on one row of
-    `examples` only, and no noise is added. Of an error it is 1 minus the error, and that of a number counts as a share
-    of the distance between the bounds, at most 1.
+    `examples` only, and no noise is added. Of an error it is 1 minus the error; that of a number is divided by the
+    distance between the bounds first.
     """
     name = scored_by(by, data)
     (values,) = unit_values(model, examples, data, [name])
-    if data.score == "r2":
-        values = values / (2 * Target.of(data).half) ** (2 if name == "squared_error" else 1)
+    if name == "absolute_error":
+        values = values / (2 * Target.of(data).half)
     scores = 1 - values if name.endswith("error") else values
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
 
 
 def scored_by(by: str, data: DataSet) -> str:
-    """Return the metric whose value for each person a private comparison pays for; `by` is that of [tuning].
+    """Return the metric whose mean over persons a private comparison pays for; `by` is that of [tuning].
 
-    For numbers it is the absolute error by default, and not the squared one: candidates differ more in it, compared
-    with the noise of a score.
+    Of numbers it is the absolute error: compared with the noise, candidates differ less in the squared one.
     """
     name = data.score if by == "accuracy" else by
     assert name is not None, "data without a score"
@@ -171,13 +165,12 @@ def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[st
     Means are over all labels. Where a row of the data is a person, they are over persons: each counts once.
     "raw_groups" is measured on the training examples without noise: NOT private for these.
     """
-    own = None if data.score == "r2" else data.score
-    names = ["loss", *filter(None, [own])]
+    names = ["loss", *([] if data.score in (None, "r2") else [data.score])]
     losses, *scores = unit_values(model, held_out, data, names, by_label=not data.by_person)
     measured: dict[str, Any] = {"loss": losses.mean().item()}
     if scores:
         measured["accuracy"] = scores[0].mean().item()
-    elif data.score is not None:  # of all numbers together
+    elif data.score == "r2":  # of all numbers together
         found = metrics_of(model, held_out, data, OF_NUMBERS, {})
         measured |= {"accuracy": found["r2"], "absolute_error": found["absolute_error"]}
     if data.frequency_edges is not None:
@@ -200,7 +193,7 @@ _SUITS: dict[str, tuple[Kind, ...]] = {
     "recall@k": ("classes", "texts", "tags"),
     "r2": ("numbers",),
     "absolute_error": ("numbers",),
-    "squared_error": ("classes", "texts", "numbers", "vectors"),
+    "squared_error": ("classes", "texts", "vectors"),
     "a function": ("classes", "tags", "numbers", "vectors"),
 }
 _KINDS: dict[Kind, str] = {
@@ -294,7 +287,7 @@ def _kind(data: DataSet) -> Kind:
         return "vectors" if data.score is None else "numbers"
     if labels.is_floating_point():
         return "tags"
-    return "classes" if tokens(labels) is None or data.by_person else "texts"
+    return "classes" if labels.ndim == 1 or data.by_person else "texts"
 
 
 def metrics_of(

@@ -112,8 +112,8 @@ class PaidFolder:
         assert people is not None
         by, noise = scored_by(spec.tuning.by, data), self._cost.score_noise
         values = unit_scores(model, people, data, by)
-        name = f"1 - {by}" if by.endswith("error") else by
-        about: Record = {"tuning_score_by": name, "tuning_score_on": spec.tuning.score_on}
+        about: Record = {"tuning_score_by": f"1 - {by}" if by.endswith("error") else by}
+        about |= {"tuning_score_on": spec.tuning.score_on}
         if noise is None:
             return about | {"tuning_score": values.mean().item(), "score_noise_std": 0.0}
         # The score of people gets noise and is charged to a ledger of its own, next to that of the training.
@@ -369,8 +369,8 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     """Measure the final model on the test set, each person once. NOT private for the people in it."""
     (losses,), names = unit_values(model, data.test, data, ["loss"]), reported(spec, data)
-    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_accuracy": None}
-    found["test_units"] = len(losses)
+    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_units": len(losses)}
+    found["test_accuracy"] = None
     measured = list(dict.fromkeys([*filter(None, [data.score]), *names]))
     values = metrics_of(model, data.test, data, measured, {})
     ends = intervals_of(model, data.test, data, measured)

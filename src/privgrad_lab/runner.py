@@ -255,8 +255,7 @@ class Free:
         if run.phase == "final":
             record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
         if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
-            (losses,) = unit_values(model, data.train, data, ["loss"], by_label=True)
-            record["raw_train_loss"] = float(losses.mean())
+            record["raw_train_loss"] = float(unit_values(model, data.train, data, ["loss"], by_label=True)[0].mean())
         return record
 
     def _without_raw(self, run: Run, made: Prepared, measured: dict[str, Any]) -> dict[str, Any]:

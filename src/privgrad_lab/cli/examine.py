@@ -39,8 +39,7 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     spec = check_spec(tables, path) if {"model", "privacy"} <= tables.keys() else None
     is_table = loader is loaders.table
     fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
-    names = (*SCHEMA, "table") if is_table else _IMAGES
-    declared = {key: data.get(key) for key in names}
+    declared = {key: data.get(key) for key in ((*SCHEMA, "table") if is_table else _IMAGES)}
     split = {key: data[key] for key in _SPLIT if key in data}
     privacy = tables.get("privacy")
     counted = privacy.get("num_examples") if isinstance(privacy, dict) else None

@@ -85,8 +85,7 @@ def of_table(
         if column.kind not in ("class", "text") and len(shown) > 1 and len(set(shown)) == 1:
             remedy = "harmless; a column that is left out because of this is a choice from private rows"
             found += _finding(column.name, f"constant: {shown[0]!r} in all rows", range(len(shown)), remedy)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as told:
             warn_of_private_ends("doctor", column, values)
         for one in told:
             what, _, remedy = f"{one.message}".removeprefix("NOT PRIVATE: doctor: ").partition(". If")

@@ -55,7 +55,7 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
         text += f"({interval_text(ends, score)}, from {last['test_units']:,} test {unit})"
         if (share := outcome.get("most_frequent_class")) is not None:
             text += f", and the most frequent class alone {100 * share:.1f} %"
-            text += ", which is inside the interval" if ends[0] <= share <= ends[1] else ""
+            text += ", which is inside the interval" if ends and ends[0] <= share <= ends[1] else ""
     for name, value in outcome["metrics"].items():
         shown = f"; {title(name)} {number_text(value)} ({interval_text(outcome['intervals'][name])})"
         text += "" if title(name) == score else shown
