@@ -203,6 +203,7 @@ _KINDS: dict[Kind, str] = {
     "numbers": "a number per label",
     "vectors": "no classes",
 }
+_PAID = ("accuracy", "recall@k", "absolute_error", "squared_error")
 OF_NUMBERS = ["r2", "absolute_error"]  # what every result on numbers has
 _CONFIDENCE = 0.95
 _RESAMPLES = 500
@@ -247,7 +248,7 @@ def require_names(spec: Spec) -> None:
 
 def is_paid(name: str) -> bool:
     """Return whether a metric is a mean of one value in [0, 1] per person, after cutting."""
-    return family(name) in ("accuracy", "recall@k", "absolute_error", "squared_error")
+    return family(name) in _PAID
 
 
 def require_suited(spec: Spec, data: DataSet) -> None:
@@ -267,8 +268,9 @@ def require_suited(spec: Spec, data: DataSet) -> None:
 def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -> None:
     kind, labels = _kind(data), part.tensors[1]
     if kind not in _SUITS[family(name)]:
-        suited = [other for other, kinds in _SUITS.items() if kind in kinds]
-        remedy = f"choose {'loss or ' * (place == 'tuning.by')}{' or '.join(suited)}"
+        pays = place == "tuning.by" and part is data.test
+        suited = [other for other, kinds in _SUITS.items() if kind in kinds and (other in _PAID or not pays)]
+        remedy = f"choose {'loss or ' * (place == 'tuning.by' and not pays)}{' or '.join(suited)}"
         raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
     if family(name) in ("auc", "r2") and len(present := labels[has_label(labels)].unique()) < 2:
         where = "the test part" if part is data.test else "the validation part"

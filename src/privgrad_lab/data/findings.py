@@ -83,7 +83,7 @@ def of_table(
         values, wrong = column.read(texts)
         found += _of_faults(column.name, wrong, shown)
         if column.kind not in ("class", "text") and len(shown) > 1 and len(set(shown)) == 1:
-            remedy = "harmless; a column that is left out because of this is a choice from private rows"
+            remedy = "harmless in an input; to leave a column out because of this is a choice from private rows"
             found += _finding(column.name, f"constant: {shown[0]!r} in all rows", range(len(shown)), remedy)
         with warnings.catch_warnings(record=True, action="always") as told:
             warn_of_private_ends("doctor", column, values)
@@ -185,8 +185,8 @@ def _of_faults(column: str, faults: Sequence[Fault], shown: Sequence[str]) -> li
     for fault in faults:
         most = Counter(shown[row][:40] for row in fault.rows).most_common(_SHOWN)
         what = fault.what if fault.what == "missing" else f"{fault.what}: {', '.join(repr(text) for text, _ in most)}"
-        if fault.level == "warning" and 2 * len(fault.rows) > len(shown):
-            what = f"more than half of the rows are {what}"
+        if fault.level == "warning" and 2 * len(fault.rows) >= len(shown):
+            what = f"half of the rows or more are {what}"
         own = _finding(column, what, fault.rows, fault.remedy)
         found += [replace(one, blocks=fault.level == "error") for one in own]
     return found
