@@ -284,7 +284,7 @@ def _image_is_read_as_by_the_loader(names: dict[str, Any], printed: str) -> None
 
 def _own_data() -> dict[str, str]:
     """The page's experiment, and the file that its first block writes, with fewer patients."""
-    (block,) = blocks("docs/own-data.md", "toml")
+    block, *_ = blocks("docs/own-data.md", "toml")
     rows = [
         f"p{p},{18 + p % 70},north,{90 + (p + k) % 70},{('no', 'yes')[(p + k) % 2]}"
         for p in range(2000)

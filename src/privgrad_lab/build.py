@@ -21,6 +21,7 @@ from privgrad.errors import expected
 from privgrad.features.pretrained import pretrained
 from privgrad.gradient.functional import evaluating
 from privgrad.gradient.transform import Preconditioner
+from privgrad.heads.head import Target
 from privgrad.plan import PrivacyPlan
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
@@ -80,9 +81,6 @@ def make_data(spec: Spec) -> DataSet:
         loaded = with_other_public(loaded, load(spec.data.elsewhere, spec.model.encoder))
     if spec.data.reconstruct:
         loaded = to_reconstruct(loaded)
-    if loaded.schema is not None and loaded.schema.bounds is not None:
-        got, remedy = f"a number within {loaded.schema.bounds}", "train it in Python, by fit_head with bounds"
-        raise expected("make_data", "the label", "to be a class", got, remedy)
     _require_suited(spec, loaded)
     for method in spec.methods:
         if method.needs_public:
@@ -323,7 +321,7 @@ def _own_model(given: ModelTable, data: DataSet) -> nn.Module:
         return made
     # It must return a number per class for each label, on an input of zeros.
     inputs, labels = (tensor[:1] for tensor in data.train.tensors[:2])
-    shape = (*(labels.shape[:1] if labels.is_floating_point() else labels.shape), data.num_classes)
+    shape = (*(labels.shape[:1] if Target.of(data).kind == "tags" else labels.shape), data.num_classes)
     with evaluating(made), torch.no_grad():
         logits = called("model", given.use, made, torch.zeros_like(inputs))
     got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"

@@ -66,8 +66,8 @@ def compare(
         model: a function from the DataSet to a module, in place of [model] use; also at the top level of a module.
         progress: show progress bars.
     Returns:
-        With privacy.total_epsilon: the outcome by name: "accuracy", "interval", "epsilon" (the total), "method",
-        "max_grad_norm", "noise_step", and "model" (the path of the weights). Otherwise, for research: "methods" (one
+        With privacy.total_epsilon: the outcome by name: "accuracy" or "r2", "interval", "epsilon" (the total), "model"
+        (the path of the weights), "method", "max_grad_norm" and "noise_step". Otherwise, for research: "methods" (one
         row per method), "total_epsilon" and "research_seeds". In both cases "report" is the path of the page.
     Raises:
         PrivacyError: as `privgrad compare`.

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad import features
 from privgrad.data import DataSet
+from privgrad.data.schema import schema_of
 from privgrad.data.table import width_of
 from privgrad.errors import expected
 from privgrad.features import Extractor, Public
@@ -21,10 +22,11 @@ from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Target
 from privgrad.models import LowerLayers, UnitLinear
-from privgrad.training.defaults import head_noise_step
+from privgrad.training.defaults import head_max_grad_norm, head_noise_step
 from privgrad.training.run import FitResult
 from privgrad_lab import build
 from privgrad_lab.calls import arguments, bind, find, make, wrong
+from privgrad_lab.prices import price
 from privgrad_lab.spec import FeaturesTable, MethodTable, Spec
 
 
@@ -42,13 +44,15 @@ BLOCKS: dict[str, Callable[..., Extractor]] = {
     "tf-idf": features.TfIdf,
 }
 
+SCHEMA = ("columns", "label", "classes", "bounds", "unit", "max_rows", "row_id")  # the options of a declared table
+
 # The data with features, by the training part as loaded and by table: computed once for all trainings.
 _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary()
 
 
 def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tables of a file whose model is "head" with the defaults of `fit_head`, and its method by default."""
-    model, privacy = raw.get("model"), raw.get("privacy")
+    model, privacy, data = (raw.get(name) for name in ("model", "privacy", "data"))
     use: Any = model.get("use") if isinstance(model, dict) else model
     if use != "head" or not isinstance(privacy, dict):
         return raw
@@ -62,10 +66,22 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
         optimizer: dict[str, Any] = {"use": "SGD", "momentum": MOMENTUM}
         if "tuning" not in raw:  # it has the noise steps to try
-            optimizer["noise_step"] = head_noise_step(decay, of_numbers=False)
+            optimizer["noise_step"] = head_noise_step(decay, of_numbers=isinstance(data, dict) and "bounds" in data)
         method: dict[str, Any] = {"name": "head", "optimizer": optimizer}
         made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
+
+
+def with_norm_of_numbers(spec: Spec, raw: Mapping[str, Any]) -> Spec:
+    """Return the spec of a head for numbers with the C of `fit_head`, unless the file has one or features."""
+    given = spec.data.options
+    is_known = spec.model.use == "head" and spec.features is None and not spec.data.use and "bounds" in given
+    if not is_known or "max_grad_norm" in raw["privacy"]:
+        return spec
+    schema = schema_of("load_spec", **{name: given.get(name) for name in SCHEMA})
+    single = spec if spec.privacy.total_epsilon is None else spec.with_noise(price(spec).noise_multiplier)
+    norm = head_max_grad_norm(single.plan(None), width_of(schema), of_numbers=True)
+    return spec.model_copy(update={"privacy": spec.privacy.model_copy(update={"max_grad_norm": norm})})
 
 
 def require_features(spec: Spec) -> None:
@@ -143,8 +159,7 @@ def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
         if table.whiten is not None:
             rows = _public(table.whiten, data, given.use)
             width = block(rows.rows[:1]).shape[1]
-            options = {"power": table.power, "ridge": table.ridge}
-            chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            chosen = table.model_dump(include={"power", "ridge"}, exclude_none=True)
             block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **chosen)
         made.append((block, weight))
     return features.join(*made)
@@ -176,11 +191,9 @@ def save_head(
         return None
     if not (folder / "head.json").exists():  # else it holds the head of the same training
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
-        kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
         facts: dict[str, Any] = {"classes": data.classes, "image_shape": data.image_shape}
         # A function of the user may have replaced the codes of a table by other inputs.
         if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):
             facts["schema"] = data.schema
-        target = Target(kind, data.num_classes)
-        Head(model, target, data.extractor, privacy=privacy, result=result, **facts).save(folder)
+        Head(model, Target.of(data), data.extractor, privacy=privacy, result=result, **facts).save(folder)
     return str(folder)

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.stats import binomtest
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad.data import DataSet
-from privgrad.data.dataset import NO_LABEL
+from privgrad.data.dataset import NO_LABEL, has_label
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import PrivacyError, described, expected
 from privgrad.gradient.functional import evaluating
+from privgrad.heads.head import Target
 from privgrad.perturb.augmentation import Flip, multiplicity, shift_and_flip
 from privgrad.plugins import optional
 from privgrad.precondition.public_gradient import LossFunction
@@ -40,7 +40,7 @@ def losses_for(data: DataSet, *, views: int = 1, flip: Flip | None = None) -> Lo
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = _beside(model, batch[:2])
         losses = _losses(model(inputs), labels, data)
-        return losses.sum(1) / (labels != NO_LABEL).sum(1).clamp(min=1) if losses.ndim > 1 else losses
+        return losses.sum(1) / has_label(labels).sum(1).clamp(min=1) if losses.ndim > 1 else losses
 
     def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images = batch[0].flatten(0, 1) if data.by_person else batch[0]
@@ -53,9 +53,8 @@ def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Return the loss of each example, shape (B,), or of each token, shape (B, T); 0 for a token without a label."""
     if data.score is None:
         return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
-    if labels.is_floating_point():  # equal shares for all tags of the example
-        return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
-    return F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+    target = Target.of(data)
+    return target.losses_of(logits, target.prepared(labels))
 
 
 def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -63,41 +62,27 @@ def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
-def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Return loss and score of each example, or of each token with a label; no scores for data without a score."""
-    losses, scores = [torch.zeros(0)], [torch.zeros(0)]
-    with evaluating(model), torch.no_grad():
-        for logits, labels in outputs(model, examples, data):
-            labeled = ... if tokens(labels) is None else labels.flatten() != NO_LABEL
-            losses.append(_losses(logits, labels, data).flatten()[labeled].cpu())
-            if data.score is not None:
-                scores.append(label_values(data.score, logits, labels, data).flatten()[labeled].cpu())
-    return torch.cat(losses), torch.cat(scores)
-
-
 def outputs(model: nn.Module, examples: TensorDataset, data: DataSet) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the labels of batches of examples, in the caller's mode."""
-    length = tokens(examples.tensors[1])
-    rows = 256 if length is None else max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
+    labels = examples.tensors[1]
+    length = 1 if labels.is_floating_point() else math.prod(labels.shape[1:])  # labels of a row
+    rows = max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
     for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
         inputs, labels = _beside(model, batch)
         yield model(inputs), labels
-
-
-def tokens(labels: Tensor) -> int | None:
-    """Return the number of labels per example if each belongs to a token or to a person's row, and None otherwise."""
-    return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
 
 
 def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Return a measure of each label: of each example, of each token, or of each row of a person.
 
     "squared_error" is half the squared distance between the probabilities and the right class, in [0, 1]: (p - y)^2 for
-    two classes. Without classes, it is the mean squared error of the outputs, which has no bound. Values of tokens
-    without a label have no meaning.
+    two classes. Without classes, it is the mean squared error of the outputs, which has no bound. "absolute_error" is
+    that of a number, in the units of the label. Values of tokens without a label have no meaning.
     """
     if name == "loss" or (name == "squared_error" and data.score is None):
         return _losses(logits, labels, data)
+    if name == "absolute_error":
+        return (Target.of(data).decoded(logits.double()) - labels).abs()
     if name == "accuracy":
         return logits.argmax(-1) == labels
     if name == "squared_error":
@@ -110,19 +95,23 @@ def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Te
     return (likely == labels.unsqueeze(-1)).any(-1)
 
 
-def unit_values(model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]) -> list[Tensor]:
+def unit_values(
+    model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str], *, by_label: bool = False
+) -> list[Tensor]:
     """Return measures of each row of `examples`, each of shape (n,), float64: means of `label_values` over its labels.
 
-    A row may be an example, a text or a person; one without labels has 0. It decides one row of the result.
+    A row may be an example, a text or a person; one without labels has 0. It decides one row of the result. With
+    `by_label`, the result has the value of each label in place of the means.
     """
     found: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in names]
     with evaluating(model), torch.no_grad():
         for logits, labels in outputs(model, examples, data):
             for name, rows in zip(names, found, strict=True):
                 values = label_values(name, logits, labels, data).double()
-                if tokens(labels) is not None:  # several labels in a row, or none
-                    labeled = labels.flatten(1) != NO_LABEL
-                    values = values.flatten(1).where(labeled, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+                if values.shape == labels.shape:  # else the value of all tags or numbers of a row
+                    known = has_label(labels).view(len(labels), -1)
+                    values = values.view(known.shape)
+                    values = values[known] if by_label else values.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1)
                 rows.append(values.cpu())
     return [torch.cat(rows) for rows in found]
 
@@ -131,13 +120,25 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     """Return the score of each row of `examples`, shape (n,), float64 in [0, 1]; larger is better.
 
     A row without labels, and a model without finite outputs, score 0. A row of the result depends on one row of
-    `examples` only, and no noise is added.
+    `examples` only, and no noise is added. Of an error it is 1 minus the error; that of a number is divided by the
+    distance between the bounds first.
+    """
+    name = scored_by(by, data)
+    (values,) = unit_values(model, examples, data, [name])
+    if name == "absolute_error":
+        values = values / (2 * Target.of(data).half)
+    scores = 1 - values if name.endswith("error") else values
+    return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
+
+
+def scored_by(by: str, data: DataSet) -> str:
+    """Return the metric whose mean over persons a private comparison pays for; `by` is that of [tuning].
+
+    Of numbers it is the absolute error: compared with the noise, candidates differ less in the squared one.
     """
     name = data.score if by == "accuracy" else by
     assert name is not None, "data without a score"
-    (values,) = unit_values(model, examples, data, [name])
-    scores = 1 - values if name == "squared_error" else values
-    return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
+    return "absolute_error" if name == "r2" else name
 
 
 def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
@@ -164,40 +165,46 @@ def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[st
     Means are over all labels. Where a row of the data is a person, they are over persons: each counts once.
     "raw_groups" is measured on the training examples without noise: NOT private for these.
     """
-    if data.by_person and data.score is not None:
-        losses, scores = unit_values(model, held_out, data, ["loss", data.score])
-    else:
-        losses, scores = outcomes(model, held_out, data)
-    measured: dict[str, Any] = {"loss": losses.double().mean().item()}
-    if data.score is not None:
-        measured["accuracy"] = scores.double().mean().item()
+    names = ["loss", *([] if data.score in (None, "r2") else [data.score])]
+    losses, *scores = unit_values(model, held_out, data, names, by_label=not data.by_person)
+    measured: dict[str, Any] = {"loss": losses.mean().item()}
+    if scores:
+        measured["accuracy"] = scores[0].mean().item()
+    elif data.score == "r2":  # of all numbers together
+        found = metrics_of(model, held_out, data, OF_NUMBERS, {})
+        measured |= {"accuracy": found["r2"], "absolute_error": found["absolute_error"]}
     if data.frequency_edges is not None:
         labels = data.train.tensors[1].flatten()
         labels = labels[labels != NO_LABEL]
         counts = torch.bincount(labels, minlength=data.num_classes)
         edges = data.frequency_edges or None
         if held_out is not data.train or data.by_person:
-            losses, scores = outcomes(model, data.train, data)
-        measured["raw_groups"] = by_frequency(losses, scores, labels, counts, edges=edges)
+            losses, *scores = unit_values(model, data.train, data, names, by_label=True)
+        measured["raw_groups"] = by_frequency(losses, scores[0], labels, counts, edges=edges)
     return measured
 
 
-Kind = Literal["classes", "texts", "tags", "numbers"]
+Kind = Literal["classes", "texts", "tags", "numbers", "vectors"]
 # The kinds of labels that each metric suits.
 _SUITS: dict[str, tuple[Kind, ...]] = {
     "accuracy": ("classes", "texts"),
     "auc": ("classes",),
     "f1": ("classes",),
     "recall@k": ("classes", "texts", "tags"),
-    "squared_error": ("classes", "texts", "numbers"),
-    "a function": ("classes", "tags", "numbers"),
+    "r2": ("numbers",),
+    "absolute_error": ("numbers",),
+    "squared_error": ("classes", "texts", "vectors"),
+    "a function": ("classes", "tags", "numbers", "vectors"),
 }
 _KINDS: dict[Kind, str] = {
     "classes": "one class per label",
     "texts": "a class for each token",
     "tags": "tags",
-    "numbers": "no classes",
+    "numbers": "a number per label",
+    "vectors": "no classes",
 }
+_PAID = ("accuracy", "recall@k", "absolute_error", "squared_error")
+OF_NUMBERS = ["r2", "absolute_error"]  # what every result on numbers has
 _CONFIDENCE = 0.95
 _RESAMPLES = 500
 
@@ -208,12 +215,17 @@ def family(name: str) -> str:
         return "a function"
     if re.fullmatch(r"recall@[1-9]\d*", name):
         return "recall@k"
-    return name if name in ("accuracy", "auc", "f1", "squared_error") else ""
+    return name if name in _SUITS and name.isidentifier() else ""
 
 
 def title(name: str) -> str:
     """Return the name of a metric for tables: that of the function without its module."""
-    return name.rpartition(":")[2]
+    return {"r2": "R2", "absolute_error": "mean absolute error"}.get(name, name.rpartition(":")[2])
+
+
+def reported(spec: Spec, data: DataSet) -> list[str]:
+    """Return the metrics of final results: those of [run], and for numbers R2 and the mean absolute error."""
+    return list(dict.fromkeys([*(OF_NUMBERS if data.score == "r2" else []), *spec.run.metrics]))
 
 
 def require_names(spec: Spec) -> None:
@@ -236,45 +248,48 @@ def require_names(spec: Spec) -> None:
 
 def is_paid(name: str) -> bool:
     """Return whether a metric is a mean of one value in [0, 1] per person, after cutting."""
-    return family(name) in ("accuracy", "recall@k", "squared_error")
+    return family(name) in _PAID
 
 
 def require_suited(spec: Spec, data: DataSet) -> None:
     """Raise PrivacyError unless the metrics suit the data, and functions of the user return a number."""
-    for name in spec.run.metrics:
+    for name in reported(spec, data):
         _require_suited("run.metrics", name, data, data.test)
-    is_paid_for = spec.privacy.total_epsilon is not None
-    if spec.tuning is None or not (is_paid_for or any(map(spec.is_tuned, spec.methods))):
+    tuning = spec.tuning
+    if tuning is None or not (tuning.way or any(map(spec.is_tuned, spec.methods))):
         return
-    by = spec.tuning.by
-    if by not in ("loss", "train_loss") and (by != "accuracy" or data.score is None):
-        _require_suited("tuning.by", by, data, data.test if is_paid_for else data.validation)
+    by = tuning.by
+    if by == "accuracy" and data.score is not None and not (data.score == "r2" and "by" in tuning.model_fields_set):
+        by = scored_by(by, data) if tuning.way else data.score  # the default
+    if by not in ("loss", "train_loss"):
+        _require_suited("tuning.by", by, data, data.test if tuning.way else data.validation)
 
 
 def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -> None:
     kind, labels = _kind(data), part.tensors[1]
     if kind not in _SUITS[family(name)]:
-        suited = [other for other, kinds in _SUITS.items() if kind in kinds]
-        remedy = f"choose {'loss or ' * (place == 'tuning.by')}{' or '.join(suited)}"
+        pays = place == "tuning.by" and part is data.test
+        suited = [other for other, kinds in _SUITS.items() if kind in kinds and (other in _PAID or not pays)]
+        remedy = f"choose {'loss or ' * (place == 'tuning.by' and not pays)}{' or '.join(suited)}"
         raise expected("make_data", place, f"to suit data with {_KINDS[kind]}", repr(name), remedy)
-    if family(name) == "auc" and len(present := labels[labels != NO_LABEL].unique()) < 2:
+    if family(name) in ("auc", "r2") and len(present := labels[has_label(labels)].unique()) < 2:
         where = "the test part" if part is data.test else "the validation part"
-        raise expected("make_data", f"{where} of {data.name}", "to have two classes for auc", len(present))
+        raise expected("make_data", f"{where} of {data.name}", f"to have two different labels for {name}", len(present))
     if family(name) in ("auc", "f1"):
         _sklearn()
     if ":" in name:  # the function is called with the labels of the part and random outputs
-        shape = (*labels.shape, data.num_classes) if kind == "classes" else labels.shape
+        shape = (*labels.shape, data.num_classes) if kind in ("classes", "numbers") else labels.shape
         random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         _pooled(name, *_labeled(labels, random, data))
 
 
 def _kind(data: DataSet) -> Kind:
     labels = data.test.tensors[1]
-    if data.score is None:
-        return "numbers"
+    if data.score is None or data.score == "r2":
+        return "vectors" if data.score is None else "numbers"
     if labels.is_floating_point():
         return "tags"
-    return "classes" if tokens(labels) is None or data.by_person else "texts"
+    return "classes" if labels.ndim == 1 or data.by_person else "texts"
 
 
 def metrics_of(
@@ -299,7 +314,7 @@ def intervals_of(
 ) -> dict[str, list[float] | None]:
     """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person."""
     per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
-    most = math.inf if _kind(data) == "numbers" else 1.0
+    most = math.inf if _kind(data) in ("numbers", "vectors") else 1.0
     values = unit_values(model, examples, data, per_person) if per_person else []
     found = {name: interval(own, most=most) for name, own in zip(per_person, values, strict=True)}
     if not pooled:
@@ -312,7 +327,7 @@ def intervals_of(
 def interval(values: Tensor, *, most: float = 1.0) -> list[float]:
     """Return a 95 % confidence interval of the mean of per-person values in [0, most], by the number of persons."""
     count, center = len(values), values.mean().item()
-    if bool(((values == 0) | (values == 1)).all()):  # Wilson's; otherwise the normal approximation
+    if most == 1 and bool(((values == 0) | (values == 1)).all()):  # Wilson's; otherwise the normal approximation
         found = binomtest(int(values.sum()), count).proportion_ci(_CONFIDENCE, method="wilson")
         return [float(found.low), float(found.high)]
     half = 1.96 * values.std().item() / math.sqrt(count)
@@ -343,10 +358,12 @@ def _labeled(labels: Tensor, logits: Tensor, data: DataSet) -> tuple[Tensor, Ten
     """Return labels and outputs of the rows that the persons have, one below the other; all for other data."""
     if data.score is None:  # labels that are no classes become vectors, as the outputs
         return labels.flatten(1), logits.flatten(1)
-    if not data.by_person:
+    if data.score == "r2":  # predictions within the bounds, in the units of the label
+        labels, logits = labels.double(), Target.of(data).decoded(logits.double())
+    elif not data.by_person:
         return labels, logits
-    has_label = labels != NO_LABEL
-    return labels[has_label], logits[has_label]
+    known = has_label(labels)
+    return labels[known], logits[known]
 
 
 def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
@@ -362,6 +379,9 @@ def _pooled(name: str, labels: Tensor, logits: Tensor) -> float:
         if not math.isfinite(value):
             raise expected("metrics", f"{name}", "to return a finite number", described(made))
         return value
+    if name == "r2":  # the share of the labels' variance that is explained: 0 for their mean, 1 if all are right
+        error, spread = ((labels - one).square().sum().item() for one in (logits, labels.mean()))
+        return 1 - error / spread if spread > 0 else math.nan
     binary = logits.shape[1] == 2
     if name == "f1":  # of class 1 for two classes, and otherwise the mean over classes
         average = "binary" if binary else "macro"

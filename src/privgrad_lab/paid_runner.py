@@ -30,7 +30,7 @@ from privgrad.training.run import FitResult
 from privgrad_lab import records as recorded
 from privgrad_lab.build import sizes_text
 from privgrad_lab.featuring import own, save_head
-from privgrad_lab.metrics import constants, interval, intervals_of, metrics_of, unit_scores, unit_values
+from privgrad_lab.metrics import constants, intervals_of, metrics_of, reported, scored_by, unit_scores, unit_values
 from privgrad_lab.prices import Price, Way, candidates_of, price, public_count, tunes_norm
 from privgrad_lab.records import Record, candidate_of, in_phase, read_records
 from privgrad_lab.runner import Prepared, Run, carry_out, checked_data, facts_of
@@ -74,7 +74,7 @@ class PaidFolder:
     def spec_of(self, run: Run) -> Spec:
         noise = self._cost.noise_multiplier if run.phase == "final" else self._cost.trial_noise
         assert noise is not None
-        return at_noise(self._spec, noise)
+        return self._spec.with_noise(noise)
 
     def keep(self, run: Run, record: Record) -> None:
         if run.phase == "tuning":  # of the final runs, `publish` keeps one
@@ -110,10 +110,10 @@ class PaidFolder:
         assert spec.tuning is not None
         people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
         assert people is not None
-        by, noise = spec.tuning.by, self._cost.score_noise
+        by, noise = scored_by(spec.tuning.by, data), self._cost.score_noise
         values = unit_scores(model, people, data, by)
-        name = {"accuracy": data.score, "squared_error": "1 - squared_error"}.get(by, by)
-        about: Record = {"tuning_score_by": name, "tuning_score_on": spec.tuning.score_on}
+        about: Record = {"tuning_score_by": f"1 - {by}" if by.endswith("error") else by}
+        about |= {"tuning_score_on": spec.tuning.score_on}
         if noise is None:
             return about | {"tuning_score": values.mean().item(), "score_noise_std": 0.0}
         # The score of people gets noise and is charged to a ledger of its own, next to that of the training.
@@ -245,12 +245,6 @@ def _too_much(spec: Spec, cost: Price, budget: Budget) -> PrivacyError:
     return expected("compare", "privacy.total_epsilon", condition, got, remedy, BudgetExceededError)
 
 
-def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
-    """Return the spec of single trainings with this noise, in place of a total epsilon."""
-    privacy = {"total_epsilon": None, "budget": None, "noise_multiplier": noise_multiplier}
-    return spec.model_copy(update={"privacy": spec.privacy.model_copy(update=privacy)})
-
-
 def compare(
     spec: Spec,
     out: Path,
@@ -304,7 +298,7 @@ def check(spec: Spec) -> DataSet:
     if spec.privacy.delta > 1 / spec.privacy.num_examples:  # the budget would refuse it after the data are loaded
         condition = f"to be at most 1 / num_examples = {1 / spec.privacy.num_examples:.3g}"
         raise expected("compare", "privacy.delta", condition, spec.privacy.delta)
-    data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
+    data = checked_data(spec.with_noise(1.0))  # its checks hold for any noise
     # A test result has no noise, so no training people may be among the test people.
     if data.measured_on == "training":
         raise expected("compare", "the test part", "to be apart from the training part", data.name)
@@ -374,17 +368,16 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
 
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     """Measure the final model on the test set, each person once. NOT private for the people in it."""
-    (losses,), names = unit_values(model, data.test, data, ["loss"]), spec.run.metrics
-    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_accuracy": None}
-    found["test_units"] = len(losses)
+    (losses,), names = unit_values(model, data.test, data, ["loss"]), reported(spec, data)
+    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_units": len(losses)}
+    found["test_accuracy"] = None
+    measured = list(dict.fromkeys([*filter(None, [data.score]), *names]))
+    values = metrics_of(model, data.test, data, measured, {})
+    ends = intervals_of(model, data.test, data, measured)
     if data.score is not None:
-        values = unit_scores(model, data.test, data)
-        found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
-        found |= constants(data.test, data)
+        found |= {"test_accuracy": values[data.score], "interval": ends[data.score]} | constants(data.test, data)
     if names:
-        known = {} if data.score is None else {data.score: found["test_accuracy"]}
-        found["metrics"] = metrics_of(model, data.test, data, names, known)
-        found["intervals"] = intervals_of(model, data.test, data, names)
+        found |= {"metrics": {name: values[name] for name in names}, "intervals": {name: ends[name] for name in names}}
     return found
 
 
@@ -395,7 +388,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
     trials = [{name: record[name] for name in chosen} | {"score": record["tuning_score"]} for record in tried]
     return {
         **{name: last[name] for name in chosen},
-        "accuracy": last["test_accuracy"],
+        "r2" if last["score"] == "r2" else "accuracy": last["test_accuracy"],
         **{name: last.get(name) for name in ("interval", "most_frequent_class", "class_shares_loss")},
         "loss": last["test_loss"],
         **{name: last.get(name) or {} for name in ("metrics", "intervals")},

@@ -196,7 +196,7 @@ def require_payable(spec: Spec) -> None:
         raise wrong("tuning.way", "to be given with total_epsilon", None, remedy)
     if tuning is not None and not is_paid(tuning.by):
         # A noisy mean of one value in [0, 1] per person can be paid for.
-        condition = 'to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
+        condition = 'to be "accuracy", "recall@k", "absolute_error" or "squared_error" with total_epsilon'
         raise wrong("tuning.by", condition, tuning.by, "" if "loss" in tuning.by else "list it in run.metrics")
     if tuning is None and len(candidates) > 1:
         remedy = 'add [tuning] with way = "trials" or "select"'

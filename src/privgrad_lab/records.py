@@ -18,6 +18,7 @@ from privgrad.ledger.file import is_in_use
 from privgrad.types import SHUFFLED
 from privgrad_lab import old_spelling
 from privgrad_lab.calls import imported
+from privgrad_lab.metrics import title
 from privgrad_lab.spec import Candidate, Spec, plain
 
 Record = dict[str, Any]
@@ -150,6 +151,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
     return {
         "method": method,
+        "score": score_of(runs),
         **chosen,
         # How the rate was given or tuned; a noise_step together with an lr was measured.
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
@@ -284,7 +286,7 @@ def tuned_by(records: Sequence[Record]) -> str:
 
 def is_cost(key: str) -> bool:
     """Return whether a smaller value of a measurement is better: of a loss or an error."""
-    return key.endswith(("loss", "squared_error"))
+    return key.endswith(("loss", "error"))
 
 
 def candidate_of(record: Record) -> Candidate:
@@ -306,8 +308,8 @@ def results(runs: Iterable[Record], key: str) -> dict[Candidate, list[float]]:
 
 
 def score_of(records: Iterable[Record]) -> str:
-    """Return the name of the score that records hold under the key accuracy: "accuracy" or another name."""
-    return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
+    """Return the name for tables of the score that records hold under the key accuracy: that or another one."""
+    return next((title(record["score"]) for record in records if record.get("score")), "accuracy")
 
 
 def simulated_epsilon(records: Iterable[Record]) -> float | None:
@@ -350,7 +352,7 @@ def curve(
         values = [float(measured(curve[step]) or 0.0) for curve in curves]
         middle, spread = statistics.fmean(values), std(values) or 0.0
         place = max(curve[step][along] for curve in curves)
-        points.append((place, middle, max(0.0, middle - spread), middle + spread))
+        points.append((place, middle, max(min(0.0, middle), middle - spread), middle + spread))
     return points
 
 

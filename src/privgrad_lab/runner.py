@@ -32,7 +32,7 @@ from privgrad.training.run import FitResult
 from privgrad_lab import build
 from privgrad_lab import records as recorded
 from privgrad_lab.featuring import own, save_head
-from privgrad_lab.metrics import constants, interval, measure, metrics_of, outcomes, unit_scores
+from privgrad_lab.metrics import constants, intervals_of, measure, metrics_of, reported, unit_values
 from privgrad_lab.records import Record, candidate_of
 from privgrad_lab.spec import Candidate, MethodTable, Spec
 from privgrad_lab.tuner import at_rate, best_candidate, beyond_edge, measurement_of, wider
@@ -235,8 +235,7 @@ class Free:
         record: Record = facts_of(run, made, data, result) | {
             "measured_on": data.measured_on,
             **dict.fromkeys(("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")),
-            f"{part}_accuracy": last.get("accuracy"),
-            f"{part}_loss": last["loss"],
+            **{f"{part}_{name}": last[name] for name in ("accuracy", "loss", "absolute_error") if name in last},
             **({} if validated else constants(data.test, data)),
             **({} if clipped.fraction is None else {"raw_clip_fraction": clipped.fraction}),
             # Histograms are kept of the last evaluation only.
@@ -244,19 +243,19 @@ class Free:
             "data": build.sizes_text(spec.data, data, plan),
         }
         if plan.seed is None and data.score is not None and not validated:
-            record["test_interval"] = interval(unit_scores(model, data.test, data))
+            record["test_interval"] = intervals_of(model, data.test, data, [data.score])[data.score]
         if validated:
             assert spec.tuning is not None
             by, key = spec.tuning.by, measurement_of(spec.tuning.by)
             if key not in record:
                 record[key] = metrics_of(model, data.validation, data, [by], {})[by]
-        elif spec.run.metrics:
+        elif names := reported(spec, data):
             known = {} if data.score is None else {data.score: record["test_accuracy"]}
-            record["metrics"] = metrics_of(model, data.test, data, spec.run.metrics, known)
+            record["metrics"] = metrics_of(model, data.test, data, names, known)
         if run.phase == "final":
             record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
         if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
-            record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
+            record["raw_train_loss"] = float(unit_values(model, data.train, data, ["loss"], by_label=True)[0].mean())
         return record
 
     def _without_raw(self, run: Run, made: Prepared, measured: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 docs/experiments.md says what each key means.
 """
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -288,9 +287,10 @@ class MethodTable(Table):
         for part, table in self.calls.items():
             known = arguments(find(f"methods.{self.name}.{part}", table.use, REGISTRIES[part]))
             for name, value in table.options.items():
-                if isinstance(value, list) and (
-                    all(isinstance(one, list) for one in value) or not _takes_list(known.get(name))
-                ):
+                # A list is one value, and not a grid, for an argument that takes a list by its annotation.
+                kind = f"{known[name].annotation}" if name in known else ""
+                is_one = any(one in kind for one in ("Sequence", "tuple", "list"))
+                if isinstance(value, list) and (all(isinstance(one, list) for one in value) or not is_one):
                     found[f"{part}.{name}"] = value
                 elif f"{part}.{name}" in _FIELDS:
                     found[f"{part}.{name}"] = [value]
@@ -388,11 +388,6 @@ class MethodTable(Table):
         return None if table is None else make(f"methods.{self.name}.{part}", table, REGISTRIES[part], **given)
 
 
-def _takes_list(parameter: inspect.Parameter | None) -> bool:
-    """Return whether an argument takes a list by its annotation, so that a list is one value and not a grid."""
-    return parameter is not None and any(kind in f"{parameter.annotation}" for kind in ("Sequence", "tuple", "list"))
-
-
 def plain(value: Any) -> Any:
     """Return a value of a grid that can be compared and used as a key: lists become tuples."""
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
@@ -439,6 +434,11 @@ class Spec(Table):
     def tuning_scale(self) -> int:
         """Return K, by which tuning divides the batches of final trainings."""
         return 1 if self.tuning is None else self.tuning.simulate
+
+    def with_noise(self, noise_multiplier: float) -> "Spec":
+        """Return the spec of single trainings with this noise, in place of a total epsilon."""
+        privacy = {"total_epsilon": None, "budget": None, "noise_multiplier": noise_multiplier}
+        return self.model_copy(update={"privacy": self.privacy.model_copy(update=privacy)})
 
     def of(self, method: MethodTable) -> "Spec":
         """Return the spec with a method's own model and features."""

@@ -24,7 +24,7 @@ from privgrad.features import Bins, Hats, OneHot, Splines, join, unit_rows
 from privgrad_lab.build import make_data, make_model, with_public
 from privgrad_lab.data.tabular import _CATEGORIES
 from privgrad_lab.load_spec import check_spec, load_spec
-from privgrad_lab.metrics import constants, losses_for, outcomes, unit_scores
+from privgrad_lab.metrics import constants, losses_for, unit_scores, unit_values
 from privgrad_lab.runner import compare, train
 
 COLUMNS: dict[str, Any] = {
@@ -773,7 +773,8 @@ def test_the_rows_of_a_person_are_one_row_of_the_batch(tmp_path: Path):
     scores = unit_scores(model, found.train, found)
     right = (model(inputs).argmax(-1) == labels).double()
     torch.testing.assert_close(scores, torch.stack([right[0].mean(), right[1, 0]]))
-    assert outcomes(model, found.train, found)[1].tolist() == [right[0, 0], right[0, 1], right[1, 0]]
+    (values,) = unit_values(model, found.train, found, ["accuracy"], by_label=True)
+    assert values.tolist() == [right[0, 0], right[0, 1], right[1, 0]]
 
 
 def test_scores_of_examples_and_of_tags():

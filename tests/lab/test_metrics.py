@@ -346,7 +346,7 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["metrics_module:several"], "metrics_module:several to return a finite number, got tensor"),
     (RECONSTRUCT, ["auc"], "run.metrics to suit data with no classes, got 'auc'; choose squared_error or a function"),
     (RECONSTRUCT, ["accuracy"], "run.metrics to suit data with no classes, got 'accuracy'"),
-    (ONE_CLASS, ["auc"], "test part of mine to have two classes for auc, got 1"),
+    (ONE_CLASS, ["auc"], "test part of mine to have two different labels for auc, got 1"),
     (TUNED | {"tuning": {"seeds": [0], "by": "acc"}}, [], "tuning.by to be one of accuracy|loss, train_loss"),
     (
         TUNED | {"tuning": {"seeds": [0], "by": "metrics_module:share"}},
@@ -356,7 +356,7 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     (
         ONE_CLASS | TUNED | {"tuning": {"seeds": [0], "by": "auc"}},
         [],
-        "validation part of mine to have two classes for auc, got 1|test part of mine",
+        "validation part of mine to have two different labels for auc, got 1|test part of mine",
     ),
 ]
 
@@ -373,7 +373,7 @@ def test_a_wrong_metric_is_one_clear_error_before_anything_is_trained(
 
 @pytest.mark.parametrize("by", ["auc", "f1", "loss", "metrics_module:share"])
 def test_a_score_without_a_bound_per_person_cannot_be_paid_for(by: str):
-    message = 'tuning.by to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
+    message = 'tuning.by to be "accuracy", "recall@k", "absolute_error" or "squared_error" with total_epsilon'
     with pytest.raises(PrivacyError, match=message if ":" not in by else "tuning.by to be one of") as caught:
         paid_spec([], {"way": "trials", "by": by})
     assert ("in run.metrics" in str(caught.value)) == (by != "loss")

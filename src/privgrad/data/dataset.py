@@ -21,6 +21,11 @@ NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignore
 _MOST_COLUMNS = 2**24  # up to here float32 holds every integer
 
 
+def has_label(labels: Tensor) -> Tensor:
+    """Return which labels there are: those that are not NO_LABEL, and of numbers not NaN."""
+    return ~labels.isnan() if labels.is_floating_point() else labels != NO_LABEL
+
+
 def packed(matrix: Any) -> Tensor:
     """Return a sparse matrix as one row of (column, value) pairs per example, the input of `models.SparseLinear`.
 
@@ -130,7 +135,9 @@ class DataSet:
         public_counts: how often each id occurs in text outside of all examples, shape (vocabulary,).
         counts_provenance: the provenance of public_counts, as in `Scales`: "private-derived" if they also count the
             examples, NOT private. None if there are no counts.
-        score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
+        score: the measure for comparing models besides their loss; None where nothing can be right or wrong. "r2" is
+            for labels that are numbers within the bounds of `schema`; R2 is the share of their variance that a model
+            explains.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.
         split: how train, validation and test were divided. "unit": a keyed hash of each privacy unit alone decided its
@@ -159,7 +166,7 @@ class DataSet:
     public_counts: Tensor | None = None
     public: TensorDataset | None = None
     other_public: TensorDataset | None = None
-    score: Literal["accuracy", "recall@5"] | None = "accuracy"
+    score: Literal["accuracy", "recall@5", "r2"] | None = "accuracy"
     counts_provenance: Provenance | None = None
     split: Literal["size", "unit"] = "size"
     by_person: bool = False

@@ -251,7 +251,7 @@ class Column:
         values: Sequence[str] = self.declared.get("values", ())
         match self.kind:
             case "number" | "bounded":
-                return _number
+                return partial(_number, finite=self.kind == "bounded")
             case "date":
                 return partial(date_of, form=self.declared["format"])
             case "days_between":
@@ -276,9 +276,9 @@ def _as_written(text: str) -> str:
     return whole.lower() if whole.lower() in ("true", "false") else whole
 
 
-def _number(text: str) -> float:
+def _number(text: str, *, finite: bool) -> float:
     number = float(text)
-    if "_" in text or math.isnan(number):  # "1_000" is a number for Python alone
+    if "_" in text or math.isnan(number) or (finite and math.isinf(number)):  # "1_000" is a number for Python alone
         raise ValueError(text)
     return number
 
@@ -373,7 +373,7 @@ def schema_of(
         raise expected(function, "columns", "to hold an input column", f"{len(columns)} ignored columns")
     _require_option(function, "label", "label", label)
     if (classes is None) == (bounds is None):
-        remedy = "list the label's allowed values; for a number, give data.table bounds, and train it by fit_head"
+        remedy = "list the label's allowed values; for a number, give bounds = [low, high] in its place"
         condition = "to be given" if classes is None else "to be absent next to bounds"
         raise expected(function, "classes", condition, classes, remedy)
     option = "classes" if bounds is None else "bounds"

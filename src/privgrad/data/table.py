@@ -128,7 +128,8 @@ def table(
     rows of zeros and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for
     them.
 
-    Labels that are numbers are float32, as they are in the file, and NaN for rows that a person does not have.
+    Labels that are numbers are float32, as they are in the file, and NaN for rows that a person does not have. A
+    training counts those outside of `bounds` as the nearest bound.
 
     A column of text is the only input: bytes, int8 (n, length), for the extractors of `privgrad.features`. A TOML's
     `[data] file` gives these arguments.
@@ -153,8 +154,7 @@ def table(
         validation_share: the share of units in the validation part, in [0, 1).
         split_key: a text that changes which units are in which part; at most 64 bytes.
         table: the table of an SQLite file.
-        bounds: the public smallest and largest number, for a label that is a number. `fit_head` trains on such labels;
-            a TOML file cannot yet.
+        bounds: the public smallest and largest number, for a label that is a number.
     Returns:
         A data set with split "unit". A unit's part depends on a hash of this unit, and of `split_key`, only. How many
         units a part has is therefore private.
@@ -183,7 +183,7 @@ def table(
         input_shape=(width_of(schema),),
         split="unit",
         classes=None if classes is None else tuple(classes),
-        score="accuracy" if bounds is None else None,
+        score="accuracy" if bounds is None else "r2",
         by_person=schema.by_person,
         schema=schema,
     )
@@ -304,18 +304,24 @@ def _read(schema: Schema, given: Any, table: str | None) -> _Content:
     source, texts = read_columns("table", given, schema.names, table=table)
     labels = _taken("table", source, schema.target, texts)
     values = {name: _taken("table", source, column, texts) for name, column in schema.columns.items()}
-    for name, column in schema.columns.items():  # a saved head holds the ranges
-        if column.kind != "date" and (ends := column.ends) is not None:
-            low, high = map(torch.tensor, ends)
-            present = torch.tensor([[one] for one in values[name] if one is not None], dtype=torch.float64)
-            warn_of_private_bound("table", f"the low of columns.{name}", low, present, is_low=True)
-            warn_of_private_bound("table", f"the high of columns.{name}", high, present)
+    for column, own in ((schema.target, labels), *((one, values[name]) for name, one in schema.columns.items())):
+        warn_of_private_ends("table", column, own)  # a saved head holds them
     keys, faults = keys_of(schema, texts)
     report("table", f"column {schema.identifier!r} of {source}", faults, texts.get(f"{schema.identifier}", ()))
     units = [(key, [row]) for row, key in enumerate(keys)]
     if schema.by_person:
         units = [(key, rows[: schema.max_rows]) for key, rows in schemas.rows_by_key(keys).items()]
     return _Content(source, _codes(schema, values), torch.tensor(labels), units)
+
+
+def warn_of_private_ends(function: str, column: Column, values: Sequence[Any]) -> None:
+    """Warn if the ends of a column's range, or the bounds of a label, seem to be taken from its values."""
+    if column.kind != "date" and (ends := column.ends) is not None:
+        low, high = map(torch.tensor, ends)
+        name = "bounds" if column.kind == "bounded" else f"columns.{column.name}"
+        present = torch.tensor([[one] for one in values if one is not None], dtype=torch.float64)
+        warn_of_private_bound(function, f"the low of {name}", low, present, is_low=True)
+        warn_of_private_bound(function, f"the high of {name}", high, present)
 
 
 def keys_of(schema: Schema, texts: Texts) -> tuple[list[str], list[Fault]]:

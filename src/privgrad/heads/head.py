@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.data.dataset import NO_LABEL
+from privgrad.data.dataset import NO_LABEL, DataSet, has_label
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import Schema, schema_of
 from privgrad.data.table import declaration_of, is_rows, require_codes, row_codes, width_of
@@ -78,6 +78,15 @@ class Target:
     low: float = 0.0  # public bounds of a number
     high: float = 1.0
 
+    @classmethod
+    def of(cls, data: DataSet) -> "Target":
+        """Return the target of a head on a data set."""
+        if data.score == "r2":
+            assert data.schema is not None, 'the score "r2" needs a schema with bounds'
+            assert data.schema.bounds is not None
+            return cls("number", 1, *data.schema.bounds)
+        return cls("tags" if data.train.tensors[1].is_floating_point() else "class", data.num_classes)
+
     @property
     def middle(self) -> float:  # where a head begins
         return (self.low + self.high) / 2
@@ -94,18 +103,19 @@ class Target:
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label."""
-        features, labels = batch
-        outputs = model(features)
+        losses = self.losses_of(model(batch[0]), batch[1])
+        return losses if losses.ndim == 1 else losses.sum(1) / has_label(batch[1]).sum(1).clamp(min=1)
+
+    def losses_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label that `prepared` returned, or of all tags of a row; 0 where there is none."""
         if self.kind == "tags":  # all tags of a row have equal shares
             shares = labels / labels.sum(1, keepdim=True).clamp(min=1)
             return F.cross_entropy(outputs, shares, reduction="none")
         if self.kind == "class":
-            has_label = labels != NO_LABEL
-            losses = F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
-        else:  # half of the squared error, in units of half the distance between the bounds
-            has_label = ~labels.isnan()
-            losses = (outputs.squeeze(-1) - torch.where(has_label, labels, 0)).square() / 2 * has_label
-        return losses if losses.ndim == 1 else losses.sum(1) / has_label.sum(1).clamp(min=1)
+            return F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+        # Half of the squared error, in units of half the distance between the bounds.
+        known = has_label(labels)
+        return (outputs.squeeze(-1) - torch.where(known, labels, 0)).square() / 2 * known
 
     def decoded(self, outputs: Tensor) -> Tensor:
         """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers (n,)."""

@@ -16,10 +16,10 @@ from privgrad_lab import old_spelling
 from privgrad_lab.build import find_loader, make_data
 from privgrad_lab.data import findings
 from privgrad_lab.data.findings import RawFinding, RawSize
+from privgrad_lab.featuring import SCHEMA
 from privgrad_lab.load_spec import check_spec, read_tables
 
 _IMAGES = ("classes", "size", "channels", "unit", "max_rows")
-_SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
 _SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 
 
@@ -39,8 +39,7 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     spec = check_spec(tables, path) if {"model", "privacy"} <= tables.keys() else None
     is_table = loader is loaders.table
     fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
-    declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
-    declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
+    declared = {key: data.get(key) for key in ((*SCHEMA, "table") if is_table else _IMAGES)}
     split = {key: data[key] for key in _SPLIT if key in data}
     privacy = tables.get("privacy")
     counted = privacy.get("num_examples") if isinstance(privacy, dict) else None

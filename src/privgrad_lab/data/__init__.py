@@ -1,9 +1,8 @@
 """Loaders of the data sets of the papers and experiments.
 
 A loader looks for its files in a given path, then in a package or the cache, then at the public source. Data that not
-everyone can get has a stand-in, and results on a stand-in are reported under the stand-in's name. Fashion-MNIST
-replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
-replaces the Penn Treebank.
+everyone can get has a stand-in, whose name results on it have: Fashion-MNIST for MNIST and CIFAR-10, the Debian package
+index for tagged or paired sentences, and the Brown corpus for the Penn Treebank.
 """
 
 from collections.abc import Callable

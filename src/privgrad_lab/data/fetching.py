@@ -180,15 +180,8 @@ def fetch(source: Source, *, function: str = "privgrad data fetch", report: Repo
     raise expected(function, f"the source of {source.name}", "to be reachable", got, remedy)
 
 
-_FAILURES = (
-    OSError,
-    EOFError,
-    zlib.error,
-    http.client.HTTPException,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    subprocess.CalledProcessError,
-)
+_DAMAGED = (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+_FAILURES = (*_DAMAGED, OSError, http.client.HTTPException, subprocess.CalledProcessError)
 
 
 def _obtain(function: str, way: Way, folder: Path, report: Report) -> None:

@@ -5,6 +5,7 @@ All that it returns is computed from the private rows without noise.
 
 import hashlib
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 from privgrad.data.images import SUFFIXES, read_image, require_images, require_pillow, units_of
 from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import ROW, Fault, is_nobody, person_of, repeated, rows_by_key, schema_of
-from privgrad.data.table import Split, keys_of
+from privgrad.data.table import Split, keys_of, warn_of_private_ends
 from privgrad.errors import PrivacyError
 
 _SHOWN = 5  # example rows of a finding
@@ -46,7 +47,7 @@ class RawSize:
     kind: str  # "rows" or "images"
     units: int | None  # the number of persons; None if each row is a unit
     classes: int  # the number of declared classes that occur
-    declared: int  # the number of declared classes
+    declared: int  # the number of declared classes; 0 if the label is a number
     training: int | None  # the number of units in the training part; None for a file that is the test part
     unused: tuple[str, ...] = ()  # the columns of a table that are not declared
 
@@ -54,8 +55,9 @@ class RawSize:
         """Return the sizes as one line."""
         name = self.kind if self.units is None else "persons"
         of = "" if self.units is None else f" of {self.units:,} persons"
+        of += f" in {self.classes} of {self.declared} declared classes" if self.declared else ", with a number as label"
         part = "the test part" if self.training is None else f"{self.training:,} {name} in the training part"
-        return f"{self.rows:,} {self.kind}{of} in {self.classes} of {self.declared} declared classes; {part}"
+        return f"{self.rows:,} {self.kind}{of}; {part}"
 
     def note(self) -> str:
         """Return a sentence on the columns that are not used, or "" if there are none."""
@@ -78,10 +80,16 @@ def of_table(
     found: list[RawFinding] = []
     for column in (schema.target, *schema.columns.values()):
         shown = column.shown(texts)
-        found += _of_faults(column.name, column.read(texts)[1], shown)
-        if column.name in schema.columns and column.blocks and len(shown) > 1 and len(set(shown)) == 1:
-            remedy = "harmless; a column that is left out because of this is a choice from private rows"
+        values, wrong = column.read(texts)
+        found += _of_faults(column.name, wrong, shown)
+        if column.kind not in ("class", "text") and len(shown) > 1 and len(set(shown)) == 1:
+            remedy = "harmless in an input; to leave a column out because of this is a choice from private rows"
             found += _finding(column.name, f"constant: {shown[0]!r} in all rows", range(len(shown)), remedy)
+        with warnings.catch_warnings(record=True, action="always") as told:
+            warn_of_private_ends("doctor", column, values)
+        for one in told:
+            what, _, remedy = f"{one.message}".removeprefix("NOT PRIVATE: doctor: ").partition(". If")
+            found.append(RawFinding(column.name, what, 1, (), f"if{remedy}"))
     found += _of_faults(name, faults, texts.get(name, ()))
     again = repeated(zip(*(texts[each] for each in (*schema.inputs, schema.label)), strict=True))
     remedy = "a person in several rows is protected less: leave out exact copies, or set unit to a column of persons"
@@ -177,6 +185,8 @@ def _of_faults(column: str, faults: Sequence[Fault], shown: Sequence[str]) -> li
     for fault in faults:
         most = Counter(shown[row][:40] for row in fault.rows).most_common(_SHOWN)
         what = fault.what if fault.what == "missing" else f"{fault.what}: {', '.join(repr(text) for text, _ in most)}"
+        if fault.level == "warning" and 2 * len(fault.rows) >= len(shown):
+            what = f"half of the rows or more are {what}"
         own = _finding(column, what, fault.rows, fault.remedy)
         found += [replace(one, blocks=fault.level == "error") for one in own]
     return found

@@ -50,12 +50,10 @@ def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, val
 def mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
     """Load MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28.
 
-    Args:
-        path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
-        standardize: as in fashion_mnist.
-        validation: as in fashion_mnist.
-    Raises:
-        PrivacyError: files are absent or damaged, or too many examples are held out.
+    The arguments are those of `fashion_mnist`, except that `path` is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist if it
+    is None.
+
+    Raises: as in `fashion_mnist`.
     """
     moments = (0.1307, 0.3081) if standardize else (0.0, 1.0)
     return _standardized("MNIST", located("mnist", path, "mnist"), moments, validation)

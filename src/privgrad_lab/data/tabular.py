@@ -82,24 +82,21 @@ def heavy_tail(*, groups: Positive = 8, log_size: Natural = 10, seed: int = 0, v
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
-    codes = {name: {value: index for index, value in enumerate(line.split())} for name, line in _CATEGORIES.items()}
+    codes = [(name, value) for name, line in _CATEGORIES.items() for value in line.split()]
     rows: list[list[float]] = []
     labels: list[int] = []
     with readable("adult", f"{path}", "to be the table of the census", "fetch it again"):
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file, skipinitialspace=True, strict=True):
-                coded: list[float] = []
-                for name, code in codes.items():
-                    one_hot = [0.0] * len(code)
-                    one_hot[code[row[name].strip()]] = 1.0
-                    coded += one_hot
+                coded = [float(row[name].strip() == value) for name, value in codes]
                 for name, largest in _LARGEST.items():
                     value = float(row[name])
                     is_capital = name.startswith("capital")
                     coded.append(math.log1p(value) / math.log1p(largest) if is_capital else value / largest)
                 rows.append(coded)
                 labels.append(_LABELS[row["loan"].strip()])
-        inputs = torch.tensor(rows).view(len(rows), sum(map(len, codes.values())) + len(_LARGEST))
-        if len(rows) < 2 or not bool(((inputs >= 0) & (inputs <= 1)).all()):
-            raise ValueError(f"{len(rows)} rows, or an input outside of [0, 1]")
+        inputs = torch.tensor(rows).view(len(rows), len(codes) + len(_LARGEST))
+        are_known = inputs[:, : len(codes)].sum(1) == len(_CATEGORIES)
+        if len(rows) < 2 or not bool((are_known & (inputs >= 0).all(1) & (inputs <= 1).all(1)).all()):
+            raise ValueError(f"{len(rows)} rows, an unknown category, or an input outside of [0, 1]")
         return inputs, torch.tensor(labels)

@@ -33,16 +33,9 @@ def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
     Reference:
         Kunstner et al. 2024 (arXiv 2402.19449), their CNN for Barcode MNIST. 1,698,262 parameters for 330 classes.
     """
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 100, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(4900, num_classes),
-    )
+    layers = [nn.Conv2d(in_channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(32, 100, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4900, num_classes))
 
 
 def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
@@ -52,18 +45,9 @@ def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "t
         The model of Papernot et al. 2021 (tempered sigmoids): 26,010 parameters for one channel and 10 classes.
     """
     make_activation = activation_named(activation)
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 16, 8, stride=2, padding=3),
-        make_activation(),
-        nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, stride=2),
-        make_activation(),
-        nn.MaxPool2d(2, 1),
-        nn.Flatten(),
-        nn.Linear(512, 32),
-        make_activation(),
-        nn.Linear(32, num_classes),
-    )
+    layers = [nn.Conv2d(in_channels, 16, 8, stride=2, padding=3), make_activation(), nn.MaxPool2d(2, 1)]
+    layers += [nn.Conv2d(16, 32, 4, stride=2), make_activation(), nn.MaxPool2d(2, 1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(512, 32), make_activation(), nn.Linear(32, num_classes))
 
 
 class Residual(nn.Sequential):
@@ -95,20 +79,10 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
     def pair(channels: int) -> Residual:
         return Residual(*block(channels, channels), *block(channels, channels))
 
-    return nn.Sequential(
-        *block(in_channels, width),
-        *block(width, 2 * width),
-        nn.MaxPool2d(2),
-        pair(2 * width),
-        *block(2 * width, 4 * width),
-        nn.MaxPool2d(2),
-        *block(4 * width, 4 * width),
-        nn.MaxPool2d(2),
-        pair(4 * width),
-        nn.AdaptiveMaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16 * width, num_classes),
-    )
+    layers = [*block(in_channels, width), *block(width, 2 * width), nn.MaxPool2d(2), pair(2 * width)]
+    layers += [*block(2 * width, 4 * width), nn.MaxPool2d(2)]
+    layers += [*block(4 * width, 4 * width), nn.MaxPool2d(2), pair(4 * width)]
+    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, num_classes))
 
 
 def autoencoder(*, in_features: int) -> nn.Sequential:

@@ -1,9 +1,8 @@
 """Items that measure along trainings: the bias of clipping, the time of a step, moments and cosines of gradients.
 
-Each item is a function of a spec, the item's table [probe], the output folder, and whether to show a progress bar. It
-writes the records and a plot to the folder, and returns its numbers and the same as a table. A second call resumes. A
-folder with another spec is refused. The numbers are NOT private. In [probe], `at` are the steps to measure after, from
-1 on; moments and cosines may be measured at 0 too.
+Each item writes its records and a plot to a folder, and returns its numbers, which are NOT private, and the same as a
+table. A second call resumes. In [probe], `at` are the steps to measure after, from 1 on, or from 0 on for moments and
+cosines.
 """
 
 import json

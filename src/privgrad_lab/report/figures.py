@@ -70,11 +70,12 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot score (if the data have one) and loss during training, and each seed's result after the last step below."""
+    """Plot score (if there is one) and loss, or mean absolute error, during training; below, each seed at the end."""
     looks, finals = _looks(recorded.by_method(records)), recorded.by_method(recorded.in_phase(records, "final"))
     is_scored = any(run.get("test_accuracy") is not None for runs in finals.values() for run in runs)
-    shown = {"accuracy": recorded.score_of(records)} if is_scored else {}
-    shown["loss"] = "loss"
+    score = recorded.score_of(records)
+    shown = {"accuracy": score} if is_scored else {}
+    shown |= {"absolute_error": "mean absolute error"} if score == "R2" else {"loss": "loss"}
     lines = sum(1 + look["label"].count("\n") for name, look in looks.items() if name in finals)
     below, on = 0.9 + 0.28 * lines, recorded.measured_on(records)
     if narrow or len(shown) == 1:
@@ -99,9 +100,10 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
         after.locator_params(axis="x", nbins=5)
         if number == "accuracy":
             during.set_ylim(top=min(during.get_ylim()[1], 1.005))  # no tick above 100 %
+        if number == "accuracy" and score != "R2":
             during.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
             after.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-        else:
+        elif number == "loss":
             drawn = [float(y) for line in during.lines for y in np.asarray(line.get_ydata())]
             if drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
                 during.set_yscale("log")
@@ -206,7 +208,7 @@ def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[s
         ring = {x: statistics.fmean(ys) for x, ys in points if x == chosen[method]}
         ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
     _mark_tried(ax, values)
-    if by == "validation_accuracy":
+    if by == "validation_accuracy" and recorded.score_of(records) != "R2":
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 

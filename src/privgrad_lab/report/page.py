@@ -50,6 +50,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         plan=plan,
         on=recorded.measured_on(records),
         score=score,
+        measured=f"{score} and {'mean absolute error' if score == 'R2' else 'loss'}",
         headline=f"{_headline(records, rows)} {texts.constants_text(records)}".rstrip(),
         rows=texts.method_texts(records),
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
@@ -159,7 +160,7 @@ def template(name: str) -> jinja2.Template:
 def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
     on, score = recorded.measured_on(records), recorded.score_of(records)
-    finite = [row for row in rows if recorded.is_finite(row["test_accuracy_mean"])]
+    finite = (row for row in rows if recorded.is_finite(row["test_accuracy_mean"]))
     ranked = sorted(finite, key=lambda row: -row["test_accuracy_mean"])
     if not ranked:
         scored = any(record.get("score", "accuracy") is not None for record in records)
@@ -169,27 +170,24 @@ def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> s
             return f"{best['method']} has the lowest mean {on} loss, {texts.row_texts(best)['loss']}; see the spread."
         return f"No method has a {on} {score} for all of its final runs, so none is best."
     best, *rest = ranked
-    seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
     reached = texts.row_texts(best)["accuracy"]
-    figures = f"{reached} over {seeds}"
+    over = f"{reached} over one seed" if best["seeds"] == 1 else f"{reached} over {best['seeds']} seeds"
     if len(records) == 1 and records[0].get("seed") is None:  # a single training without a research seed
         ends = records[0].get("test_interval")
-        within = "" if ends is None else f" (95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
+        within = "" if ends is None else f" ({texts.interval_text(ends, score)})"
         return f"{best['method']} reaches a {on} {score} of {reached}{within} in one training."
     if not rest:
-        return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
-    lead = f"{best['method']} has the best mean {on} {score}, {figures}"
-    second = rest[0]["method"]
+        return f"{best['method']} reaches a {on} {score} of {over}; there is no other method to compare it with."
+    lead, second = f"{best['method']} has the best mean {on} {score}, {over}", rest[0]["method"]
     gaps = [best["test_accuracy_mean"] - row["test_accuracy_mean"] for row in rest]
+    ahead = f"{texts.number_text(gaps[0], score, ' points')} more than {second}"
     if best["test_accuracy_std"] is None or rest[0]["test_accuracy_std"] is None:
-        return f"{lead}; with one seed, {100 * gaps[0]:.1f} points more than {second} may be chance."
+        return f"{lead}; with one seed, {ahead} may be chance."
     stds = [max(best["test_accuracy_std"], row["test_accuracy_std"] or 0.0) for row in rest]
     if close := [row["method"] for row, gap, std in zip(rest, gaps, stds, strict=True) if gap <= std]:
         return f"{lead}: within one standard deviation of {' and '.join(close)}, not a clear winner."
-    return (
-        f"{lead}: {100 * gaps[0]:.1f} points more than {second}, which is larger than the spread over "
-        f"seeds (one standard deviation is at most {100 * stds[0]:.1f} points)."
-    )
+    std = texts.number_text(stds[0], score, " points")
+    return f"{lead}: {ahead}, which is larger than the spread over seeds (one standard deviation is at most {std})."
 
 
 def _short(value: Any) -> str:

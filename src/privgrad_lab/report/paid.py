@@ -14,7 +14,7 @@ from privgrad_lab.metrics import is_paid, title
 from privgrad_lab.prices import Price, Way, public_count, tunes_norm
 from privgrad_lab.records import Record, own_text, score_of
 from privgrad_lab.report.page import template
-from privgrad_lab.report.texts import epsilon_text, losses_text
+from privgrad_lab.report.texts import epsilon_text, interval_text, losses_text, number_text
 from privgrad_lab.spec import Spec, TuningTable
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
@@ -46,22 +46,19 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
     chosen += [f"u {outcome['noise_step']:g}"] if outcome["noise_step"] is not None else []
     chosen += filter(None, [own_text(outcome["own"])])
     text = f"{outcome['method']} ({', '.join(chosen)})" if chosen else str(outcome["method"])
-    if outcome["accuracy"] is None:
+    score, ends, reached = score_of(records), outcome.get("interval"), outcome.get("r2", outcome.get("accuracy"))
+    if reached is None:
         text += f" has a test loss of {outcome['loss']:.4f}"
     else:
-        low, high = outcome["interval"]
         unit = "persons" if outcome["privacy_unit"] == "user" else "examples"
-        text += (
-            f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
-            f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test {unit})"
-        )
+        text += f" reaches a test {score} of {number_text(reached, score)} "
+        text += f"({interval_text(ends, score)}, from {last['test_units']:,} test {unit})"
         if (share := outcome.get("most_frequent_class")) is not None:
             text += f", and the most frequent class alone {100 * share:.1f} %"
-            text += ", which is inside the interval" if low <= share <= high else ""
+            text += ", which is inside the interval" if ends and ends[0] <= share <= ends[1] else ""
     for name, value in outcome["metrics"].items():
-        ends = outcome["intervals"][name]
-        bounds = "no interval" if ends is None else f"95 % interval {ends[0]:.3f} to {ends[1]:.3f}"
-        text += "" if name == score_of(records) else f"; {title(name)} {value:.3f} ({bounds})"
+        shown = f"; {title(name)} {number_text(value)} ({interval_text(outcome['intervals'][name])})"
+        text += "" if title(name) == score else shown
     tuned_by = sorted((r["tuning_score"] for r in records if r["phase"] == "tuning"), reverse=True)
     noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
@@ -107,8 +104,8 @@ def write_page(
         delta=spec.privacy.delta,
         trials=trials,
         score=score_of(records),
-        by=None if spec.tuning is None else score_of(records) if spec.tuning.by == "accuracy" else spec.tuning.by,
-        resampled=[title(name) for name in spec.run.metrics if not is_paid(name)],
+        by=f"{records[0].get('tuning_score_by')}".replace("1 - ", "1 minus the ").replace("_", " "),
+        resampled=[title(name) for name in outcome["metrics"] if not is_paid(name)],
         scored_on=None if spec.tuning is None else spec.tuning.score_on,
         winner_score=last.get("tuning_score"),
         winner_noise=last.get("score_noise_std"),

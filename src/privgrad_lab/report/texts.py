@@ -104,12 +104,9 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
         cost = f"∞ (simulates {epsilon_text(simulated)})"
     return {
         "method": row["method"],
-        "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
-        "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
-        "metrics": {
-            title(name): _spread_text(found["mean"], found["std"], 1, ".3f", "")
-            for name, found in row["metrics"].items()
-        },
+        "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], row["score"]),
+        "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"]),
+        "metrics": {title(name): _spread_text(found["mean"], found["std"]) for name, found in row["metrics"].items()},
         "epsilon": cost if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == SHUFFLED,
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
@@ -126,6 +123,18 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
         "floored": _share_text(row["fraction_floored"]),
         "seconds": f"{row['seconds']:.1f}" if recorded.is_finite(row["seconds"]) else _DASH,
     }
+
+
+def number_text(value: float, score: str = "", unit: str = " %") -> str:
+    """Return a number as text: a score of this name, or a difference of two, in percent unless it is R2."""
+    if score not in ("", "R2"):
+        return f"{100 * value:.1f}{unit}"
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.1f}"  # an error in the units of a label may be large
+
+
+def interval_text(ends: Sequence[float] | None, score: str = "") -> str:
+    """Return a confidence interval of a score, or of another metric, as text."""
+    return "no interval" if ends is None else f"95 % interval {' to '.join(number_text(e, score, '') for e in ends)}"
 
 
 def _share_text(share: float | None) -> str:
@@ -155,11 +164,11 @@ def trainings_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{total}, not equally many: between {min(counts.values())} and {max(counts.values())} for each method."
 
 
-def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
+def _spread_text(mean: float | None, std: float | None, score: str = "") -> str:
     if mean is None or not math.isfinite(mean):
         return _DASH if mean is None else "not finite"
-    text = f"{scale * mean:{form}}{unit}"
-    return text if std is None else f"{text} ± {scale * std:{form}}"
+    text = number_text(mean, score)
+    return text if std is None else f"{text} ± {number_text(std, score, '')}"
 
 
 def epsilon_text(epsilon: float | None) -> str:
@@ -260,7 +269,8 @@ def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]
         columns["clipped\nfloored"] = ["\n".join((one.replace("\n⚠ low", " ⚠"), other)) for one, other in both]
     for name in [*(name for name in columns if name not in ("method", "metrics", title)), "metrics", title]:
         if not fits() and name in columns:  # a spread, a metric or a tuned value has a line of its own
-            breaks = r"^([\w@]+) " if name in ("metrics", title) else r"() (?=±|\()|(?<=not|ver) |(?<=simulates) "
+            breaks = r"() (?=±|\()|(?<=not|ver) |(?<=simulates) "
+            breaks = r"^(mean absolute error|[\w@]+) " if name in ("metrics", title) else breaks
             columns[name] = [re.sub(breaks, r"\1\n", cell, flags=re.MULTILINE) for cell in columns[name]]
     return columns
 
