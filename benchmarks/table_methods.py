@@ -17,7 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import privgrad as pg
 from benchmarks.accuracy.with_privgrad import NETWORK
 from benchmarks.table_sets import Array, Table
-from privgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
+from privgrad.estimators import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateTabularClassifier,
+    PrivateTabularRegressor,
+)
 
 DELTA = 1e-5
 HIDDEN = 64
@@ -39,6 +44,25 @@ def privgrad_head(table: Table, epsilon: float, seed: int) -> Array:
     codes, labels = table.codes["train"], torch.from_numpy(table.labels["train"])
     head = pg.fit_head(codes, labels, **kind, source="no data", progress=False, **budget(table, epsilon, seed))
     return decoded(table, head(table.codes["test"]))
+
+
+def privgrad_tabular(table: Table, epsilon: float, seed: int) -> Array:
+    """The models of a table of `privgrad.estimators` on values as they are, with all defaults."""
+    declared = {column.name: column.declared for column in table.columns}
+    numbers: Numbers = budget(table, epsilon, seed) | {"columns": declared, "unit": "row", "verbose": False}
+    labels, rows = (
+        table.labels["train"],
+        {
+            part: {one.name: one.written(own) for one, own in zip(table.columns, table.values[part].T, strict=True)}
+            for part in table.labels
+        },
+    )
+    torch.manual_seed(seed)
+    if table.target.kind == "class":
+        model = PrivateTabularClassifier(classes=range(table.target.outputs), **numbers)
+        return model.fit(rows["train"], labels).predict_proba(rows["test"])
+    bounds = (table.target.low, table.target.high)
+    return PrivateTabularRegressor(label_bounds=bounds, **numbers).fit(rows["train"], labels).predict(rows["test"])
 
 
 def privgrad_estimator(table: Table, epsilon: float, seed: int) -> Array:
@@ -206,6 +230,7 @@ class Method:
 
 
 METHODS = {
+    "privgrad-tabular": Method(privgrad_tabular),
     "privgrad-head": Method(privgrad_head),
     "privgrad-estimator": Method(privgrad_estimator),
     "privgrad-network": Method(privgrad_network),

@@ -52,7 +52,7 @@ def test_from_a_frame_to_predictions_and_a_saved_head(tmp_path: Path, capsys: py
     model = classifier().fit(frame, frame["left"])
     told = capsys.readouterr().out
     assert all(choice in told for choice in model.choices_)
-    assert "43 codes of 3 columns; a linear model" in " ".join(told.split())
+    assert "32 codes of 3 columns; a linear model" in " ".join(told.split())
     assert model.score(frame, frame["left"]) > 0.8
     likely = model.predict_proba(frame)
     assert likely.shape == (600, 3)
@@ -112,7 +112,9 @@ def test_hidden_units_learn_what_no_linear_model_of_codes_does():
     labels = (signs[:, 0] == signs[:, 1]).long()
     facts: dict[str, Any] = {"target_epsilon": 20.0, "delta": 1e-4, "num_examples": 1000, "progress": False}
     right = [
-        (pg.fit_head(codes, labels, num_classes=2, source="no data", hidden=k, **facts).predict(codes) == labels).float()
+        (
+            pg.fit_head(codes, labels, num_classes=2, source="no data", hidden=k, **facts).predict(codes) == labels
+        ).float()
         for k in (0, 16)
     ]
     assert right[0].mean() < 0.85

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
+from rich import get_console
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -29,7 +30,7 @@ from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
-from privgrad.training.defaults import table_hidden
+from privgrad.training.defaults import table_hidden, table_knots
 from privgrad.training.schedule import Decay
 
 __all__ = [
@@ -43,7 +44,9 @@ Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 Table = Frame | Mapping[str, Sequence[Any]]
 _LABEL = "label"  # the column of labels that are given apart
-_CODED = ("number", "category", "date", "days_between")  # kinds of columns whose missing values have a code
+_NUMBERS = ("number", "days_between")
+_CODED = (*_NUMBERS, "category", "date")  # kinds of columns whose missing values have a code
+_OWN_CODES = {"knots", "bins", "edges"}
 
 _FILL = (
     "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
@@ -137,11 +140,12 @@ class PrivateLogisticRegression(ClassifierMixin, _Linear):
         num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
-            and a list of the highs, one per column. Columns become hat codes with 16 knots (`features.Splines`), if
-            num_examples is at least 160 times their number. Otherwise they are moved to [-1, 1], and a constant is
-            added (`features.Scaled`). Give bounds for raw columns, such as age and income. One pair for columns of very
-            different size flattens the small ones. None: the rows of X are features that were prepared without the
-            data, such as embeddings, of at least 2 columns. Each row is divided by its norm, and there is no constant.
+            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, or
+            with 5 if num_examples is below 10,000. If that makes more codes than num_examples / 10, columns are moved
+            to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
+            age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
+            are features that were prepared without the data, such as embeddings, of at least 2 columns. Each row is
+            divided by its norm, and there is no constant.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
         output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
@@ -261,23 +265,21 @@ class _Tabular(_Private):
             f"epsilon {epsilon:.4g} at delta {plan['delta']:g}",
         )
         if self.verbose:
-            print(f"{function}: {'; '.join(self.choices_)}")
+            get_console().print(f"{function}: {'; '.join(self.choices_)}", highlight=False, markup=False)
 
     def _declared(self, function: str) -> dict[str, Any]:
-        """Return the columns, from a file of TOML too, with a code for missing values unless they say otherwise."""
-        found: Any = self.columns
-        knots = table_knots(self._count)
+        """Return the columns, also of a TOML file, with what they leave open: knots, and codes of missing values."""
+        found, knots = cast(Any, self.columns), table_knots(self._count)
         if isinstance(found, str | os.PathLike):
             with readable(function, f"columns, {found},", "to be a TOML with a table for each column", "correct it"):
                 found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
-        kinds = {name: one.get("kind") if isinstance(one, Mapping) else None for name, one in found.items()}
-        has_codes = {name: kinds[name] in _NUMBERS and not _NUMBER_CODES & one.keys() for name, one in found.items()}
-        return {
-            name: ({"missing": "category"} if kinds[name] in _CODED else {})
-            | ({"knots": knots} if has_codes[name] else {})
-            | one
-            for name, one in found.items()
-        }
+        made: dict[str, Any] = {}
+        for name, column in found.items():
+            kind = column.get("kind") if isinstance(column, Mapping) else None  # `table` refuses what is no declaration
+            missing = {"missing": "category"} if kind in _CODED else {}
+            codes = {"knots": knots} if kind in _NUMBERS and not _OWN_CODES & column.keys() else {}
+            made[name] = {**missing, **codes, **column} if kind else column
+        return made
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs for a table, or for a list of rows by column name."""
@@ -294,8 +296,9 @@ class PrivateTabularClassifier(ClassifierMixin, _Tabular):
 
     Args:
         columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for
-            each column. Take ranges and values from a codebook, not from the rows. Missing values get a code, unless a
-            column has missing = "error". Columns that are not declared are not read.
+            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, or 5 if
+            num_examples is below 10,000, unless a column names its own. Missing values get a code, unless it has
+            missing = "error". Columns that are not declared are not read.
         classes: the public classes, in the order of `predict_proba`. They are not taken from y.
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
             person together, and needs max_rows.
