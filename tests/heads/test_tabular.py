@@ -31,7 +31,8 @@ def people(count: int = 600) -> Any:
     """Ages, jobs and dates with gaps, who left, and what they earn; one in a hundred died."""
     random = np.random.default_rng(0)
     age = random.uniform(18, 90, count)
-    frame = pd.DataFrame({"age": age, "job": random.choice(["nurse", "pilot", "cook", None], count)})
+    jobs: Any = ["nurse", "pilot", "cook", None]
+    frame = pd.DataFrame({"age": age, "job": random.choice(jobs, count)})
     frame["since"] = pd.to_datetime("2020-01-01") + pd.to_timedelta(random.integers(0, 900, count), unit="D")
     frame["left"] = np.where(age > 55, "left", "stayed")
     frame.loc[frame.index % 100 == 7, "left"] = "died"
@@ -50,9 +51,9 @@ def classifier(**options: Any) -> PrivateTabularClassifier:
 def test_from_a_frame_to_predictions_and_a_saved_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     frame = people()
     model = classifier().fit(frame, frame["left"])
-    told = capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
     assert all(choice in told for choice in model.choices_)
-    assert "32 codes of 3 columns; a linear model" in " ".join(told.split())
+    assert "32 codes of 3 columns; a linear model" in told
     assert model.score(frame, frame["left"]) > 0.8
     likely = model.predict_proba(frame)
     assert likely.shape == (600, 3)
@@ -93,17 +94,20 @@ def test_persons_are_protected_with_all_of_their_rows():
 
 @pytest.mark.parametrize("hidden", [None, 8])
 def test_numbers_of_real_people(tmp_path: Path, hidden: int | None):
-    frame = load_diabetes(as_frame=True, scaled=False).frame
+    loaded: Any = load_diabetes(as_frame=True, scaled=False)
+    frame = loaded.frame
     columns = {name: {"kind": "number", "range": ends} for name, ends in {"bmi": [15, 50], "bp": [50, 150]}.items()}
-    options: dict[str, Any] = {"columns": columns, "label_bounds": (0, 400), "hidden": hidden} | FACTS
-    model = PrivateTabularRegressor(**options | {"target_epsilon": 20.0, "num_examples": 442}, verbose=False)
+    options: dict[str, Any] = {"columns": columns, "label_bounds": (0, 400), "hidden": hidden, "verbose": False}
+    options |= FACTS | {"target_epsilon": 20.0, "num_examples": 442}
+    model = PrivateTabularRegressor(**options)
     predicted = model.fit(frame, "target").predict(frame)
     assert model.score(frame, frame["target"]) > 0.2
     assert ((predicted >= 0) & (predicted <= 400)).all()
     assert model.head_.model.hidden == (hidden or 0)
     model.head_.save(tmp_path)
     assert torch.equal(pg.Head.load(tmp_path).predict(frame).double(), torch.from_numpy(predicted))
-    assert clone(model).get_params()["columns"] == columns
+    copied: Any = clone(model)
+    assert copied.get_params()["columns"] == columns
 
 
 def test_hidden_units_learn_what_no_linear_model_of_codes_does():

@@ -259,7 +259,7 @@ class _Tabular(_Private):
         steps = self.head_.result.ledger.releases
         self.choices_ = (
             f"{width} codes of {len(data.schema.columns)} columns",
-            f"{f'a layer of {hidden} units beside a linear model' if hidden else 'a linear model'}, {why}",
+            f"a linear model{f' with {hidden} hidden units' if hidden else ''}, {why}",
             f"{steps:,} steps, {plan['expected_batch_size']:,} of {plan['num_examples']:,} in each on average",
             f"clipping norm {plan['max_grad_norm']:g} and noise multiplier {plan['noise_multiplier']:.4g}",
             f"epsilon {epsilon:.4g} at delta {plan['delta']:g}",
