@@ -15,6 +15,7 @@ pd = pytest.importorskip("pandas")
 
 from sklearn.base import clone  # noqa: E402
 from sklearn.datasets import load_diabetes  # noqa: E402
+from sklearn.metrics import get_scorer  # noqa: E402
 
 from privgrad.estimators import PrivateTabularClassifier, PrivateTabularRegressor  # noqa: E402
 
@@ -140,10 +141,15 @@ def test_the_rules_follow_from_public_numbers():
         ({"unit": "person"}, "max_rows to be a whole number"),
         ({"num_examples": None}, "num_examples to be given"),
         ({"target_epsilon": None}, "target_epsilon to be given"),
+        ({"num_examples": 600.0}, "num_examples to be an integer"),
         ({"classes": ["stayed", "left"]}, "'died'"),
+        ({"classes": None}, "classes to be a list"),
         ({"hidden": -1}, "hidden to be"),
         ({"columns": {"age": {"kind": "number"}}}, "range"),
         ({"columns": {"wage": {"kind": "number", "range": [0, 1]}}}, "'wage'"),
+        ({"columns": {"age": {"kind": "number", "rnge": [18, 90]}}}, "'rnge'"),
+        ({"columns": COLUMNS | {"left": {"kind": "category", "values": ["died"]}}}, "because it is the label"),
+        ({"columns": None}, "columns to be a table of columns"),
         ({"columns": "no such file.toml"}, "to be a TOML with a table for each column"),
         ({"columns": {"age": {"kind": "number", "range": [18, 90], "missing": "error"}}}, "row 1, column 'age'"),
     ],
@@ -162,3 +168,41 @@ def test_a_range_that_misses_rows_and_a_second_training_are_told():
     model = classifier(steps=3, verbose=False).fit(frame, "left")
     with pytest.warns(UserWarning, match="this object was fitted before"):
         model.fit(frame, "left")
+
+
+def names_twice(frame: Any) -> Any:
+    return pd.concat([frame, frame[["age"]]], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_y", "message"),
+    [
+        (pd.DataFrame.to_numpy, None, "X to have columns by name, got ndarray"),
+        (names_twice, None, "got two columns 'age'"),
+        (None, lambda frame: frame[["left"]], r"y to be the labels, .*, got shape \(600, 1\)"),
+        (None, lambda frame: None, "y to be the labels"),
+        (None, lambda frame: frame["left"][:5], "to have one length"),
+        (lambda frame: frame.assign(age=None), lambda frame: "gone", "'gone'"),
+    ],
+)
+def test_other_tables_and_labels_are_refused(of_x: Any, of_y: Any, message: str):
+    frame = people()
+    with pytest.raises(pg.PrivacyError, match=message):
+        classifier().fit(of_x(frame) if of_x else frame, of_y(frame) if of_y else frame["left"])
+
+
+def test_a_column_without_a_value_and_one_row():
+    frame = people().assign(age=None)
+    model = classifier(steps=3, verbose=False).fit(frame, "left")
+    row = {"age": 30, "job": "pilot", "since": None}
+    assert np.array_equal(model.predict_proba(row), model.predict_proba([row]))
+    with pytest.raises(pg.PrivacyError, match="X to have columns by name"):
+        model.predict(frame.to_numpy())
+
+
+def test_scorers_see_the_classes_in_order():
+    frame = people()
+    binary = frame["age"].fillna(40) > 55
+    model = classifier(classes=[True, False], steps=50, verbose=False).fit(frame, binary.tolist())
+    assert model.classes_.tolist() == [False, True]
+    assert get_scorer("roc_auc")(model, frame, binary) > 0.9

@@ -63,14 +63,9 @@ def read_columns(
     return name, {column: list(map(text_of, values)) for column, values in columns.items()}
 
 
-def columns_of(table: Any) -> Columns:
-    """Return the values of all columns of a DataFrame, or of columns by name, with None for missing values."""
-    return _held(table, lambda present: present)
-
-
 def records_of(table: Any) -> list[dict[str, Any]]:
     """Return the rows of a DataFrame, or of columns by name, as dicts, with None for missing values."""
-    columns = columns_of(table)
+    columns = _held(table, lambda present: present)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -230,6 +230,7 @@ def _plan(
     if missing and not (budget is not None and missing == ["target_epsilon"]):
         remedy = "give all three, a plan, or a budget: they decide the privacy"
         raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
+    require_integer("fit_head", "num_examples", given["num_examples"], 1)
     size = min(given["num_examples"], LARGEST_BATCH)
     defaults = {"expected_batch_size": size, "max_grad_norm": 1.0}  # epsilon does not depend on it
     chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}

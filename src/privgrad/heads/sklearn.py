@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.checks.data import warn_of_private_bound
-from privgrad.data.read_rows import Frame, columns_of, records_of
+from privgrad.data.read_rows import Frame, records_of
+from privgrad.data.schema import with_knots
 from privgrad.data.table import table, width_of
 from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
@@ -43,10 +44,8 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 Table = Frame | Mapping[str, Sequence[Any]]
-_LABEL = "label"  # the column of labels that are given apart
-_NUMBERS = ("number", "days_between")
-_CODED = (*_NUMBERS, "category", "date")  # kinds of columns whose missing values have a code
-_OWN_CODES = {"knots", "bins", "edges"}
+_LABEL = "the labels"  # the column of labels without a name
+_CODED = ("number", "category", "date", "days_between")  # kinds of columns whose missing values have a code
 
 _FILL = (
     "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
@@ -240,9 +239,13 @@ class _Tabular(_Private):
 
     def _fit_table(self, X: Table, y: Any, **target: Any) -> None:  # noqa: N803
         """Train a head on the codes of X, and tell what was chosen."""
-        function, cells, label = type(self).__name__, columns_of(X), y if isinstance(y, str) else _LABEL
-        if label is _LABEL:
-            cells |= columns_of({_LABEL: y})
+        function = type(self).__name__
+        cells, label = _by_name(function, X), f"{y if isinstance(y, str) else getattr(y, 'name', None) or _LABEL}"
+        if not isinstance(y, str):
+            if getattr(y, "ndim", 1) != 1 or not hasattr(y, "__len__"):
+                got = described(y) if not hasattr(y, "shape") else f"shape {tuple(y.shape)}"
+                raise expected(function, "y", "to be the labels, (n,), or the name of their column", got)
+            cells |= {label: y}
         unit = {"unit": self.unit, "max_rows": self.max_rows}
         data = table(cells, columns=self._declared(function), label=label, **unit, **target)
         assert data.schema is not None
@@ -267,24 +270,23 @@ class _Tabular(_Private):
         if self.verbose:
             get_console().print(f"{function}: {'; '.join(self.choices_)}", highlight=False, markup=False)
 
-    def _declared(self, function: str) -> dict[str, Any]:
+    def _declared(self, function: str) -> Any:
         """Return the columns, also of a TOML file, with what they leave open: knots, and codes of missing values."""
-        found, knots = cast(Any, self.columns), table_knots(self._count)
+        found: Any = self.columns
         if isinstance(found, str | os.PathLike):
             with readable(function, f"columns, {found},", "to be a TOML with a table for each column", "correct it"):
                 found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
-        made: dict[str, Any] = {}
-        for name, column in found.items():
-            kind = column.get("kind") if isinstance(column, Mapping) else None  # `table` refuses what is no declaration
-            missing = {"missing": "category"} if kind in _CODED else {}
-            codes = {"knots": knots} if kind in _NUMBERS and not _OWN_CODES & column.keys() else {}
-            made[name] = {**missing, **codes, **column} if kind else column
-        return made
+        if not isinstance(found, Mapping):
+            return found  # `table` refuses it
+        made = with_knots({f"{name}": one for name, one in found.items()}, table_knots(self._count))
+        is_coded = {name for name, one in made.items() if isinstance(one, Mapping) and one.get("kind") in _CODED}
+        return {name: {"missing": "category", **one} if name in is_coded else one for name, one in made.items()}
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs for a table, or for a list of rows by column name."""
         check_is_fitted(self)
-        return self.head_(records_of(X) if isinstance(X, Mapping) else X)
+        is_rows = isinstance(X, list) or (isinstance(X, Mapping) and not any(map(_is_column, X.values())))
+        return self.head_(X if is_rows else records_of(_by_name(type(self).__name__, X)))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -299,7 +301,7 @@ class PrivateTabularClassifier(ClassifierMixin, _Tabular):
             each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, or 5 if
             num_examples is below 10,000, unless a column names its own. Missing values get a code, unless it has
             missing = "error". Columns that are not declared are not read.
-        classes: the public classes, in the order of `predict_proba`. They are not taken from y.
+        classes: the public classes, in any order. They are not taken from y.
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
             person together, and needs max_rows.
         max_rows: for persons: the most rows of a person, a public number. Later rows are not used.
@@ -308,7 +310,7 @@ class PrivateTabularClassifier(ClassifierMixin, _Tabular):
         target_epsilon, delta, num_examples, steps, expected_batch_size, max_grad_norm, noise_step, schedule, budget,
             output_dir, seed: as in PrivateLogisticRegression; num_examples counts persons if they are the unit.
     Attributes:
-        classes_: the classes, as given.
+        classes_: the classes, sorted.
         choices_: what was chosen, one text each. All of it is public.
         head_: the Head, which takes rows by column name; `head_.save(folder)` writes it, for `privgrad predict`.
     Privacy:
@@ -324,8 +326,8 @@ class PrivateTabularClassifier(ClassifierMixin, _Tabular):
             PrivacyError: the declaration is incomplete, a value does not fit it, or fit_head refuses; nothing was
                 spent.
         """
-        self._fit_table(X, y, classes=list(self.classes))
-        self.classes_: Array = np.asarray(self.classes)
+        self.classes_: Array = np.unique(np.asarray(self.classes))
+        self._fit_table(X, y, classes=self.classes_.tolist())
         return self
 
     def predict(self, X: Any) -> Array:  # noqa: N803
@@ -367,6 +369,22 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the number of each row, (n,), within label_bounds."""
         return self.head_.target.decoded(self._outputs(X)).double().numpy()
+
+
+def _by_name(function: str, X: Any) -> dict[str, Any]:  # noqa: N803
+    """Return the columns of a table by name; raise PrivacyError unless each has a name of its own."""
+    names: list[Any] = list(X if isinstance(X, Mapping) else getattr(X, "columns", ()))
+    texts = [f"{name}" for name in names]
+    if not names or len(set(texts)) < len(texts):
+        again = next((name for name in texts if texts.count(name) > 1), None)
+        got = type(X).__name__ if again is None else f"two columns {again!r}"
+        remedy = "give a DataFrame, or a dict of columns" if again is None else "rename one"
+        raise expected(function, "X", "to have columns by name", got, remedy)
+    return {text: X[name] for text, name in zip(texts, names, strict=True)}
+
+
+def _is_column(values: Any) -> bool:
+    return hasattr(values, "__len__") and not isinstance(values, str | bytes)
 
 
 def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
