@@ -7,6 +7,7 @@ Nothing was chosen for a table: the only numbers are defaults, and what the tabl
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,14 @@ def privgrad_head(table: Table, epsilon: float, seed: int) -> Array:
     return decoded(table, head(table.codes["test"]))
 
 
-def privgrad_tabular(table: Table, epsilon: float, seed: int) -> Array:
-    """The models of a table of `privgrad.estimators` on values as they are, with all defaults."""
-    declared = {column.name: column.declared for column in table.columns}
+def privgrad_tabular(
+    table: Table, epsilon: float, seed: int, *, knots: int | None = None, hidden: int | None = None
+) -> Array:
+    """The models of a table of `privgrad.estimators` on values as they are, with all defaults but for trials."""
+    own = {} if knots is None else {"knots": knots}
+    declared = {one.name: one.declared | (own if one.range is not None else {}) for one in table.columns}
     numbers: Numbers = budget(table, epsilon, seed) | {"columns": declared, "unit": "row", "verbose": False}
+    numbers["hidden"] = hidden
     labels, rows = (
         table.labels["train"],
         {
@@ -242,6 +247,12 @@ METHODS = {
     "boosting": Method(boosting, private=False),
 }
 
+# By which the rules of the models of a table were chosen: the number of knots, and of hidden units.
+TRIALS = {
+    f"tabular-{knots}-{hidden}": Method(partial(privgrad_tabular, knots=knots, hidden=hidden))
+    for knots, hidden in ((5, 0), (8, 0), (16, 0), (16, 32))
+}
+
 
 def predicted(name: str, table: Table, epsilon: float, seed: int) -> Array:
     """Train, and return the predictions for test rows; all numbers are cut to the public bounds.
@@ -252,7 +263,7 @@ def predicted(name: str, table: Table, epsilon: float, seed: int) -> Array:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of research seeds, of rows outside of ranges, and of solvers that stop early
         try:
-            made = np.asarray(METHODS[name].train(table, epsilon, seed))
+            made = np.asarray((METHODS | TRIALS)[name].train(table, epsilon, seed))
         except ImportError as error:
             raise RuntimeError(f"{error}") from error
     return made if table.target.kind == "class" else made.clip(table.target.low, table.target.high)

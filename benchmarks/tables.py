@@ -20,7 +20,7 @@ import typer
 from sklearn.metrics import log_loss, mean_absolute_error, r2_score, roc_auc_score
 
 from benchmarks.accuracy.run import read
-from benchmarks.table_methods import DELTA, METHODS, predicted
+from benchmarks.table_methods import DELTA, METHODS, TRIALS, predicted
 from benchmarks.table_sets import DECLARED, Array, Half, Table, halves, load
 
 OUT = Path(__file__).resolve().parents[1] / "results/tables/runs.jsonl"
@@ -42,7 +42,7 @@ def planned() -> Iterator[Run]:
     """All trainings, set by set; those without privacy have one seed."""
     for name, own in DECLARED.items():
         classes = len(own["classes"].split("|")) if "classes" in own else 1
-        for method, of in METHODS.items():
+        for method, of in (METHODS | TRIALS).items():
             if not of.private:
                 yield Run(name, method, None, 0)
             elif of.applies(classes):
@@ -98,9 +98,12 @@ def printed(records: list[dict[str, Any]], metric: str | None) -> Iterator[str]:
                 yield f"| {name} | {shown} | {' | '.join(cells)} |"
 
 
-def changes(metric: str | None = None) -> str:
+SHOWN = ("tabular", "head", "estimator", "network")  # of ours, in docs/choosing.md
+
+
+def changes(metric: str | None = None, *, half: Half = "development") -> str:
     """Rows of docs/choosing.md: means at epsilon 3 / 1 by default, and at 3 also by the former defaults."""
-    now, former = read(OUT), read(OUT.with_name("former.jsonl"))
+    now, former = ([one for one in read(file) if one["half"] == half] for file in (OUT, OUT.with_name("former.jsonl")))
 
     def mean(records: list[dict[str, Any]], *run: Any, shown: str) -> str | None:
         found = [one[shown] for one in records if (one["set"], one["method"], one["epsilon"]) == run and shown in one]
@@ -112,7 +115,7 @@ def changes(metric: str | None = None) -> str:
         if mean(now, name, "linear", None, shown=shown) is None:
             continue
         cells = [name] if metric else [name, {"r2": "R2", "auc": "AUC"}.get(shown, shown)]
-        for method in ("privgrad-head", "privgrad-estimator", "privgrad-network", "opacus-mlp", "dp-ebm", "linear"):
+        for method in (*(f"privgrad-{name}" for name in SHOWN), "opacus-linear", "opacus-mlp", "dp-ebm", "linear"):
             found = [mean(now, name, method, at, shown=shown) for at in ((None,) if method == "linear" else EPSILONS)]
             before = mean(former, name, method, EPSILONS[0], shown=shown)
             cells.append((f"{before} → " if before else "") + " / ".join(one or "–" for one in found))
@@ -122,7 +125,9 @@ def changes(metric: str | None = None) -> str:
 
 def main(
     set_: Annotated[list[str] | None, typer.Option("--set", help="default: all of the half")] = None,
-    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; default: all")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; default: all of these; {', '.join(TRIALS)}")
+    ] = None,
     half: Annotated[Half, typer.Option(help="judge once, when the defaults are chosen")] = "development",
     epsilon: Annotated[list[float] | None, typer.Option(help="default: 3 and 1")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="default: 0, 1 and 2")] = None,
@@ -133,7 +138,7 @@ def main(
 ) -> None:
     of = halves()
     names = [name for name in DECLARED if of[name] == half]
-    for given, known in ((set_, names), (method, METHODS), (epsilon, EPSILONS), (seed, SEEDS)):
+    for given, known in ((set_, names), (method, METHODS | TRIALS), (epsilon, EPSILONS), (seed, SEEDS)):
         for one in given or ():
             if one not in known:
                 raise typer.BadParameter(f"{one} is none of {', '.join(map(str, known))}")

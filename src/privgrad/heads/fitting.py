@@ -36,7 +36,7 @@ from privgrad.types import PrivacyUnit
 
 # Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
 STEPS, HIDDEN_STEPS = 300, 1000
-MAX_GRAD_NORM = 0.3  # where a rule does not know the number of weights yet
+MAX_GRAD_NORM = 0.1  # where a rule does not know the number of weights yet
 LARGEST_BATCH = 8192
 MOMENTUM = 0.9
 _BLOCK = 4096  # rows that are checked at once
