@@ -123,6 +123,38 @@ def changes(metric: str | None = None, *, half: Half = "development") -> str:
     return "\n".join(lines)
 
 
+def trials() -> str:
+    """Rows of docs/choosing.md: means at epsilon 3 / 1 with other numbers of knots, and with hidden units."""
+    held = read(OUT.with_name("trials.jsonl"))
+    lines: list[str] = []
+    for name in dict.fromkeys(one["set"] for one in read(OUT) if one["half"] == "development"):
+        own = [one for one in held if one["set"] == name]
+        shown = next(score for score in ("r2", "auc", "accuracy") if score in own[0])
+        cells = [name, {"r2": "R2", "auc": "AUC"}.get(shown, shown), f"{own[0]['train_rows']:,}"]
+        for method in dict.fromkeys(one["method"] for one in held):
+            means = (
+                np.mean([one[shown] for one in own if (one["method"], one["epsilon"]) == (method, at)])
+                for at in EPSILONS
+            )
+            cells.append(" / ".join(f"{mean:.3f}".replace("0.", ".", 1) for mean in means))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ranks(half: Half) -> str:
+    """A row of docs/choosing.md: the mean rank of each private method, over sets and values of epsilon of a half."""
+    held = [one for one in read(OUT) if one["half"] == half]
+    found: dict[str, list[int]] = {method: [] for method, of in METHODS.items() if of.private}
+    for name, epsilon in itertools.product(dict.fromkeys(one["set"] for one in held), EPSILONS):
+        own = [one for one in held if (one["set"], one["epsilon"]) == (name, epsilon)]
+        shown = next(score for score in ("r2", "auc", "accuracy") if score in own[0])
+        scores = {one["method"]: [each[shown] for each in own if each["method"] == one["method"]] for one in own}
+        means = {method: float(np.mean(values)) for method, values in scores.items()}
+        for method, mean in means.items():
+            found[method].append(1 + sum(other > mean for other in means.values()))
+    return f"| {half} | {' | '.join(f'{np.mean(of_method):.1f}' for of_method in found.values())} |"
+
+
 def main(
     set_: Annotated[list[str] | None, typer.Option("--set", help="default: all of the half")] = None,
     method: Annotated[

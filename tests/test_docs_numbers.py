@@ -626,6 +626,8 @@ def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_reco
 def test_the_tables_of_defaults_are_those_of_their_records():
     for metric, half in itertools.product((None, "log_loss"), get_args(Half)):
         assert f"|---|\n{tables.changes(metric, half=half)}\n\n" in CHOOSING.read_text()
+    for said in ("\n".join(map(tables.ranks, get_args(Half))), tables.trials()):
+        assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
     for file in ("clipping", "clipping_digits"):
         norms = defaultdict[float, list[dict[str, float]]](list)
         for record in read(ROOT / f"results/features/{file}.jsonl"):

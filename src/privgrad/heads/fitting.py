@@ -98,7 +98,8 @@ def fit_head(
         schedule: of the rate: a Schedule, or its decay.
         momentum: in [0, 1).
         hidden: >= 0. Above 0, a hidden layer of so many units is added to the linear one (`models.UnitLinear`), for
-            tables whose columns act together. steps, max_grad_norm and noise_step then have other defaults.
+            tables whose columns act together. steps, max_grad_norm and noise_step then have other defaults, and the
+            initial weights of the layer come from torch's global generator.
         output_dir: the folder of ledger and checkpoint, as in `fit`: the same call resumes an interrupted training.
         seed: None for the operating system's entropy. A research seed voids the privacy guarantee.
         progress: as in `fit`.

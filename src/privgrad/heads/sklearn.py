@@ -373,7 +373,7 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
 
 def _by_name(function: str, X: Any) -> dict[str, Any]:  # noqa: N803
     """Return the columns of a table by name; raise PrivacyError unless each has a name of its own."""
-    names: list[Any] = list(X if isinstance(X, Mapping) else getattr(X, "columns", ()))
+    names: list[Any] = list(X if isinstance(X, Mapping) else getattr(X, "column_names", getattr(X, "columns", ())))
     texts = [f"{name}" for name in names]
     if not names or len(set(texts)) < len(texts):
         again = next((name for name in texts if texts.count(name) > 1), None)
