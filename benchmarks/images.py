@@ -65,7 +65,7 @@ def raw(name: str) -> tuple[Tensor, Tensor]:
         images = images.reshape(-1, SIZE, SIZE) / 255
     else:
         images, labels = animals()
-    return torch.from_numpy(np.asarray(images, np.float32))[:, None], torch.from_numpy(np.asarray(labels, np.int64))
+    return torch.from_numpy(np.asarray(images, np.float32))[:, None], torch.from_numpy(np.array(labels, np.int64))
 
 
 def load(name: str) -> Examples:
