@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from benchmarks.accuracy.with_privgrad import NETWORK
 from benchmarks.table_sets import Array, Table
+from benchmarks.untuned import DELTA, by_opacus
 from privgrad.estimators import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
@@ -25,7 +26,6 @@ from privgrad.estimators import (
     PrivateTabularRegressor,
 )
 
-DELTA = 1e-5
 HIDDEN = 64
 PUBLIC = 256
 Numbers = dict[str, Any]
@@ -110,27 +110,15 @@ def opacus_mlp(table: Table, epsilon: float, seed: int) -> Array:
 
 def opacus(table: Table, epsilon: float, model: nn.Module, optimizer: Any, *, batch_size: int, epochs: int) -> Array:
     """Train a model of columns in [-1, 1], as our estimators see them, by the cross-entropy or the squared error."""
-    from opacus import PrivacyEngine
-
     rows = {part: torch.from_numpy(2 * table.scaled(part) - 1).float() for part in table.labels}
     factor = 1 if table.target.kind == "class" else 2  # the losses of a head have half of the squared error
-    loader: Any = DataLoader(labeled(table, rows), batch_size=batch_size)
-    engine: Any = PrivacyEngine()
-    private, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        epochs=epochs,
-        max_grad_norm=1.0,
-    )
-    for _ in range(epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            (factor * table.target.losses(private, batch)).mean().backward()
-            optimizer.step()
-    return decoded(table, private.eval()(rows["test"]))
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return factor * table.target.losses(model, batch)
+
+    options: Any = {"batch_size": batch_size, "epochs": epochs}
+    private = by_opacus(model, optimizer, labeled(table, rows), losses, epsilon, **options)
+    return decoded(table, private(rows["test"]))
 
 
 def dp_ebm(table: Table, epsilon: float, seed: int) -> Array:

@@ -8,11 +8,10 @@ private.
 """
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,22 +19,13 @@ import typer
 from sklearn.metrics import log_loss, mean_absolute_error, r2_score, roc_auc_score
 
 from benchmarks.accuracy.run import read
-from benchmarks.table_methods import DELTA, METHODS, TRIALS, predicted
+from benchmarks.table_methods import METHODS, TRIALS, predicted
 from benchmarks.table_sets import DECLARED, Array, Half, Table, halves, load
+from benchmarks.untuned import DELTA, SEEDS, SMALLEST, Run, train_missing
 
 OUT = Path(__file__).resolve().parents[1] / "results/tables/runs.jsonl"
-EPSILONS, SEEDS = (3.0, 1.0), (0, 1, 2)
+EPSILONS = (3.0, 1.0)
 BINS = 15  # of the calibration error
-SMALLEST = 1e-6  # probability, for the log loss
-
-
-class Run(NamedTuple):
-    """One training."""
-
-    set: str
-    method: str
-    epsilon: float | None  # None without privacy
-    seed: int
 
 
 def planned() -> Iterator[Run]:
@@ -179,35 +169,15 @@ def main(
     if table:
         typer.echo("\n".join(printed([one for one in held if one["half"] == half], metric)))
         return
-    done = {Run(*(one[name] for name in Run._fields)) for one in held}
-    missing = [
+    wanted = [
         run
         for run in planned()
-        if run not in done
-        and run.set in (set_ or names)
+        if run.set in (set_ or names)
         and run.method in (method or METHODS)
         and run.epsilon in (None, *(epsilon or EPSILONS))
         and run.seed in (seed or SEEDS)
     ]
-    if listed:
-        typer.echo("\n".join(" ".join(map(str, run)) for run in missing))
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    failed = False
-    for name, runs in itertools.groupby(missing, lambda run: run.set):
-        loaded = load(name)
-        for run in runs:
-            try:
-                made = json.dumps(record(run, half, loaded))
-            except Exception as error:
-                typer.echo(f"NOT RUN: {' '.join(map(str, run))}: {type(error).__name__}: {error}", err=True)
-                failed = True
-                continue
-            with out.open("a") as file:
-                file.write(made + "\n")
-            typer.echo(made)
-    if failed:
-        raise typer.Exit(1)
+    train_missing(wanted, out, load, lambda run, loaded: record(run, half, loaded), listed)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import pytest
 
 import privgrad as pg
-from benchmarks import epochs, tables
+from benchmarks import epochs, images, tables, texts, untuned
 from benchmarks.claims.__main__ import read, table
 from benchmarks.table_sets import Half
 from pages import ROOT, blocks
@@ -621,6 +621,11 @@ def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_reco
                 shown[link] = table(Path(link).stem, read(ROOT / link))
         for number in re.findall(r"\d[\d.e-]* ± [\d.e-]*\d", ours) if checks else ():
             assert any(number in shown[link] for link in checks), (name, number)
+
+
+@pytest.mark.parametrize("bench", [images, texts])
+def test_the_tables_of_images_and_texts_are_those_of_their_records(bench: Any):
+    assert f"|---|\n{untuned.means(bench.OUT, bench.METHODS)}\n\n" in CHOOSING.read_text()
 
 
 def test_the_tables_of_defaults_are_those_of_their_records():
