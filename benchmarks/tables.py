@@ -142,7 +142,8 @@ def ranks(half: Half) -> str:
         means = {method: float(np.mean(values)) for method, values in scores.items()}
         for method, mean in means.items():
             found[method].append(1 + sum(other > mean for other in means.values()))
-    return f"| {half} | {' | '.join(f'{np.mean(of_method):.1f}' for of_method in found.values())} |"
+    name = "in view" if half == "development" else "kept apart"
+    return f"| {name} | {' | '.join(f'{np.mean(of_method):.1f}' for of_method in found.values())} |"
 
 
 def main(
