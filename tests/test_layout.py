@@ -34,25 +34,25 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1707,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
         "cli": 629,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1533,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
+        "data": 1544,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
         "diagnostics": 685,
         "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
         "features": 1853,  # hat codes
         "gradient": 2990,  # gradients that are handed over; `novelty`, `state`, hooks in copies; canaries
-        "heads": 865,  # the target of a data set
+        "heads": 1058,  # models of a table: a data frame in, a model out; hidden units
         "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
-        "models": 172,
+        "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
         "optim": 1807,  # checks of decays and shares
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 951,  # epochs, trade-off curves, NIST, the registry
-        "training": 2283,  # shards of a model and in checkpoints; what processes must have alike; parts of the rows
+        "training": 2302,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
-        "(root)": 3858,  # labels that are numbers: their metrics, paid score and clipping norm
+        "(root)": 3859,  # labels that are numbers: their metrics, paid score and clipping norm; knots by rows
         "cli": 627,
         "data": 1936,
         "models": 291,

@@ -88,8 +88,8 @@ SIGNATURES = {
     pg.load: "model folder",
     pg.ledgers_of: "model",
     pg.fit_head: "features labels num_classes bounds classes schema extractor source plan target_epsilon delta "
-    "num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir "
-    "seed progress",
+    "num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum hidden "
+    "output_dir seed progress",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",

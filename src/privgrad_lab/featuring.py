@@ -13,16 +13,15 @@ from torch.utils.data import TensorDataset
 
 from privgrad import features
 from privgrad.data import DataSet
-from privgrad.data.schema import schema_of
+from privgrad.data.schema import schema_of, with_knots
 from privgrad.data.table import width_of
 from privgrad.errors import expected
 from privgrad.features import Extractor, Public
 from privgrad.features.caching import cached
-from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target
+from privgrad.heads.head import Head, Target
 from privgrad.models import LowerLayers, UnitLinear
-from privgrad.training.defaults import head_max_grad_norm, head_noise_step
+from privgrad.training.defaults import head_max_grad_norm, head_noise_step, table_knots
 from privgrad.training.run import FitResult
 from privgrad_lab import build
 from privgrad_lab.calls import arguments, bind, find, make, wrong
@@ -57,8 +56,10 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if use != "head" or not isinstance(privacy, dict):
         return raw
     defaults: dict[str, Any] = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
-    if isinstance(privacy.get("num_examples"), int):
-        defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
+    if isinstance(count := privacy.get("num_examples"), int):
+        defaults["expected_batch_size"] = min(count, LARGEST_BATCH)
+        if isinstance(data, dict) and isinstance(columns := data.get("columns"), dict):
+            raw = {**raw, "data": {**data, "columns": with_knots(columns, table_knots(count))}}
     made = {**raw, "privacy": defaults | privacy}
     if "methods" not in raw:
         run = raw.get("run")
@@ -67,20 +68,20 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         optimizer: dict[str, Any] = {"use": "SGD", "momentum": MOMENTUM}
         if "tuning" not in raw:  # it has the noise steps to try
             optimizer["noise_step"] = head_noise_step(decay, of_numbers=isinstance(data, dict) and "bounds" in data)
-        method: dict[str, Any] = {"name": "head", "optimizer": optimizer}
-        made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
+        made["methods"] = [{"name": "head", "optimizer": optimizer, **({} if schedule else {"schedule": "cosine"})}]
     return made
 
 
-def with_norm_of_numbers(spec: Spec, raw: Mapping[str, Any]) -> Spec:
-    """Return the spec of a head for numbers with the C of `fit_head`, unless the file has one or features."""
+def with_norm_of_table(spec: Spec, raw: Mapping[str, Any]) -> Spec:
+    """Return the spec of a head on a declared table with the C of `fit_head`, unless the file has one or features."""
     given = spec.data.options
-    is_known = spec.model.use == "head" and spec.features is None and not spec.data.use and "bounds" in given
+    is_known = spec.model.use == "head" and spec.features is None and not spec.data.use and "columns" in given
     if not is_known or "max_grad_norm" in raw["privacy"]:
         return spec
     schema = schema_of("load_spec", **{name: given.get(name) for name in SCHEMA})
     single = spec if spec.privacy.total_epsilon is None else spec.with_noise(price(spec).noise_multiplier)
-    norm = head_max_grad_norm(single.plan(None), width_of(schema), of_numbers=True)
+    weights, of_numbers = width_of(schema) * (len(schema.classes) or 1), schema.bounds is not None
+    norm = head_max_grad_norm(single.plan(None), weights, of_numbers=of_numbers)
     return spec.model_copy(update={"privacy": spec.privacy.model_copy(update={"max_grad_norm": norm})})
 
 

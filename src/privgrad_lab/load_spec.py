@@ -16,7 +16,7 @@ from privgrad.parts import Parts
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad_lab import build, old_spelling
 from privgrad_lab.calls import arguments, find, missing, problem, require_option, wrong
-from privgrad_lab.featuring import require_features, with_head_defaults, with_norm_of_numbers
+from privgrad_lab.featuring import require_features, with_head_defaults, with_norm_of_table
 from privgrad_lab.metrics import require_names
 from privgrad_lab.prices import require_payable, require_total
 from privgrad_lab.spec import REGISTRIES, MethodTable, Spec
@@ -56,7 +56,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     require_features(spec)
     for rule in _RULES:
         rule(spec)
-    return with_norm_of_numbers(spec, given)
+    return with_norm_of_table(spec, given)
 
 
 def _explained(error: ValidationError, raw: Mapping[str, Any]) -> PrivacyError:

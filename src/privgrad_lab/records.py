@@ -125,7 +125,7 @@ def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
 SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the rate and the clipping norm
 TUNED = ("noise_step", "lr", "max_grad_norm", *SOMETIMES_TUNED)
 _MEASURED = ("raw_train_loss", "validation_accuracy", "validation_loss")  # what tuning may compare
-FEW_CLIPPED = 0.1  # a smaller share of clipped gradients means that C is too large
+FEW_CLIPPED = 0.02  # a smaller share of clipped gradients means that C is too large
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:

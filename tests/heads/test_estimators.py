@@ -230,7 +230,7 @@ def test_columns_become_hat_codes_where_the_rows_are_many_enough():
     facts: dict[str, Any] = {"target_epsilon": 50.0, "delta": 1e-3, "feature_bounds": (-1, 1), "steps": 40}
     # No line tells the middle from both ends.
     classes = (np.abs(rows[:, 0]) > 0.5).astype(int)
-    for count, kind, least in ((400, Splines, 0.85), (319, Scaled, 0.0)):
+    for count, kind, least in ((400, Splines, 0.85), (99, Scaled, 0.0)):
         model = PrivateLogisticRegression(classes=[0, 1], num_examples=count, **facts).fit(rows, classes)
         assert type(model.head_.extractor) is kind
         assert model.score(rows, classes) > least

@@ -173,6 +173,7 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
         (50, 2, 10.0, False, 1.0),
         (50, 2, 60.0, False, 0.3),  # noise above .02
         (600, 10, 2.0, False, 0.3),  # many weights
+        (600, 10, 9.0, False, 0.1),  # both
         (50, 1, 10.0, True, 0.3),
         (50, 1, 30.0, True, 0.1),  # noise above .005
     ],

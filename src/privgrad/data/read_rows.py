@@ -63,9 +63,9 @@ def read_columns(
     return name, {column: list(map(text_of, values)) for column, values in columns.items()}
 
 
-def records_of(frame: Frame) -> list[dict[str, Any]]:
-    """Return the rows of a DataFrame by column name, with None for missing values."""
-    columns = _held(frame, lambda present: present)
+def records_of(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a DataFrame, or of columns by name, as dicts, with None for missing values."""
+    columns = _held(table, lambda present: present)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -38,7 +38,7 @@ _NOBODY = {
 }
 _WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
 _NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
-_MISSING = ("", "nan", "null")
+_MISSING = ("", "nan", "nat", "null")  # NaT is a date that pandas lacks
 _MOST_BINS = 10_000
 _SECONDS = 86_400  # of a day
 
@@ -393,6 +393,16 @@ def schema_of(
     return schema
 
 
+def with_knots(columns: Mapping[str, Any], knots: int) -> dict[str, Any]:
+    """Return declarations in which numbers have so many knots, unless they name codes of their own."""
+    numbers, codes = ("number", "days_between"), {"knots", "bins", "edges"}
+    has_none = {name for name, one in columns.items() if is_a(one, Mapping) and not codes & one.keys()}
+    return {
+        name: {**one, "knots": knots} if name in has_none and one.get("kind") in numbers else one
+        for name, one in columns.items()
+    }
+
+
 def require_unit(function: str, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
     """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
     _require_option(function, "unit", "unit", unit)
@@ -502,11 +512,12 @@ def _column(function: str, name: str, table: Any) -> Column | None:
     named = [by for by in named if by != "knots" or is_a(table[by], list, tuple)]  # their number goes with a range
     of = f"{kind} with {named[0]}" if named else f"{kind}"
     own: dict[str, Any] = {**_KINDS[of], **table}
-    for key, value in own.items():
+    for key in own:
         if key not in _KINDS[of]:
             known = [one for name, options in _KINDS.items() if name.split(" ")[0] == kind for one in options]
             remedy = did_you_mean(key, known, f"choose one of {', '.join(_KINDS[of])}")
             raise expected(function, f"keys of {place}", f"to be known for kind {of}", repr(key), remedy)
+    for key, value in own.items():
         if value != _KINDS[of][key] or value is ...:
             _require_option(function, f"{place}.{key}", key, value)
     own |= {key: list(own[key]) for key in ("as", "dates") if key in own}

@@ -319,7 +319,7 @@ def warn_of_private_ends(function: str, column: Column, values: Sequence[Any]) -
     if column.kind != "date" and (ends := column.ends) is not None:
         low, high = map(torch.tensor, ends)
         name = "bounds" if column.kind == "bounded" else f"columns.{column.name}"
-        present = torch.tensor([[one] for one in values if one is not None], dtype=torch.float64)
+        present = torch.tensor([one for one in values if one is not None], dtype=torch.float64)[:, None]
         warn_of_private_bound(function, f"the low of {name}", low, present, is_low=True)
         warn_of_private_bound(function, f"the high of {name}", high, present)
 

@@ -35,8 +35,8 @@ from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
 
 # Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
-STEPS = 300
-MAX_GRAD_NORM = 0.3  # where a rule does not know the number of weights yet
+STEPS, HIDDEN_STEPS = 300, 1000
+MAX_GRAD_NORM = 0.1  # where a rule does not know the number of weights yet
 LARGEST_BATCH = 8192
 MOMENTUM = 0.9
 _BLOCK = 4096  # rows that are checked at once
@@ -64,11 +64,12 @@ def fit_head(
     noise_step: float | None = None,
     schedule: Schedule | Decay = "cosine",
     momentum: float = MOMENTUM,
+    hidden: int = 0,
     output_dir: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     progress: bool | Progress = True,
 ) -> Head:
-    """Train a private linear head on features, by SGD from zero. It needs no tuning.
+    """Train a private head on features, by SGD: a linear one, from zero. It needs no tuning.
 
     Args:
         features: finite, shape (n, width), of any floating dtype; a memory-mapped array is not copied. Each row is
@@ -89,13 +90,16 @@ def fit_head(
         privacy_unit: "example" or "user". None: "user" for persons with rows, else "example".
         budget: a Budget to commit the training in; it needs output_dir. delta and num_examples default to those of the
             budget. Without plan and target_epsilon, the training uses all that is left.
-        steps: None is 300, or the number of the plan.
+        steps: None is 300, 1,000 with a hidden layer, or the number of the plan.
         expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
         max_grad_norm: None is 0.1, 0.3 or 1, by the plan's noise and the number of weights (docs/choosing.md), or the
-            number of the plan.
+            number of the plan. With hidden units, it is 0.3 for numbers, and otherwise 3.
         noise_step: at the peak of the schedule. None is the default of `privgrad.training.defaults` for the schedule.
         schedule: of the rate: a Schedule, or its decay.
         momentum: in [0, 1).
+        hidden: >= 0. Above 0, a hidden layer of so many units is added to the linear one (`models.UnitLinear`), for
+            tables whose columns act together. steps, max_grad_norm and noise_step then have other defaults, and the
+            initial weights of the layer come from torch's global generator.
         output_dir: the folder of ledger and checkpoint, as in `fit`: the same call resumes an interrupted training.
         seed: None for the operating system's entropy. A research seed voids the privacy guarantee.
         progress: as in `fit`.
@@ -128,19 +132,22 @@ def fit_head(
         remedy = "plan for 'user', or give features of shape (n, width)"
         raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
     one_of("fit_head", extractor=None if extractor is None else type(extractor).__name__, source=source)
+    require_integer("fit_head", "hidden", hidden, 0)
+    of_target: dict[str, Any] = {"of_numbers": target.kind == "number", "hidden": hidden}
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
     place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
     if plan is None:
+        numbers["steps"] = steps if steps is not None else HIDDEN_STEPS if hidden else STEPS
         plan = _plan(numbers, own, unit, budget, place)
         if max_grad_norm is None:
-            of_numbers, weights = target.kind == "number", rows.shape[-1] * target.outputs
-            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, weights, of_numbers=of_numbers))
+            weights = rows.shape[-1] * target.outputs
+            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, weights, **of_target))
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}")
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
-    step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
-    model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
+    step = head_noise_step(curve.decay, **of_target) if noise_step is None else noise_step
+    model = UnitLinear(rows.shape[-1], target.outputs, hidden=hidden).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
     data = TensorDataset(rows, target.prepared(given).to(rows.device))
     plan.batches(data)  # refuses what it cannot sample before anything is committed
@@ -224,8 +231,9 @@ def _plan(
     if missing and not (budget is not None and missing == ["target_epsilon"]):
         remedy = "give all three, a plan, or a budget: they decide the privacy"
         raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
+    require_integer("fit_head", "num_examples", given["num_examples"], 1)
     size = min(given["num_examples"], LARGEST_BATCH)
-    defaults = {"steps": STEPS, "expected_batch_size": size, "max_grad_norm": 1.0}  # epsilon does not depend on it
+    defaults = {"expected_batch_size": size, "max_grad_norm": 1.0}  # epsilon does not depend on it
     chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}
     if budget is None or given["target_epsilon"] is not None:
         return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)

@@ -289,13 +289,13 @@ class Head(nn.Module):
         elif (place / _TEXT).exists():
             got, remedy = "a head of unknown training", "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", got, remedy)
-        weight = self.model.linear.weight.detach().cpu().contiguous()
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in self.model.state_dict().items()}
         schema = self.schema if self.extractor is None else None
-        require_declared("Head.save", self.target, self.classes, schema, weight.shape[1])
+        require_declared("Head.save", self.target, self.classes, schema, self.model.linear.in_features)
         facts = {
             "format": _FORMAT,
             "target": asdict(self.target),
-            "width": weight.shape[1],
+            "width": self.model.linear.in_features,
             "input_dims": self.model.input_dims,
             "extractor": None if self.extractor is None else self.extractor.digest(),
             "classes": self.classes and [c if isinstance(c, str | int | float) else str(c) for c in self.classes],
@@ -306,7 +306,7 @@ class Head(nn.Module):
         with written_whole(place, overwrite=overwrite) as made:
             if self.extractor is not None:
                 save_extractor(self.extractor, made / _EXTRACTOR)
-            (made / _WEIGHTS).write_bytes(safetensors().save({"linear.weight": weight}))
+            (made / _WEIGHTS).write_bytes(safetensors().save(weights))
             if said is not None:
                 (made / _TEXT).write_text(f"{said}\n", encoding="utf-8")
             (made / _FACTS).write_text(json.dumps(facts, indent=1))
@@ -327,8 +327,10 @@ class Head(nn.Module):
             if facts["format"] != _FORMAT:
                 raise ValueError(f"format {facts['format']}, of another version of privgrad")
             target = Target(**facts["target"])
-            model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
-            model.load_state_dict(safetensors().load_file(place / _WEIGHTS))
+            weights = safetensors().load_file(place / _WEIGHTS)
+            of_rows = {"input_dims": facts["input_dims"], "hidden": len(weights.get("inner.weight", ()))}
+            model = UnitLinear(facts["width"], target.outputs, **of_rows)
+            model.load_state_dict(weights)
             table = facts.get("schema")  # absent in folders of older versions
             schema = None if table is None else schema_of("Head.load", **table)
         extractor = None

@@ -1,4 +1,4 @@
-"""Private linear models with the interface of scikit-learn. Their privacy guarantee is that of `fit_head`.
+"""Private models with the interface of scikit-learn, of numbers and of tables. Their guarantee is that of `fit_head`.
 
 Four habits of scikit-learn are not private, and void the guarantee: a scaler or vectorizer that is fitted on the same
 rows; GridSearchCV and other choices by a score on them; cross-validation, which trains several times; and refitting.
@@ -9,28 +9,43 @@ Give each training its own part of one Budget.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import os
+import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from rich import get_console
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.checks.data import warn_of_private_bound
-from privgrad.errors import described, expected
+from privgrad.data.read_rows import Frame, records_of
+from privgrad.data.schema import with_knots
+from privgrad.data.table import table, width_of
+from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
+from privgrad.training.defaults import table_hidden, table_knots
 from privgrad.training.schedule import Decay
 
-KNOTS = 16  # of each column
+__all__ = [
+    "PrivateLinearRegression",
+    "PrivateLogisticRegression",
+    "PrivateTabularClassifier",
+    "PrivateTabularRegressor",
+]
+
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
+Table = Frame | Mapping[str, Sequence[Any]]
+_LABEL = "the labels"  # the column of labels without a name
+_CODED = ("number", "category", "date", "days_between")  # kinds of columns whose missing values have a code
 
 _FILL = (
     "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
@@ -44,12 +59,11 @@ _CODE = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _Private(BaseEstimator):
-    """The arguments, the training and the outputs that both estimators share."""
+    """The arguments and the training that all estimators share."""
 
     target_epsilon: float | None
     delta: float | None
     num_examples: int | None
-    feature_bounds: Bounds | None = None
     steps: int | None = None
     expected_batch_size: int | None = None
     max_grad_norm: float | None = None
@@ -59,26 +73,34 @@ class _Private(BaseEstimator):
     output_dir: str | os.PathLike[str] | None = None
     seed: int | None = None
 
-    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
-        """Train the head on the rows of X; warn of a second training that no budget counts."""
+    def _train(self, features: torch.Tensor, labels: Any, **options: Any) -> None:
+        """Train the head; warn of a second training that no budget counts."""
         folder = self.output_dir
         is_counted = self.budget is not None or (folder is not None and (Path(folder) / "ledger.jsonl").exists())
         if hasattr(self, "head_") and not is_counted:
             warnings.warn(
                 f"{type(self).__name__}.fit: this object was fitted before. Both trainings are releases, whose costs "
                 "add up; head_.epsilon is the cost of the last one. Give budget and output_dir to keep the total",
-                stacklevel=3,
+                stacklevel=4,
             )
+        own = {one.name: getattr(self, one.name) for one in fields(_Private)}
+        self.head_ = fit_head(features, labels, **own, **options, progress=False)
+
+    @property
+    def _count(self) -> int:  # of examples; fit_head refuses 0
+        return self.num_examples or (0 if self.budget is None else self.budget.num_examples)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Linear(_Private):
+    """The features and the outputs of both linear models."""
+
+    feature_bounds: Bounds | None = None
+
+    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         features, extractor = self._features(X)
-        self.head_ = fit_head(
-            features,
-            labels,
-            **target,
-            **{one.name: getattr(self, one.name) for one in fields(_Private) if one.name != "feature_bounds"},
-            extractor=extractor,
-            source="the columns of X as given" if extractor is None else None,
-            progress=False,
-        )
+        source = "the columns of X as given" if extractor is None else None
+        self._train(features, labels, **target, extractor=extractor, source=source)
 
     def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
         """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
@@ -89,10 +111,10 @@ class _Private(BaseEstimator):
         if self.feature_bounds is None:
             return rows, None
         low, high = self.feature_bounds
-        count = self.num_examples if self.budget is None else self.num_examples or self.budget.num_examples
         # A small data set has too few rows for the weights of many codes.
-        has_enough = count is not None and KNOTS * X.shape[1] <= count / 10
-        extractor = Splines(low, high, KNOTS) if has_enough else Scaled(low, high)
+        knots = table_knots(self._count)
+        has_enough = knots * X.shape[1] <= self._count / 10
+        extractor = Splines(low, high, knots) if has_enough else Scaled(low, high)
         features = extractor(rows)
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
@@ -106,7 +128,7 @@ class _Private(BaseEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLogisticRegression(ClassifierMixin, _Private):
+class PrivateLogisticRegression(ClassifierMixin, _Linear):
     """Logistic regression with differential privacy, for rows that are one person each.
 
     Args:
@@ -117,11 +139,12 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
-            and a list of the highs, one per column. Columns become hat codes with 16 knots (`features.Splines`), if
-            num_examples is at least 160 times their number. Otherwise they are moved to [-1, 1], and a constant is
-            added (`features.Scaled`). Give bounds for raw columns, such as age and income. One pair for columns of very
-            different size flattens the small ones. None: the rows of X are features that were prepared without the
-            data, such as embeddings, of at least 2 columns. Each row is divided by its norm, and there is no constant.
+            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, or
+            with 5 if num_examples is below 10,000. If that makes more codes than num_examples / 10, columns are moved
+            to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
+            age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
+            are features that were prepared without the data, such as embeddings, of at least 2 columns. Each row is
+            divided by its norm, and there is no constant.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
         output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
@@ -170,7 +193,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearRegression(RegressorMixin, _Private):
+class PrivateLinearRegression(RegressorMixin, _Linear):
     """Linear regression of a bounded number with differential privacy, for rows that are one person each.
 
     Clipping bounds the pull of each row: the loss is then about that of Huber, between mean and median regression.
@@ -202,6 +225,166 @@ class PrivateLinearRegression(RegressorMixin, _Private):
         """Return the number of each row, (n,), within label_bounds."""
         outputs = self._outputs(X)
         return self.head_.target.decoded(outputs).double().numpy()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Tabular(_Private):
+    """The declaration, the training and the outputs of both models of a table."""
+
+    columns: Mapping[str, Mapping[str, Any]] | str | os.PathLike[str]
+    unit: str
+    max_rows: int | None = None
+    hidden: int | None = None
+    verbose: bool = True
+
+    def _fit_table(self, X: Table, y: Any, **target: Any) -> None:  # noqa: N803
+        """Train a head on the codes of X, and tell what was chosen."""
+        function = type(self).__name__
+        cells, label = _by_name(function, X), f"{y if isinstance(y, str) else getattr(y, 'name', None) or _LABEL}"
+        if not isinstance(y, str):
+            if getattr(y, "ndim", 1) != 1 or not hasattr(y, "__len__"):
+                got = described(y) if not hasattr(y, "shape") else f"shape {tuple(y.shape)}"
+                raise expected(function, "y", "to be the labels, (n,), or the name of their column", got)
+            cells |= {label: y}
+        unit = {"unit": self.unit, "max_rows": self.max_rows}
+        data = table(cells, columns=self._declared(function), label=label, **unit, **target)
+        assert data.schema is not None
+        bounds, width = data.schema.bounds, width_of(data.schema)
+        hidden, why = self.hidden, "as given"
+        if hidden is None:
+            hidden, why = table_hidden(self._count, of_numbers=bounds is not None)
+        of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
+        source = "codes of the declared columns"
+        options = {"classes": data.classes, "schema": data.schema, "source": source, "hidden": hidden}
+        self._train(*data.train.tensors, **of_target, **options)
+        plan, epsilon = self.head_.privacy, self.head_.epsilon
+        assert self.head_.result is not None
+        steps = self.head_.result.ledger.releases
+        self.choices_ = (
+            f"{width} codes of {len(data.schema.columns)} columns",
+            f"a linear model{f' with {hidden} hidden units' if hidden else ''}, {why}",
+            f"{steps:,} steps, {plan['expected_batch_size']:,} of {plan['num_examples']:,} in each on average",
+            f"clipping norm {plan['max_grad_norm']:g} and noise multiplier {plan['noise_multiplier']:.4g}",
+            f"epsilon {epsilon:.4g} at delta {plan['delta']:g}",
+        )
+        if self.verbose:
+            get_console().print(f"{function}: {'; '.join(self.choices_)}", highlight=False, markup=False)
+
+    def _declared(self, function: str) -> Any:
+        """Return the columns, also of a TOML file, with what they leave open: knots, and codes of missing values."""
+        found: Any = self.columns
+        if isinstance(found, str | os.PathLike):
+            with readable(function, f"columns, {found},", "to be a TOML with a table for each column", "correct it"):
+                found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
+        if not isinstance(found, Mapping):
+            return found  # `table` refuses it
+        made = with_knots({f"{name}": one for name, one in found.items()}, table_knots(self._count))
+        is_coded = {name for name, one in made.items() if isinstance(one, Mapping) and one.get("kind") in _CODED}
+        return {name: {"missing": "category", **one} if name in is_coded else one for name, one in made.items()}
+
+    def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
+        """Return the outputs for a table, or for a list of rows by column name."""
+        check_is_fitted(self)
+        is_rows = isinstance(X, list) or (isinstance(X, Mapping) and not any(map(_is_column, X.values())))
+        return self.head_(X if is_rows else records_of(_by_name(type(self).__name__, X)))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateTabularClassifier(ClassifierMixin, _Tabular):
+    """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
+
+    Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
+        a linear one, with a layer of hidden units where many rows predict a number. `choices_` says what it chose.
+
+    Args:
+        columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for
+            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, or 5 if
+            num_examples is below 10,000, unless a column names its own. Missing values get a code, unless it has
+            missing = "error". Columns that are not declared are not read.
+        classes: the public classes, in any order. They are not taken from y.
+        unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
+            person together, and needs max_rows.
+        max_rows: for persons: the most rows of a person, a public number. Later rows are not used.
+        hidden: number of hidden units, 0 for a linear model; None: the rule chooses.
+        verbose: whether `fit` prints what was chosen.
+        target_epsilon, delta, num_examples, steps, expected_batch_size, max_grad_norm, noise_step, schedule, budget,
+            output_dir, seed: as in PrivateLogisticRegression; num_examples counts persons if they are the unit.
+    Attributes:
+        classes_: the classes, sorted.
+        choices_: what was chosen, one text each. All of it is public.
+        head_: the Head, which takes rows by column name; `head_.save(folder)` writes it, for `privgrad predict`.
+    Privacy:
+        As fit_head. See the module for habits of scikit-learn that void it.
+    """
+
+    classes: Sequence[Any]
+
+    def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
+        """Train on a table, a DataFrame or columns by name, and the classes of its rows: (n,), or the column's name.
+
+        Raises:
+            PrivacyError: the declaration is incomplete, a value does not fit it, or fit_head refuses; nothing was
+                spent.
+        """
+        self.classes_: Array = np.unique(np.asarray(self.classes))
+        self._fit_table(X, y, classes=self.classes_.tolist())
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the likeliest class of each row of a table, (n,); a list of rows by column name does too."""
+        likeliest = self._outputs(X).argmax(1).numpy()
+        return self.classes_[likeliest]
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return the probability of each class, (n, classes), in the order of classes_."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateTabularRegressor(RegressorMixin, _Tabular):
+    """A bounded number from the columns of a table, with differential privacy: as PrivateTabularClassifier.
+
+    Args:
+        label_bounds: the public smallest and largest label, known without y. Labels outside of them count as the
+            nearest one.
+        columns, unit, max_rows, hidden, verbose, target_epsilon, delta, num_examples, steps, expected_batch_size,
+            max_grad_norm, noise_step, schedule, budget, output_dir, seed: as in PrivateTabularClassifier.
+    Attributes:
+        choices_, head_: as in PrivateTabularClassifier.
+    Privacy:
+        As PrivateTabularClassifier.
+    """
+
+    label_bounds: tuple[float, float]
+
+    def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
+        """Train on a table and the numbers of its rows: (n,), or the column's name.
+
+        Raises:
+            PrivacyError: as in PrivateTabularClassifier; nothing was spent.
+        """
+        self._fit_table(X, y, bounds=self.label_bounds)
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the number of each row, (n,), within label_bounds."""
+        return self.head_.target.decoded(self._outputs(X)).double().numpy()
+
+
+def _by_name(function: str, X: Any) -> dict[str, Any]:  # noqa: N803
+    """Return the columns of a table by name; raise PrivacyError unless each has a name of its own."""
+    names: list[Any] = list(X if isinstance(X, Mapping) else getattr(X, "column_names", getattr(X, "columns", ())))
+    texts = [f"{name}" for name in names]
+    if not names or len(set(texts)) < len(texts):
+        again = next((name for name in texts if texts.count(name) > 1), None)
+        got = type(X).__name__ if again is None else f"two columns {again!r}"
+        remedy = "give a DataFrame, or a dict of columns" if again is None else "rename one"
+        raise expected(function, "X", "to have columns by name", got, remedy)
+    return {text: X[name] for text, name in zip(texts, names, strict=True)}
+
+
+def _is_column(values: Any) -> bool:
+    return hasattr(values, "__len__") and not isinstance(values, str | bytes)
 
 
 def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803

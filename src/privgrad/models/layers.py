@@ -1,5 +1,6 @@
 """Heads, perceptrons, layers of sparse rows, and standardized convolutions."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -44,24 +45,35 @@ def linear(*, in_features: int, num_classes: int, input_dims: int | None = None)
 class UnitLinear(nn.Module):
     """A linear head: each row of features divided by its norm, through a layer without bias that starts at zero.
 
-    A row of zeros stays zero. Features may have any floating dtype.
+    A row of zeros stays zero. Features may have any floating dtype. With a hidden layer, its outputs are added:
+    `linear(x) + outer(relu(inner(x)))`, without biases. `inner` is drawn so that |relu(inner(x))| is about 1, and
+    `outer` starts at zero.
 
     Args:
         in_features: number of features of a row.
         out_features: number of classes or tags, or 1 for a number.
         input_dims: how many last dimensions of the input hold the features of a row.
+        hidden: number of hidden units; 0 for a linear head.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, input_dims: int = 1) -> None:
+    hidden = 0  # of pickles from before there were hidden layers
+
+    def __init__(self, in_features: int, out_features: int, *, input_dims: int = 1, hidden: int = 0) -> None:
         super().__init__()
-        self.input_dims = input_dims
+        self.input_dims, self.hidden = input_dims, hidden
         self.linear = nn.Linear(in_features, out_features, bias=False)
         nn.init.zeros_(self.linear.weight)
+        if hidden:
+            self.inner = nn.Linear(in_features, hidden, bias=False)
+            nn.init.normal_(self.inner.weight, std=math.sqrt(2 / hidden))
+            self.outer = nn.Linear(hidden, out_features, bias=False)
+            nn.init.zeros_(self.outer.weight)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the outputs, (..., in_features) -> (..., out_features)."""
-        rows = features.flatten(-self.input_dims).to(self.linear.weight.dtype)
-        return self.linear(F.normalize(rows, dim=-1))
+        rows = F.normalize(features.flatten(-self.input_dims).to(self.linear.weight.dtype), dim=-1)
+        outputs = self.linear(rows)
+        return outputs + self.outer(F.relu(self.inner(rows))) if self.hidden else outputs
 
 
 def _flatten(input_dims: int | None) -> nn.Flatten:

@@ -27,6 +27,9 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 _LINEAR = 0.06
 _NUMBER = 0.016  # of a linear head for a number between -1 and 1
 _PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
+_HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear one
+_UNITS = 32
+_FEW_FOR_UNITS, _FEW_FOR_KNOTS = 5_000, 10_000  # examples
 _NETWORK = 0.16
 _NETWORK_NUMBER = 0.011
 _PLACES = 0.25  # exponent of the number of places that share a weight
@@ -177,21 +180,38 @@ def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunctio
         handle.remove()
 
 
-def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
-    """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay."""
-    step = _NUMBER if of_numbers else _LINEAR
+def table_knots(num_examples: int) -> int:
+    """Return the number of knots of each number of a table: few rows do not find the weights of many codes."""
+    return 16 if num_examples >= _FEW_FOR_KNOTS else 5
+
+
+def table_hidden(num_examples: int, *, of_numbers: bool) -> tuple[int, str]:
+    """Return the number of hidden units of a head on a table, and why."""
+    if not of_numbers:
+        return 0, "which is rarely behind for classes"
+    if num_examples < _FEW_FOR_UNITS:
+        return 0, f"for a number from fewer than {_FEW_FOR_UNITS:,} examples"
+    return _UNITS, f"for a number from at least {_FEW_FOR_UNITS:,} examples"
+
+
+def head_noise_step(decay: Decay, *, of_numbers: bool, hidden: int = 0) -> float:
+    """Return the noise step of a head on rows of norm 1, at the peak of a rate with this decay."""
+    step = (_NUMBER if of_numbers else _LINEAR) * (_HIDDEN if hidden else 1)
     return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
 
 
-def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool) -> float:
-    """Return C of a linear head on rows of norm 1 with so many weights, from the noise that its mean gradients have.
+def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool, hidden: int = 0) -> float:
+    """Return C of a head on rows of norm 1 with so many weights, from the noise that its mean gradients have.
 
     A small C is robust against noise, and a large one gives better probabilities: docs/choosing.md.
     """
+    if hidden:  # gradients are longer, because outputs have more weights of about the same slope
+        return 0.3 if of_numbers else 3.0
     noise = plan.noise_multiplier * math.sqrt(weights / plan.steps) / plan.expected_batch_size
     if of_numbers:
         return 0.3 if noise < 0.005 else 0.1
-    return 1.0 if noise < 0.02 and weights <= 5_000 else 0.3
+    large, small = (1.0, 0.3) if weights <= 5_000 else (0.3, 0.1)  # the latter: features, not columns of a table
+    return large if noise < 0.02 else small
 
 
 def _clipping(

@@ -295,7 +295,7 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     if any(row["rate"] == "noise_step" for row in rows):
         lines.append("u: noise step.")
     if any(row["clipped"] != "–" for row in texts):
-        low = "; ⚠: below 10 %, lower C" if any(row["few_clipped"] for row in texts) else ""
+        low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
         lines.append(f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}.")
     used = {mark for row in texts for mark in row["marks"]}
     lines += [f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used]
