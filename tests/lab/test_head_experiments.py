@@ -44,7 +44,7 @@ def changed(**tables: Any) -> dict[str, Any]:
 
 def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
     spec = check_spec(DIGITS, "digits.toml")
-    assert (spec.privacy.steps, spec.privacy.max_grad_norm, spec.privacy.expected_batch_size) == (300, 0.3, 1200)
+    assert (spec.privacy.steps, spec.privacy.max_grad_norm, spec.privacy.expected_batch_size) == (300, 0.1, 1200)
     (method,) = spec.methods
     assert (method.noise_step, method.schedule and method.schedule.decay) == (0.15, "cosine")
     assert check_spec(changed(privacy={"steps": 7}), "digits.toml").privacy.steps == 7

@@ -23,6 +23,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from privgrad.accounting.accountant import rounded_up
 from privgrad.checks.data import warn_of_private_bound
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import with_knots
@@ -265,7 +266,7 @@ class _Tabular(_Private):
             f"a linear model{f' with {hidden} hidden units' if hidden else ''}, {why}",
             f"{steps:,} steps, {plan['expected_batch_size']:,} of {plan['num_examples']:,} in each on average",
             f"clipping norm {plan['max_grad_norm']:g} and noise multiplier {plan['noise_multiplier']:.4g}",
-            f"epsilon {epsilon:.4g} at delta {plan['delta']:g}",
+            f"epsilon {rounded_up(epsilon, 4)} at delta {rounded_up(plan['delta'])}",
         )
         if self.verbose:
             get_console().print(f"{function}: {'; '.join(self.choices_)}", highlight=False, markup=False)
