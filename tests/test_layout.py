@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
         "features": 1853,  # hat codes
         "gradient": 2990,  # gradients that are handed over; `novelty`, `state`, hooks in copies; canaries
-        "heads": 1059,  # models of a table: a data frame in, a model out; hidden units
+        "heads": 1056,  # models of a table: a data frame in, a model out; hidden units
         "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head

@@ -11,7 +11,7 @@ Give each training its own part of one Budget.
 import os
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -128,8 +128,23 @@ class _Linear(_Private):
         return self.head_(_tensor(_checked(self, X, reset=False)))
 
 
+class _Classifier(ClassifierMixin):
+    """The predictions of both classifiers."""
+
+    classes_: Array
+    _outputs: Callable[[Any], torch.Tensor]
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the likeliest class of each row, (n,). A table may be a list of rows by column name, too."""
+        return self.classes_[self._outputs(X).argmax(1).numpy()]
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return the probability of each class, (n, classes), in the order of classes_."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLogisticRegression(ClassifierMixin, _Linear):
+class PrivateLogisticRegression(_Classifier, _Linear):
     """Logistic regression with differential privacy, for rows that are one person each.
 
     Args:
@@ -182,15 +197,6 @@ class PrivateLogisticRegression(ClassifierMixin, _Linear):
         """Return the scores of the classes, (n, classes); for two classes their difference, (n,)."""
         scores: Array = self._outputs(X).numpy()
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
-
-    def predict(self, X: Any) -> Array:  # noqa: N803
-        """Return the likeliest class of each row, (n,)."""
-        likeliest = self._outputs(X).argmax(1).numpy()
-        return self.classes_[likeliest]
-
-    def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Return the probability of each class, (n, classes), in the order of classes_."""
-        return self._outputs(X).double().softmax(1).numpy()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -291,7 +297,7 @@ class _Tabular(_Private):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateTabularClassifier(ClassifierMixin, _Tabular):
+class PrivateTabularClassifier(_Classifier, _Tabular):
     """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
 
     Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
@@ -327,18 +333,9 @@ class PrivateTabularClassifier(ClassifierMixin, _Tabular):
             PrivacyError: the declaration is incomplete, a value does not fit it, or fit_head refuses; nothing was
                 spent.
         """
-        self.classes_: Array = np.unique(np.asarray(self.classes))
+        self.classes_ = np.unique(np.asarray(self.classes))
         self._fit_table(X, y, classes=self.classes_.tolist())
         return self
-
-    def predict(self, X: Any) -> Array:  # noqa: N803
-        """Return the likeliest class of each row of a table, (n,); a list of rows by column name does too."""
-        likeliest = self._outputs(X).argmax(1).numpy()
-        return self.classes_[likeliest]
-
-    def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Return the probability of each class, (n, classes), in the order of classes_."""
-        return self._outputs(X).double().softmax(1).numpy()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
