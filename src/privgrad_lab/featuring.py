@@ -51,7 +51,7 @@ _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary(
 
 def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tables of a file whose model is "head" with the defaults of `fit_head`, and its method by default."""
-    model, privacy, data = (raw.get(name) for name in ("model", "privacy", "data"))
+    model, privacy, data, run = (raw.get(name) for name in ("model", "privacy", "data", "run"))
     use: Any = model.get("use") if isinstance(model, dict) else model
     if use != "head" or not isinstance(privacy, dict):
         return raw
@@ -62,13 +62,13 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             raw = {**raw, "data": {**data, "columns": with_knots(columns, table_knots(count))}}
     made = {**raw, "privacy": defaults | privacy}
     if "methods" not in raw:
-        run = raw.get("run")
         schedule: Any = run.get("schedule") if isinstance(run, dict) else None
         decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
         optimizer: dict[str, Any] = {"use": "SGD", "momentum": MOMENTUM}
         if "tuning" not in raw:  # it has the noise steps to try
             optimizer["noise_step"] = head_noise_step(decay, of_numbers=isinstance(data, dict) and "bounds" in data)
-        made["methods"] = [{"name": "head", "optimizer": optimizer, **({} if schedule else {"schedule": "cosine"})}]
+        method: dict[str, Any] = {"name": "head", "optimizer": optimizer}
+        made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 
 

@@ -51,6 +51,7 @@ def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
     for schedule, step, decay in (
         ("constant", 0.06, "constant"),
         ({"warmup": 0.1}, 0.06, "constant"),
+        ({}, 0.06, "constant"),
         ("linear", 0.15, "linear"),
     ):
         spec = check_spec(changed(run={"schedule": schedule}), "digits.toml")
