@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import privgrad as pg
+from privgrad.data.schema import knots_of
 from privgrad.training.defaults import head_max_grad_norm, head_noise_step, table_hidden
 
 pytest.importorskip("sklearn")
@@ -127,8 +128,9 @@ def test_hidden_units_learn_what_no_linear_model_of_codes_does():
 
 
 def test_the_rules_follow_from_public_numbers():
-    assert table_hidden(4_999, of_numbers=True)[0] == table_hidden(100_000, of_numbers=False)[0] == 0
-    assert table_hidden(5_000, of_numbers=True)[0] == 32
+    assert table_hidden(39_999, 1.0, of_numbers=True)[0] == table_hidden(100_000, 3.0, of_numbers=False)[0] == 0
+    assert table_hidden(20_000, 2.0, of_numbers=True)[0] == 32
+    assert [knots_of(10_000, 500), knots_of(9_999, 399), knots_of(9_999, 400)] == [16, 5, 2]
     plan = pg.PrivacyPlan.for_budget(**BUDGET, max_grad_norm=1.0, expected_batch_size=50, steps=100)
     assert [head_max_grad_norm(plan, 10, of_numbers=one, hidden=4) for one in (True, False)] == [0.3, 3.0]
     assert head_noise_step("constant", of_numbers=False, hidden=4) == pytest.approx(0.018)

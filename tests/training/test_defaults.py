@@ -1,5 +1,6 @@
 """Defaults without tuning: what `suggest` measures, what it refuses, and that it looks at public data only."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -49,6 +50,25 @@ def test_a_network_gets_the_rule_of_its_largest_inputs():
     assert found.noise_step == pytest.approx(0.16 / float(first), rel=0.05)
     assert found.schedule == pg.Schedule("linear")
     assert isinstance(found.clip, pg.clip.Automatic)
+
+
+@pytest.mark.parametrize(("noise", "share"), [(0.019, 3.0), (0.039, 1.0), (0.041, 0.3)])
+def test_little_noise_gets_a_large_norm_for_classes_of_rows(noise: float, share: float):
+    model, rows = make_model(), torch.ones(8, 5)  # 39 weights
+    plan = make_plan(noise_multiplier=noise * 8 / (39 / 10) ** 0.5)
+    losses: dict[int, float] = {}
+    for places in (1, 2):  # of each row in each layer
+        batch = rows.unflatten(0, (-1, places)) if places > 1 else rows, torch.zeros(8 // places).long()
+        found = pg.suggest(
+            model,
+            plan,
+            public_batch=batch,
+            loss_fn=lambda m, b: F.cross_entropy(
+                m(b[0]).mean(-2) if b[0].ndim > 2 else m(b[0]), b[1], reduction="none"
+            ),
+        )
+        losses[places] = found.plan.max_grad_norm
+    assert losses[1] / losses[2] == pytest.approx(share / 0.3, rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +295,9 @@ def test_the_noise_step_of_a_number_follows_its_spread(name: str):
     found = pg.suggest(model, make_plan(), public_batch=batch, loss_fn=loss_fn)
     share = 1.0 if spread is None else min(1.0, 0.011 / 0.16 * spread * math.sqrt(3))
     assert found.noise_step == pytest.approx(0.16 / max(found.input_norms.values()) * share, rel=0.06)
+    long = pg.suggest(model, dataclasses.replace(make_plan(), steps=800), public_batch=batch, loss_fn=loss_fn)
+    is_bounded = name not in ("one label for all", "pictures", "squares", "wide squares", "counts")
+    assert long.noise_step == pytest.approx(found.noise_step * (0.05 / 0.16 if is_bounded else 1), rel=0.06)
     assert any("that of a number" in reason for reason in found.reasons) == (spread is not None)
     if outputs == 1:
         one = pg.suggest(nn.Linear(5, 1), make_plan(), public_batch=batch, loss_fn=loss_fn)

@@ -26,13 +26,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from privgrad.accounting.accountant import rounded_up
 from privgrad.checks.data import warn_of_private_bound
 from privgrad.data.read_rows import Frame, records_of
-from privgrad.data.schema import with_knots
+from privgrad.data.schema import knots_of, with_knots
 from privgrad.data.table import table, width_of
 from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
 from privgrad.ledger.budget import Budget
-from privgrad.training.defaults import table_hidden, table_knots
+from privgrad.training.defaults import table_hidden
 from privgrad.training.schedule import Decay
 
 __all__ = [
@@ -113,7 +113,7 @@ class _Linear(_Private):
             return rows, None
         low, high = self.feature_bounds
         # A small data set has too few rows for the weights of many codes.
-        knots = table_knots(self._count)
+        knots = knots_of(self._count, X.shape[1])
         has_enough = knots * X.shape[1] <= self._count / 10
         extractor = Splines(low, high, knots) if has_enough else Scaled(low, high)
         features = extractor(rows)
@@ -155,8 +155,8 @@ class PrivateLogisticRegression(_Classifier, _Linear):
         num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
-            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, or
-            with 5 if num_examples is below 10,000. If that makes more codes than num_examples / 10, columns are moved
+            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, with
+            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more codes than num_examples / 10, columns are moved
             to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
             age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
             are features that were prepared without the data, such as embeddings, of at least 2 columns. Each row is
@@ -259,7 +259,9 @@ class _Tabular(_Private):
         bounds, width = data.schema.bounds, width_of(data.schema)
         hidden, why = self.hidden, "as given"
         if hidden is None:
-            hidden, why = table_hidden(self._count, of_numbers=bounds is not None)
+            # Not what a budget has left: that differs when a training resumes.
+            total = self.target_epsilon or (0.0 if self.budget is None else self.budget.total_epsilon)
+            hidden, why = table_hidden(self._count, total, of_numbers=bounds is not None)
         of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
         source = "codes of the declared columns"
         options = {"classes": data.classes, "schema": data.schema, "source": source, "hidden": hidden}
@@ -285,7 +287,7 @@ class _Tabular(_Private):
                 found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
         if not isinstance(found, Mapping):
             return found  # `table` refuses it
-        made = with_knots({f"{name}": one for name, one in found.items()}, table_knots(self._count))
+        made = with_knots({f"{name}": one for name, one in found.items()}, self._count)
         is_coded = {name for name, one in made.items() if isinstance(one, Mapping) and one.get("kind") in _CODED}
         return {name: {"missing": "category", **one} if name in is_coded else one for name, one in made.items()}
 
@@ -301,12 +303,13 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
     """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
 
     Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
-        a linear one, with a layer of hidden units where many rows predict a number. `choices_` says what it chose.
+        a linear one, with a layer of hidden units for a number if num_examples times epsilon is at least 40,000. `choices_` says what it chose.
 
     Args:
         columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for
-            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, or 5 if
-            num_examples is below 10,000, unless a column names its own. Missing values get a code, unless it has
+            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, 5 if
+            num_examples is below 10,000, or 2 if it is also below 25 for each number, unless a column names its own.
+            Missing values get a code, unless it has
             missing = "error". Columns that are not declared are not read.
         classes: the public classes, in any order. They are not taken from y.
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
