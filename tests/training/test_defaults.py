@@ -1,6 +1,5 @@
 """Defaults without tuning: what `suggest` measures, what it refuses, and that it looks at public data only."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -292,12 +291,13 @@ def test_the_noise_step_of_a_number_follows_its_spread(name: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, outputs))
     batch = torch.randn(64, 5), torch.arange(64), torch.rand(64, 600)
-    found = pg.suggest(model, make_plan(), public_batch=batch, loss_fn=loss_fn)
     share = 1.0 if spread is None else min(1.0, 0.011 / 0.16 * spread * math.sqrt(3))
-    assert found.noise_step == pytest.approx(0.16 / max(found.input_norms.values()) * share, rel=0.06)
-    long = pg.suggest(model, dataclasses.replace(make_plan(), steps=800), public_batch=batch, loss_fn=loss_fn)
-    is_bounded = name not in ("one label for all", "pictures", "squares", "wide squares", "counts")
-    assert long.noise_step == pytest.approx(found.noise_step * (0.05 / 0.16 if is_bounded else 1), rel=0.06)
+    is_bounded = name in ("two classes", "600 classes", "one logit", "absolute")
+    for steps in (10, 800):
+        found = pg.suggest(model, make_plan(steps=steps), public_batch=batch, loss_fn=loss_fn)
+        rows = 0.1 * math.log10(max(2, outputs)) * math.sqrt(200 / steps)
+        network = min(0.16, rows) if is_bounded else 0.16
+        assert found.noise_step == pytest.approx(network / max(found.input_norms.values()) * share, rel=0.06)
     assert any("that of a number" in reason for reason in found.reasons) == (spread is not None)
     if outputs == 1:
         one = pg.suggest(nn.Linear(5, 1), make_plan(), public_batch=batch, loss_fn=loss_fn)

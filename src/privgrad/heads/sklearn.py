@@ -156,7 +156,8 @@ class PrivateLogisticRegression(_Classifier, _Linear):
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
             and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, with
-            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more codes than num_examples / 10, columns are moved
+            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more codes than
+            num_examples / 10, columns are moved
             to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
             age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
             are features that were prepared without the data, such as embeddings, of at least 2 columns. Each row is
@@ -303,7 +304,8 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
     """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
 
     Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
-        a linear one, with a layer of hidden units for a number if num_examples times epsilon is at least 40,000. `choices_` says what it chose.
+        a linear one, with a layer of hidden units for a number if num_examples times epsilon is
+        at least 40,000. `choices_` says what it chose.
 
     Args:
         columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for

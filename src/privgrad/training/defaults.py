@@ -31,7 +31,8 @@ _HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear o
 _UNITS = 32
 _ENOUGH_FOR_UNITS = 40_000  # examples times epsilon
 _NETWORK = 0.16
-_ROWS = 0.1 * math.sqrt(200)  # over the root of the steps: of a network for classes, whose weights meet a row once
+# Times log(classes) over the root of the steps: of a network for classes, whose weights meet a row once.
+_ROWS = 0.1 * math.sqrt(200) / math.log(10)
 _NETWORK_NUMBER = 0.011
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
@@ -86,11 +87,12 @@ def suggest(
         view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
         a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
         constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
-        linearly to zero. If every n_l is 1 and the slope of the loss is bounded, as for classes of a table, 0.1
-        sqrt(200 / steps) takes the place of 0.16, where it is smaller. If the loss is that of one number for each example, such as a squared error, u is multiplied
-        by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1. C is 0.3 times
-        the median gradient norm of 32 public examples, so that most gradients are clipped. For classes of a table it is
-        3 times, or once, if sigma sqrt(weights / steps) / B is at most 0.02, or 0.04. u does not depend on C.
+        linearly to zero. For k classes of rows, with one place in each layer, 0.1 log10(k) sqrt(200 / steps) takes the
+        place of 0.16, where it is smaller. If the loss is that of one number for each example, such as a squared error,
+        u is multiplied by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1.
+        C is 0.3 times the median gradient norm of 32 public examples, so that most gradients are clipped. For a network
+        and classes of rows, it is 3 times this norm if sigma sqrt(weights / steps) / B is at most 0.02, or once up to
+        0.04. u does not depend on C.
 
     Args:
         model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
@@ -126,25 +128,27 @@ def suggest(
     require_integer("suggest", "the number of public examples", examples, 1)
     norms = _input_norms(model, public_batch, loss_fn, examples)
     matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
-    of_classes, spread = (False, None) if loss_fn is None else _labels(model, public_batch, loss_fn)
-    of_rows = of_classes and max(places for _, places in norms.values()) <= 1
+    classes, spread = (0, None) if loss_fn is None else _labels(model, public_batch, loss_fn)
+    is_linear = len(norms) == matrices == 1
+    of_rows = classes > 0 and not is_linear and max(places for _, places in norms.values()) <= 1
     # The layer whose outputs the noise moves most decides.
     name = max(norms, key=lambda key: norms[key][0] * norms[key][1] ** _PLACES)
     norm, places = norms[name]
     whose = name or "of the model"
-    if len(norms) == matrices == 1:
+    if is_linear:
         step, schedule = _LINEAR / norm, Schedule("constant")
         why = f"One layer is trained. Noise moves outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
         of_schedule = "Constant rate: for one layer, decay changed our results by -2 to 0 points."
     else:
-        of_network = min(_NETWORK, float(f"{_ROWS / math.sqrt(plan.steps):.2g}") if of_rows else math.inf)
+        of_classes = _ROWS * math.log(classes) / math.sqrt(plan.steps) if of_rows else math.inf
+        of_network = min(_NETWORK, float(f"{of_classes:.2g}"))
         step, schedule = of_network / (norm * places**_PLACES), Schedule("linear")
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
         why = f"The layer {whose} has the largest inputs: {of_network:g} / ({norm:.3g}{of_places})."
-        why += f" {of_network:g} is for classes of rows, in {plan.steps:,} steps." if of_rows else ""
+        why += f" {of_network:g} is for {classes} classes of rows, in {plan.steps:,} steps." if of_rows else ""
         of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
     if spread is not None:
-        of_number = _NUMBER / _LINEAR if len(norms) == matrices == 1 else _NETWORK_NUMBER / _NETWORK
+        of_number = _NUMBER / _LINEAR if is_linear else _NETWORK_NUMBER / _NETWORK
         share = min(1.0, of_number * spread * math.sqrt(3))  # 1 / sqrt(3): of numbers drawn from -1 to 1
         step *= share
         why += f" The loss is that of a number, with a standard deviation of {spread:.2g}: times {share:.2g}."
@@ -155,8 +159,10 @@ def suggest(
     return Suggestion(step, _MOMENTUM, chosen, clip, schedule, inputs, reasons)
 
 
-def _labels(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> tuple[bool, float | None]:
-    """Return whether labels are classes, and the standard deviation of labels that are one number each, unless it is 0.
+def _labels(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> tuple[int, float | None]:
+    """Return the number of classes, and the standard deviation of labels that are one number each, unless it is 0.
+
+    The number is 0 if labels are no classes, and 2 for one output.
 
     Far from the labels, the slope of such a loss in the output still grows, and that of a cross-entropy does not.
     """
@@ -179,13 +185,15 @@ def _labels(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> tuple
         with evaluating(model), preserved(model), seeded(0):
             loss_fn(model, public_batch)
             if not placed:
-                return False, None
+                return 0, None
+            outputs = placed[0].numel() / count_examples(public_batch)
             near, far = (float((slopes(by) - slopes(-by)).mean()) / (2 * by) for by in (0.1, _FAR))
             if not far > near / 2 or not near > 0:
-                return math.isfinite(near), None  # NaN: the loss does not depend on this output
+                # NaN: the loss does not depend on this output.
+                return max(2, round(outputs)) if math.isfinite(near) else 0, None
             at_0 = slopes(0.0)
-            are_one = len(at_0) == count_examples(public_batch) and bool(at_0.max() > at_0.min())
-            return False, float(at_0.std(correction=0)) / near if are_one else None
+            are_one = outputs == 1 and bool(at_0.max() > at_0.min())
+            return 0, float(at_0.std(correction=0)) / near if are_one else None
     finally:
         handle.remove()
 
