@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
 from sklearn.model_selection import ParameterGrid
+from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
@@ -29,6 +30,11 @@ from privgrad.releases import release_mean
 _TRIALS, _SCORES = 0.1, 0.05  # of the squared inverse noise of the total; the rest is for the final training
 _OWN = ("target_epsilon", "delta", "num_examples", "budget", "output_dir", "seed")  # what the search decides
 Values = Callable[[Any, Any, Any], Any]
+
+
+def _last(model: Any) -> Any:
+    """Return an estimator, or that at the end of a pipeline."""
+    return model[-1] if isinstance(model, Pipeline) else model
 
 
 def _delegated(name: str) -> Any:
@@ -100,14 +106,13 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         if self.scoring is not None and not callable(self.scoring):
             remedy = "leave it out, or give a function (estimator, X, y) that returns one value for each row"
             raise expected(function, "scoring", "to be a mean over rows", described(self.scoring), remedy)
-        steps = getattr(self.estimator, "steps", None)
-        prefix, last = (f"{steps[-1][0]}__", steps[-1][1]) if steps else ("", self.estimator)
+        prefix = f"{self.estimator.steps[-1][0]}__" if isinstance(self.estimator, Pipeline) else ""
         candidates: list[dict[str, Any]] = list(ParameterGrid(self.param_grid))
         own = {f"{prefix}{name}" for name in _OWN}
         if taken := {name for one in candidates for name in one} & own:
             remedy = "leave them out: all candidates share the total"
             raise expected(function, "param_grid", "to leave alone what decides epsilon", sorted(taken), remedy)
-        unit = getattr(last, "unit", "row")
+        unit = getattr(_last(self.estimator), "unit", "row")
         facts: dict[str, Any] = {
             "num_examples": self.num_examples,
             "privacy_unit": "example" if unit == "row" else "user",
@@ -160,7 +165,7 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         elif is_classifier(model):
             values = labels == model.predict(X)
         else:
-            target = (model.steps[-1][1] if hasattr(model, "steps") else model).head_.target
+            target = _last(model).head_.target
             values = 1 - np.abs(np.clip(labels, target.low, target.high) - model.predict(X)) / (2 * target.half)
         values = np.clip(np.asarray(values, dtype=float), 0, 1)
         if unit == "row":
