@@ -60,6 +60,7 @@ OF_WEIGHTS = {
     "check_sample_weights_pandas_series": _WEIGHTS,
     "check_sample_weights_not_an_array": _WEIGHTS,
     "check_sample_weights_list": _WEIGHTS,
+    "check_sample_weights_not_overwritten": _WEIGHTS,
     "check_sample_weight_equivalence_on_dense_data": _WEIGHTS,
     "check_classifiers_one_label_sample_weights": "a class is not left out for the weights of its rows",
     "check_all_zero_sample_weights_error": "whether all weights are 0 is private: such a training draws no row",
@@ -79,12 +80,14 @@ def failed(estimator: Any, expected: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* on these very rows")  # some checks standardize them
 @pytest.mark.parametrize("estimator", [CLASSIFIER, REGRESSOR], ids=["classifier", "regressor"])
 def test_scikit_learns_checks(estimator: Any):
     assert failed(estimator, OF_NOISE | OF_CLASSES | OF_WEIGHTS) == {}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* on these very rows")  # some checks standardize them
 @pytest.mark.parametrize("estimator", [CLASSIFIER, REGRESSOR], ids=["classifier", "regressor"])
 def test_the_checks_of_equal_trainings_pass_under_a_research_seed(estimator: Any):
     seeded = type(estimator)(**estimator.get_params() | {"seed": 0})
@@ -446,7 +449,7 @@ def test_a_search_pays_for_all_trainings_and_scores_within_its_total(tmp_path: P
     assert epsilon(releases, delta=1e-3) > 0.6 * 4.0  # most is left to the final training
     assert "epsilon = 4" in f"{budget_statement(search.budget_)}"
     assert np.array_equal(pickle.loads(pickle.dumps(search)).predict(rows), search.predict(rows))
-    with pytest.warns(UserWarning, match="PrivateGridSearchCV: .* holds a search. What it") as all_:
+    with pytest.warns(UserWarning, match="PrivateGridSearchCV: .* holds a search. What it") as caught:
         again = clone(search).fit(rows, votes)
     assert len(caught) == 1
     assert np.array_equal(again.predict_proba(rows), search.predict_proba(rows))

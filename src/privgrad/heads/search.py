@@ -41,7 +41,7 @@ def _delegated(name: str) -> Any:
     """Return a method of the best estimator, which the search has if the estimator has it."""
 
     def call(self: Any, X: Any) -> Any:  # noqa: N803
-        check_is_fitted(self)
+        check_is_fitted(self, "best_estimator_")
         return getattr(self.best_estimator_, name)(X)
 
     def has(self: Any) -> bool:
@@ -176,12 +176,12 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
     @property
     def classes_(self) -> Any:
         """The classes of the best estimator."""
-        check_is_fitted(self)
+        check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.classes_
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
         """Return `best_estimator_.score(X, y)`, without noise: of people whom no epsilon here covers."""
-        check_is_fitted(self)
+        check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.score(X, y)
 
     predict = _delegated("predict")

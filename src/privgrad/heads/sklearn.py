@@ -75,7 +75,7 @@ class _Private(BaseEstimator):
     @property
     def epsilon_(self) -> float:
         """The cost of the last training, at its delta: `head_.epsilon`."""
-        check_is_fitted(self)
+        check_is_fitted(self, "head_")
         return self.head_.epsilon
 
     def _require(self, *names: str) -> None:
@@ -139,7 +139,7 @@ class _Linear(_Private):
 
     def _weights(self, columns: Any) -> Array:
         """Return the weights of some features: of each class, of two classes their difference, or of the number."""
-        check_is_fitted(self)
+        check_is_fitted(self, "head_")
         weights: Array = self.head_.model.linear.weight.detach().double().cpu().numpy()[:, columns]
         if isinstance(self, RegressorMixin):
             return self.head_.target.half * weights[0]
@@ -179,7 +179,7 @@ class _Linear(_Private):
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs of the fitted head for rows of as many columns as in training."""
-        check_is_fitted(self)
+        check_is_fitted(self, "head_")
         return self.head_(_tensor(checked(self, X, reset=False)))
 
 
@@ -209,7 +209,8 @@ class _Classifier(ClassifierMixin):
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the likeliest class of each row, (n,). A table may be a list of rows by column name, too."""
-        return self.classes_[self._outputs(X).argmax(1).numpy()]
+        likely = self._outputs(X).argmax(1).numpy()
+        return self.classes_[likely]
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
         """Return the probability of each class, (n, classes), in the order of classes_."""
@@ -392,7 +393,7 @@ class _Tabular(_Private):
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs for a table, or for a list of rows by column name."""
-        check_is_fitted(self)
+        check_is_fitted(self, "head_")
         is_rows = isinstance(X, list) or (isinstance(X, Mapping) and not any(map(_is_column, X.values())))
         return self.head_(X if is_rows else records_of(_by_name(type(self).__name__, X)))
 
