@@ -55,6 +55,18 @@ def warn_of_private_bound(
 # Warns wrongly: public shares of many digits with ends 0 and 1, such as pixels over 255; hence it does not refuse.
 def warn_of_fitted_scale(function: str, columns: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Warn of columns with mean 0 and deviation 1, or with ends 0 and 1, on these very rows. NaN does not count."""
+    if suspects := _scaled(columns):
+        named = ", ".join(suspects[:_COLUMNS]) + (f" and {len(suspects) - _COLUMNS} more" * (len(suspects) > _COLUMNS))
+        warnings.warn(
+            f"NOT PRIVATE: {function}: {named}: mean 0 and deviation 1, or ends exactly 0 and 1, on these very rows, "
+            "as from a scaler that was fitted on them. No epsilon covers its constants. Use PublicScaler(bounds) or "
+            "constants from public data in its place. If they are public, this is right",
+            stacklevel=1,
+        )
+
+
+def _scaled(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
+    """Return the names of the columns that look scaled on these very rows."""
     suspects, centered = list[str](), list[str]()
     for name, column in columns.items():
         values = column[np.isfinite(column)].astype(float)
@@ -67,16 +79,7 @@ def warn_of_fitted_scale(function: str, columns: Mapping[str, np.ndarray[Any, An
             suspects += [name] if abs(spread - 1) <= max(1e-5, 1 / len(values)) else []
         elif abs(low) <= _EQUAL and abs(high - 1) <= _EQUAL:
             suspects.append(name)
-    if len(centered) == len(columns):  # by PCA, or without a scale
-        suspects = centered
-    if suspects:
-        named = ", ".join(suspects[:_COLUMNS]) + (f" and {len(suspects) - _COLUMNS} more" * (len(suspects) > _COLUMNS))
-        warnings.warn(
-            f"NOT PRIVATE: {function}: {named}: mean 0 and deviation 1, or ends exactly 0 and 1, on these very rows, "
-            "as from a scaler that was fitted on them. No epsilon covers its constants. Use PublicScaler(bounds) or "
-            "constants from public data in its place. If they are public, this is right",
-            stacklevel=1,
-        )
+    return centered if len(centered) == len(columns) else suspects  # all: by PCA, or without a scale
 
 
 def is_typed(bound: float) -> bool:

@@ -110,8 +110,7 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         candidates: list[dict[str, Any]] = list(ParameterGrid(self.param_grid))
         own = {f"{prefix}{name}" for name in _OWN}
         if taken := {name for one in candidates for name in one} & own:
-            remedy = "leave them out: all candidates share the total"
-            raise expected(function, "param_grid", "to leave alone what decides epsilon", sorted(taken), remedy)
+            raise expected(function, "param_grid", "to leave alone what decides epsilon", sorted(taken))
         unit = getattr(_last(self.estimator), "unit", "row")
         facts: dict[str, Any] = {
             "num_examples": self.num_examples,
@@ -119,13 +118,13 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         }
         folder, total = Path(given["output_dir"]), given["total_epsilon"]
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "budget.jsonl").exists():
+        budget = Budget(folder / "budget.jsonl", total_epsilon=total, delta=self.delta, **facts)
+        if budget.commitments:
             warnings.warn(
-                f"{function}: {folder} holds a search. What it finished is returned, and the given rows are not used "
-                "for it: give another folder to search on other rows",
+                f"{function}: {folder} holds a search. Its finished trainings are returned, and the given rows are "
+                "not used for them: give another folder to search on other rows",
                 stacklevel=2,
             )
-        budget = Budget(folder / "budget.jsonl", total_epsilon=total, delta=self.delta, **facts)
 
         def trained(name: str, settings: Mapping[str, Any], epsilon: float | None) -> Any:
             shared = {"target_epsilon": epsilon, "delta": None, "num_examples": None, "budget": budget}

@@ -196,10 +196,8 @@ class _Classifier(ClassifierMixin):
         if given is None:
             return None
         if not isinstance(given, Mapping):
-            remedy = (
-                "give such as {0: 1, 1: 5}, from public statistics or release_histogram: the shares in y are private"
-            )
-            raise expected(function, "class_weight", "to be a dict of public weights", described(given), remedy)
+            remedy = "give such as {0: 1, 1: 5}, from public numbers or release_histogram: the shares in y are private"
+            raise expected(function, "class_weight", "to be a dict of weights", described(given), remedy)
         classes = self.classes_.tolist()
         weights = np.array([given.get(name, 1) for name in classes], dtype=float)
         if not given.keys() <= {*classes} or not (weights >= 0).all() or not 0 < weights.max() < np.inf:
@@ -498,8 +496,7 @@ def _weights_of(estimator: Any, sample_weight: Any, rows: Array) -> Array | None
         return None
     weights: Array = _check_sample_weight(sample_weight, rows, dtype=np.float64)
     if not ((weights >= 0) & (weights <= 1)).all():
-        remedy = "divide them by the largest that a row can have, a public number"
-        got = "one below 0" if (weights < 0).any() else "one above 1"
+        got, remedy = "a weight outside", "divide them by the largest that a row can have, a public number"
         raise expected(type(estimator).__name__, "sample_weight", "to be from 0 to 1", got, remedy)
     return weights
 
