@@ -145,13 +145,13 @@ def test_the_rules_follow_from_public_numbers():
         ({"target_epsilon": None}, "target_epsilon to be given"),
         ({"num_examples": 600.0}, "num_examples to be an integer"),
         ({"classes": ["stayed", "left"]}, "'died'"),
-        ({"classes": None}, "classes to be a list"),
+        ({"classes": None}, "classes to be given"),
         ({"hidden": -1}, "hidden to be"),
         ({"columns": {"age": {"kind": "number"}}}, "range"),
         ({"columns": {"wage": {"kind": "number", "range": [0, 1]}}}, "'wage'"),
         ({"columns": {"age": {"kind": "number", "rnge": [18, 90]}}}, "'rnge'"),
         ({"columns": COLUMNS | {"left": {"kind": "category", "values": ["died"]}}}, "because it is the label"),
-        ({"columns": None}, "columns to be a table of columns"),
+        ({"columns": None}, "columns to be given"),
         ({"columns": "no such file.toml"}, "to be a TOML with a table for each column"),
         ({"columns": {"age": {"kind": "number", "range": [18, 90], "missing": "error"}}}, "row 1, column 'age'"),
     ],
@@ -168,7 +168,7 @@ def test_a_range_that_misses_rows_and_a_second_training_are_told():
     with pytest.warns(UserWarning, match="NOT PRIVATE: .* values in column 'age'"):
         classifier(columns=narrow, steps=3, verbose=False).fit(frame, "left")
     model = classifier(steps=3, verbose=False).fit(frame, "left")
-    with pytest.warns(UserWarning, match="this object was fitted before"):
+    with pytest.warns(UserWarning, match="PrivateTabularClassifier.fit: .* trainings on 600 examples without a budget"):
         model.fit(frame, "left")
 
 
