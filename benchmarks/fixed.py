@@ -1,9 +1,10 @@
-"""Networks with BatchNorm after `privgrad.fix`, and the same ones with other norms by hand: `python -m benchmarks.fixed`.
+"""BatchNorm replaced by `privgrad.fix`, and by other norms by hand: `python -m benchmarks.fixed`.
 
 Trains on 12,000 images of Fashion-MNIST at epsilon 3, with the numbers of `privgrad.suggest` for public shapes. Each
 training appends a line to results/fixed/runs.jsonl, and is not run again. Trainings with seeds are NOT private.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -43,7 +45,7 @@ class Block(nn.Module):
 def cnn(norm: Norm) -> nn.Module:
     """Three convolutions, each with a norm, and a linear layer."""
     widths, layers = (1, 16, 32, 32), list[nn.Module]()
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), norm(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 4 * 32, 10))
 
@@ -51,7 +53,7 @@ def cnn(norm: Norm) -> nn.Module:
 def resnet(norm: Norm) -> nn.Module:
     """A stem, three blocks with skip connections, the mean over positions, and a linear layer."""
     stem = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1, bias=False), norm(16), nn.ReLU())
-    blocks = nn.Sequential(Block(16, 16, 1, norm), Block(16, 32, 2, norm), Block(32, 64, 2, norm))
+    blocks = nn.Sequential(Block(16, 16, 2, norm), Block(16, 32, 2, norm), Block(32, 64, 1, norm))
     return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -61,16 +63,11 @@ def mlp(norm: Norm) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, 10))
 
 
-def groups(channels: int) -> nn.Module:
-    """GroupNorm as in examples of private training: groups of four channels, at most 32 of them."""
-    return nn.GroupNorm(min(32, channels // 4), channels)
-
-
-BY_HAND = {cnn: groups, resnet: groups, mlp: nn.LayerNorm}
 BATCH = {cnn: nn.BatchNorm2d, resnet: nn.BatchNorm2d, mlp: nn.BatchNorm1d}
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
     "fix": lambda make: pg.fix(make(BATCH[make])),
-    "by hand": lambda make: make(BY_HAND[make]),
+    "GroupNorm(8, C)": lambda make: make(lambda channels: nn.GroupNorm(8, channels)),
+    "LayerNorm": lambda make: make(nn.LayerNorm if make is mlp else lambda channels: nn.GroupNorm(1, channels)),
 }
 
 
@@ -98,14 +95,19 @@ def train(name: str, method: str, seed: int) -> dict[str, Any]:
     )
     torch.manual_seed(seed)
     model = METHODS[method]({"cnn": cnn, "resnet": resnet, "mlp": mlp}[name])
-    shapes = silhouettes(PUBLIC, size=28).rows
-    public = (shapes.reshape(PUBLIC, 1, 28, 28).float() / 255, torch.arange(PUBLIC) % 10)
+    shapes: Any = silhouettes(PUBLIC).rows
+    public = (shapes, torch.arange(PUBLIC) % 10)  # shapes have no classes: any will do
     found = pg.suggest(model, plan, public_batch=public, loss_fn=losses)
     private_grad = pg.PrivateGradient(model, losses, found.plan, clip=found.clip)
-    optimizer = pg.optim.SGD(model.named_parameters(), noise_step=found.noise_step, momentum=found.momentum)
     score = partial(accuracy, rows=data.test)
     result = pg.fit(
-        private_grad, optimizer, rows, scheduler=found.schedule, evaluate=score, num_evaluations=1, progress=False
+        private_grad,
+        found.optimizer(model),
+        rows,
+        scheduler=found.schedule,
+        evaluate=score,
+        num_evaluations=1,
+        progress=False,
     )
     facts = {"network": name, "method": method, "seed": seed, "noise_step": found.noise_step, "steps": plan.steps}
     made = {"epsilon": result.ledger.epsilon(delta=1e-5), "accuracy": round(result.curve[-1]["accuracy"], 4)}
@@ -122,11 +124,13 @@ def main() -> None:
             records.append(train(*run))
             with OUT.open("a") as file:
                 file.write(json.dumps(records[-1]) + "\n")
-            print(records[-1], flush=True)
+            typer.echo(records[-1])
     for name in ("mlp", "cnn", "resnet"):
         for method in METHODS:
-            scores = torch.tensor([one["accuracy"] for one in records if (one["network"], one["method"]) == (name, method)])
-            print(f"{name:8} {method:8} {scores.mean():.2%} +- {scores.std():.2%}, {len(scores)} seeds")
+            scores = torch.tensor(
+                [one["accuracy"] for one in records if (one["network"], one["method"]) == (name, method)]
+            )
+            typer.echo(f"{name:8} {method:16} {scores.mean():.2%} +- {scores.std():.2%}, {len(scores)} seeds")
 
 
 if __name__ == "__main__":

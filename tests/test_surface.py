@@ -27,7 +27,7 @@ NAMES = {
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
     "side_information suggest save load ledgers_of",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
-    "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
+    "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor widened",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "

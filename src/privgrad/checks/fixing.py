@@ -9,7 +9,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.utils import parametrize
 
 from privgrad.checks.model_and_loss import FROZEN, KEEPS, MIXES, SHORTENS, Problem, find_problems, listed
-from privgrad.errors import UnsupportedModuleError, described, expected, readable
+from privgrad.errors import UnsupportedModuleError, expected, readable
+from privgrad.private_gradient import require_model
 from privgrad.progress import note, notes_only
 
 _MOST_GROUPS = 32  # as in the paper of GroupNorm
@@ -40,8 +41,7 @@ def fix(model: nn.Module) -> nn.Module:
     Privacy:
         It reads no data. `ledgers_of` knows the private trainings of the model from its copy, too.
     """
-    if not isinstance(model, nn.Module):
-        raise expected("fix", "model", "to be an nn.Module", described(model), "give the model itself")
+    require_model("fix", model)
     if not model.training:  # what matters is how it computes in training
         return fix(_copied(model, {}).train()).eval()
     memo, left, said = dict[int, Any](), list[Problem](), dict[str, list[str]]()
