@@ -197,6 +197,13 @@ def _script_is_moved(names: dict[str, Any], printed: str) -> None:
     assert names["plan"].steps == 24
 
 
+def _one_ledger_covers_both_networks(names: dict[str, Any], printed: str) -> None:
+    assert names["statement"].numbers["releases"] == 3
+    assert pg.load(names["Generator"](), "published/generator").sections == names["statement"].sections
+    assert names["private_grad"].ledger.releases == 20
+    assert float(printed.split()[-1]) <= 3.0
+
+
 def _each_bridge_states_what_it_trained(names: dict[str, Any], printed: str) -> None:
     _, of_tickets, of_lightning = map(float, re.findall(r"^\d+\.\d+(?:e-?\d+)?$", printed, re.MULTILINE)[-3:])
     for model, delta, stated in ((names["model"], 1e-3, of_tickets), (names["module"], 1e-5, of_lightning)):
@@ -400,6 +407,9 @@ GIVEN = {
         smaller={"EPOCHS, BATCH_SIZE, STOP_AT = 20": "EPOCHS, BATCH_SIZE, STOP_AT = 3"},
         packages=("opacus", "sklearn"),
         check=_script_is_moved,
+    ),
+    "docs/two-optimizers.md": Given(
+        smaller={"steps=800": "steps=3"}, packages=("sklearn",), check=_one_ledger_covers_both_networks
     ),
     "docs/tuning.md": Given(smaller={"(512, 800), (1024, 400), (4096, 100)": "(4096, 100),"}, files=_fewer_runs),
 }

@@ -101,6 +101,6 @@ def _why_not(module: Any) -> tuple[str, str] | None:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    remedy = "take computed tensors out of its attributes, or make it anew"
+    remedy = "take computed tensors out of its attributes, or build it again"
     with readable("fix", "model", "to be copied by copy.deepcopy", remedy):
         return copy.deepcopy(model, memo)

@@ -49,7 +49,7 @@ from privgrad.gradient.probes import (
 )
 from privgrad.types import LossFunction, map_examples
 
-# What `fix` asks for.
+# `fix` asks for these.
 FROZEN = "has no trainable parameter"
 KEEPS = "keeps running statistics of private examples without clipping and noise"
 MIXES = "mixes the examples of a batch, so one example's gradient depends on the others"

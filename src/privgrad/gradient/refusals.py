@@ -64,7 +64,7 @@ def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
 
 
 def hidden(parameter: str, function: str) -> UnsupportedModuleError:
-    """Return the error for a parameter in an autograd.Function, whose backward pass no example can be told from."""
+    """Return the error for a parameter in an autograd.Function, whose backward pass the engine does not see."""
     remedy = (
         "register a rule for the module that calls it, or write it in torch functions (a straight-through gradient as "
         f"w + (rounded - w).detach()), or {REMEDY}"

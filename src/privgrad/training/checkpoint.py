@@ -44,7 +44,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether torch.save alone wrote a file, as in a loop of one's own: it ends with the end of an archive."""
+    """Return whether torch.save alone wrote a file, as in a loop of your own: its last bytes end an archive."""
     return path.read_bytes()[-22:].startswith(b"PK\5\6")
 
 
