@@ -68,7 +68,7 @@ def test_a_residual_network_trains_after_fix(capsys: pytest.CaptureFixture[str])
     for block in fixed.blocks:
         block = cast(Block, block)
         assert block.norm is block.again
-        assert (block.norm.eps, cast(Any, block.norm).num_groups) == (1e-3, 2)
+        assert (block.norm.eps, cast(Any, block.norm).num_groups) == (1e-3, 4)
         assert block.plain == (block.norms[0], block.by_name["last"])
     assert cast(Any, fixed.features).num_groups == 1
     data = torch.utils.data.TensorDataset(torch.randn(8, 1, 6, 6))
@@ -84,8 +84,8 @@ def test_any_number_of_channels_and_a_model_that_is_the_layer(kind: Any, channel
     norm.bias.requires_grad_(False)
     fixed = pg.fix(norm)
     assert isinstance(fixed, nn.GroupNorm)
-    assert channels // fixed.num_groups >= min(4, channels)
-    assert fixed.num_groups <= 32
+    assert channels // fixed.num_groups >= 2
+    assert fixed.num_groups <= 8
     assert (fixed.weight.requires_grad, fixed.bias.requires_grad, fixed.weight.dtype) == (True, False, torch.float64)
     x = torch.randn(4, channels, *[5] * (int(kind.__name__[-2]) - 1 or 1), dtype=torch.float64)
     torch.testing.assert_close(fixed(x)[:1], fixed(x[:1]))

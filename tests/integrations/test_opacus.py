@@ -343,7 +343,7 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_model_that_opacus_trained_counts_both_trainings(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(privacy_engine, "get_noise_multiplier", lambda **_: SIGMA)
-    model, data, engine = make_model(), make_data(200), PrivacyEngine()
+    model, data, engine = make_model(), make_data(200), cast(Any, PrivacyEngine())
     private_model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=pg.optim.AdamBC(model.named_parameters(), noise_step=0.005),
