@@ -13,7 +13,7 @@ from privgrad.errors import UnsupportedModuleError, expected, readable
 from privgrad.private_gradient import require_model
 from privgrad.progress import note, notes_only
 
-_MOST_GROUPS = 8  # a small ResNet lost two points with 16 groups of 64 channels, and three with one
+_MOST_GROUPS = 8  # with 16 groups of 64 channels, or one, a small ResNet lost two to three points
 _FEWEST_CHANNELS = 2  # in a group: one channel at one position would be a constant
 _FEWEST_FEATURES = 3  # of BatchNorm1d, whose examples may have one position: two features would keep one sign
 _OF_BATCHES = frozenset({"num_features", "momentum", "track_running_stats", "process_group", "_buffers"})
