@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 951,  # epochs, trade-off curves, NIST, the registry
-        "training": 2308,  # a loop's own checkpoint is no damaged one
+        "training": 2336,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
         "(root)": 3859,  # labels that are numbers: their metrics, paid score and clipping norm; knots by rows
