@@ -220,12 +220,12 @@ def family(name: str) -> str:
 
 def title(name: str) -> str:
     """Return the name of a metric for tables: that of the function without its module."""
-    return {"r2": "R2", "absolute_error": "mean absolute error"}.get(name, name.rpartition(":")[2])
+    return {"auc": "AUC", "r2": "R2", "absolute_error": "mean absolute error"}.get(name, name.rpartition(":")[2])
 
 
 def reported(spec: Spec, data: DataSet) -> list[str]:
     """Return the metrics of final results: those of [run], and for numbers R2 and the mean absolute error."""
-    return list(dict.fromkeys([*(OF_NUMBERS if data.score == "r2" else []), *spec.run.metrics]))
+    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else [])]))
 
 
 def require_names(spec: Spec) -> None:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t
+
 from privgrad.errors import PrivacyError, expected, readable
 from privgrad.ledger.file import is_in_use
 from privgrad.types import SHUFFLED
@@ -133,9 +135,54 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 
     Mean and standard deviation (ddof = 1) are over the final runs. A mean is None unless every final run has the
     number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon. The shares
-    raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs.
+    raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs. "lead" is the metric asked for
+    first, and "difference" compares it with that of the first method, as `difference` does.
     """
-    return [summary_row(method, runs) for method, runs in by_method(records).items()]
+    records = list(records)
+    methods, key = by_method(records), leading(records)
+    rows = [summary_row(method, runs) | {"difference": None} for method, runs in methods.items()]
+    first, *others = [row for row in rows if row["seeds"] and not row["non_private"]] or rows[:1] or [{}]
+    for row in others:
+        finals = [in_phase(methods[one["method"]], "final") for one in (row, first)]
+        row["difference"] = difference(*finals, key)
+    return rows
+
+
+def leading(records: Iterable[Record]) -> str:
+    """Return the key of the number that leads: the metric asked for first, else the score, or without one the loss."""
+    records = list(records)
+    asked = (name for record in records for name in record.get("metrics") or () if ":" not in name)
+    is_scored = any(record.get("score", "accuracy") is not None for record in records)
+    name = next(asked, "test_accuracy" if is_scored else "test_loss")
+    return "test_accuracy" if any(record.get("score") == name for record in records) else name
+
+
+def lead_of(records: Sequence[Record]) -> str:
+    """Return the name for tables of the number that leads."""
+    key = leading(records)
+    return score_of(records) if key == "test_accuracy" else title(key.removeprefix("test_"))
+
+
+def difference(runs: Iterable[Record], others: Sequence[Record], key: str) -> dict[str, Any] | None:
+    """Return by how much final runs differ from those of another method with the same seeds, and a verdict in words.
+
+    The 95 % interval is that of Student's t over the differences of the seeds. None without two finite differences.
+    """
+    ours, theirs = ({run.get("seed"): _number(run, key) for run in found} for found in (runs, others))
+    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or (len(set(gaps)) == 1 and gaps[0]):
+        return None  # equal differences would claim certainty
+    center = statistics.fmean(gaps)
+    half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    verdict = "level" if abs(center) <= half else "better" if (center > 0) != is_cost(key) else "worse"
+    to = next(str(run["method"]) for run in others)
+    return {"to": to, "mean": center, "interval": [center - half, center + half], "verdict": verdict}
+
+
+def _number(run: Record, key: str) -> float:
+    """Return the test result of a run; nan without one."""
+    found = {**(run.get("metrics") or {}), **run}.get(key)
+    return math.nan if found is None else float(found)
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
@@ -148,10 +195,13 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     measured: list[Record] = [run.get("metrics") or {} for run in finals]
+    led = numbers([{**held, **run} for held, run in zip(measured, finals, strict=True)], leading(runs))
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
     return {
         "method": method,
         "score": score_of(runs),
+        "non_private": any(run.get("non_private") for run in runs),
+        "lead": {"metric": lead_of(runs), "mean": mean(led), "std": std(led)},
         **chosen,
         # How the rate was given or tuned; a noise_step together with an lr was measured.
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",

@@ -62,7 +62,8 @@ class Run:
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
         name, own = (quote(text, safe=" ,;+=()") for text in (self.method.name, recorded.own_text(self.candidate.own)))
         own = own and f"-{own}"  # quoted, so that no two runs share a folder
-        return f"{name}{norm}-{recorded.rate_text(self.candidate)}{radius}{local}{own}-{self.phase}-seed{self.seed}"
+        seed = "" if self.seed is None else f"-seed{self.seed}"
+        return f"{name}{norm}-{recorded.rate_text(self.candidate)}{radius}{local}{own}-{self.phase}{seed}"
 
 
 def find_record(records: Sequence[Record], run: Run) -> Record | None:
@@ -113,6 +114,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
     assert plan.delta is not None
     return {
         "method": run.method.name,
+        "non_private": run.method.non_private,
         **made.method.facts(),
         "bands": plan.bands,
         **run.candidate._asdict(),
@@ -165,6 +167,8 @@ def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool |
     for run in runs:
         if find_record(recorded.read_records(payer.out), run) is None:
             payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
+            if run.secret is None and isinstance(progress, Progress) and not progress.console.is_terminal:
+                note(progress, f"trained {run.name}")  # a file shows no bars
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
@@ -242,8 +246,6 @@ class Free:
             "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
             "data": build.sizes_text(spec.data, data, plan),
         }
-        if plan.seed is None and data.score is not None and not validated:
-            record["test_interval"] = intervals_of(model, data.test, data, [data.score])[data.score]
         if validated:
             assert spec.tuning is not None
             by, key = spec.tuning.by, measurement_of(spec.tuning.by)
@@ -252,8 +254,12 @@ class Free:
         elif names := reported(spec, data):
             known = {} if data.score is None else {data.score: record["test_accuracy"]}
             record["metrics"] = metrics_of(model, data.test, data, names, known)
+        if plan.seed is None and not validated and (name := recorded.leading([record])) != "test_loss":
+            name = data.score if name == "test_accuracy" else name
+            record["test_interval"] = intervals_of(model, data.test, data, [f"{name}"])[f"{name}"]
         if run.phase == "final":
-            record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
+            place = self.out if run.seed is None else folder
+            record["head"] = save_head(model, data, place / "head", privacy_of(plan, result.ledger), result)
         if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
             record["raw_train_loss"] = float(unit_values(model, data.train, data, ["loss"], by_label=True)[0].mean())
         return record
