@@ -238,7 +238,7 @@ def require_names(spec: Spec) -> None:
             remedy = 'choose one, such as recall@3 for k = 3, or "package.module:function"'
             raise unknown("run.metrics", name, valid, remedy)
     titles = [title(name) for name in spec.run.metrics]
-    if double := [name for name in titles if titles.count(name) > 1]:
+    if double := [name for name in spec.run.metrics if titles.count(title(name)) > 1]:
         raise wrong("run.metrics", "to have different names", repr(double[0]))
     by = "loss" if spec.tuning is None else spec.tuning.by
     if by not in ("loss", "train_loss") and family(by) not in valid:

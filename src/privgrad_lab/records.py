@@ -140,17 +140,16 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     """
     records = list(records)
     methods, key = by_method(records), leading(records)
-    rows = [summary_row(method, runs) | {"difference": None} for method, runs in methods.items()]
-    first, *others = [row for row in rows if row["seeds"] and not row["non_private"]] or rows[:1] or [{}]
-    for row in others:
-        finals = [in_phase(methods[one["method"]], "final") for one in (row, first)]
-        row["difference"] = difference(*finals, key)
+    rows: list[dict[str, Any]] = [summary_row(method, runs) | {"difference": None} for method, runs in methods.items()]
+    judged = [row for row in rows if row["seeds"] and not row["non_private"]]
+    finals = [in_phase(methods[f"{row['method']}"], "final") for row in judged]
+    for row, runs in zip(judged[1:], finals[1:], strict=True):
+        row["difference"] = difference(runs, finals[0], key)
     return rows
 
 
-def leading(records: Iterable[Record]) -> str:
+def leading(records: Sequence[Record]) -> str:
     """Return the key of the number that leads: the metric asked for first, else the score, or without one the loss."""
-    records = list(records)
     asked = (name for record in records for name in record.get("metrics") or () if ":" not in name)
     is_scored = any(record.get("score", "accuracy") is not None for record in records)
     name = next(asked, "test_accuracy" if is_scored else "test_loss")
@@ -163,26 +162,25 @@ def lead_of(records: Sequence[Record]) -> str:
     return score_of(records) if key == "test_accuracy" else title(key.removeprefix("test_"))
 
 
-def difference(runs: Iterable[Record], others: Sequence[Record], key: str) -> dict[str, Any] | None:
+def difference(runs: Sequence[Record], others: Sequence[Record], key: str) -> dict[str, Any] | None:
     """Return by how much final runs differ from those of another method with the same seeds, and a verdict in words.
 
     The 95 % interval is that of Student's t over the differences of the seeds. None without two finite differences.
     """
-    ours, theirs = ({run.get("seed"): _number(run, key) for run in found} for found in (runs, others))
+    pairs = (zip((run.get("seed") for run in own), _led(own, key), strict=False) for own in (runs, others))
+    ours, theirs = map(dict[Any, float], pairs)
     gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or (len(set(gaps)) == 1 and gaps[0]):
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or (gaps[0] and math.isclose(min(gaps), max(gaps))):
         return None  # equal differences would claim certainty
     center = statistics.fmean(gaps)
     half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
     verdict = "level" if abs(center) <= half else "better" if (center > 0) != is_cost(key) else "worse"
-    to = next(str(run["method"]) for run in others)
-    return {"to": to, "mean": center, "interval": [center - half, center + half], "verdict": verdict}
+    return {"to": others[0]["method"], "mean": center, "interval": [center - half, center + half], "verdict": verdict}
 
 
-def _number(run: Record, key: str) -> float:
-    """Return the test result of a run; nan without one."""
-    found = {**(run.get("metrics") or {}), **run}.get(key)
-    return math.nan if found is None else float(found)
+def _led(runs: Sequence[Record], key: str) -> list[float]:
+    """Return the numbers that lead, by run; an empty list if any run lacks it."""
+    return numbers([{**(run.get("metrics") or {}), **run} for run in runs], key)
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
@@ -195,7 +193,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     measured: list[Record] = [run.get("metrics") or {} for run in finals]
-    led = numbers([{**held, **run} for held, run in zip(measured, finals, strict=True)], leading(runs))
+    led = _led(finals, leading(runs))
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
     return {
         "method": method,

@@ -167,8 +167,9 @@ def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool |
     for run in runs:
         if find_record(recorded.read_records(payer.out), run) is None:
             payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
-            if run.secret is None and isinstance(progress, Progress) and not progress.console.is_terminal:
-                note(progress, f"trained {run.name}")  # a file shows no bars
+            bar = bars(shown=progress)
+            if bar.tasks and run.secret is None and not bar.console.is_terminal:
+                note(bar, f"trained {run.name}")  # a file shows no bars
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
@@ -228,12 +229,6 @@ class Free:
         result = fitted(evaluate=evaluate, num_evaluations=spec.run.num_evaluations, on_evaluate=board)
         if board is not None:
             board.close()
-        if run.phase == "final" and clipped.fraction is not None and clipped.fraction < recorded.FEW_CLIPPED:
-            warnings.warn(
-                f"NOT PRIVATE: {run.method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of "
-                f"its steps. The noise is made for norms that do not occur: lower max_grad_norm",
-                stacklevel=2,
-            )
         model, last = result.averaged or made.model, result.curve[-1]
         part = "validation" if validated else "test"
         record: Record = facts_of(run, made, data, result) | {

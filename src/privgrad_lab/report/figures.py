@@ -74,13 +74,6 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
         figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(lines) / columns))
 
 
-def has_curves(records: Sequence[Record]) -> bool:
-    """Return whether a final training was measured more than once along its way."""
-    finals = recorded.by_method(recorded.in_phase(records, "final")).values()
-    numbers = (methodcaller("get", number) for number in _measured(records))
-    return any(len(recorded.curve(runs, n, along=_along(records))) > 1 for n in numbers for runs in finals)
-
-
 def _measured(records: Sequence[Record]) -> dict[str, str]:
     """Return what was measured along trainings: the score, if there is one, and the loss or mean absolute error."""
     score, finals = recorded.score_of(records), recorded.in_phase(records, "final")
@@ -88,64 +81,52 @@ def _measured(records: Sequence[Record]) -> dict[str, str]:
     return shown | ({"absolute_error": "mean absolute error"} if score == "R2" else {"loss": "loss"})
 
 
-def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot score (if there is one) and loss, or mean absolute error, during training."""
-    looks, finals = _looks(recorded.by_method(records)), recorded.by_method(recorded.in_phase(records, "final"))
-    shown, along = _measured(records), {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
-    figure, axes = _figure(len(shown), 2.9, narrow=narrow)
-    for ax, (number, name) in zip(axes, shown.items(), strict=True):
-        for row, (method, runs) in enumerate(finals.items()):
-            _draw_curve(ax, row, runs, looks[method], methodcaller("get", number), _along(records))
-            _draw_without_noise(ax, runs, looks[method], f"test_{number}")
-        ax.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=_label(records, name))
-        if number == "accuracy":
-            ax.set_ylim(top=min(ax.get_ylim()[1], 1.005))  # no tick above 100 %
-        if name not in ("R2", "loss", "mean absolute error"):
-            ax.yaxis.set_major_formatter(_percent)
-        elif number == "loss":
-            drawn = [float(y) for line in ax.lines for y in np.asarray(line.get_ydata())]
-            if drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
-                ax.set_yscale("log")
-    add_legend(figure, axes)
-    return figure
-
-
-def seeds_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot the score (if there is one) and loss, or mean absolute error, of each seed at the end."""
+def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: bool = False) -> Figure:
+    """Plot score (if there is one) and loss, or mean absolute error, along training, or of each seed `at_end`."""
     looks, finals = _looks(recorded.by_method(records)), recorded.by_method(recorded.in_phase(records, "final"))
     shown, lines = _measured(records), sum(1 + looks[method]["label"].count("\n") for method in finals)
-    figure, axes = _figure(len(shown), 0.9 + 0.28 * lines, narrow=narrow)
-    for ax, (number, name) in zip(axes, shown.items(), strict=True):
-        for row, (method, runs) in enumerate(finals.items()):
-            _draw_seeds(ax, row, runs, looks[method], f"test_{number}")
-        ax.set(title="At the end, every seed", xlabel=_label(records, name), ylim=(len(finals) - 0.4, -0.6))
-        names = [looks[method]["label"] for method in finals] if narrow or ax is axes[0] else []
-        ax.set_yticks(range(len(finals)), names or [""] * len(finals))
-        ax.locator_params(axis="x", nbins=4)
-        if name not in ("R2", "loss", "mean absolute error"):
-            ax.xaxis.set_major_formatter(_percent)
-    return figure
-
-
-def _figure(panels: int, height: float, *, narrow: bool) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels side by side, or below each other on a narrow page, and the panels."""
-    rows, columns = (panels, 1) if narrow or panels == 1 else (1, panels)
+    height, rows = 0.9 + 0.28 * lines if at_end else 2.9, len(shown) if narrow else 1
+    on = recorded.measured_on(records)
     figure = Figure(figsize=(NARROW if narrow else WIDE, height * rows))
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+    axes = figure.subplots(rows, len(shown) // rows, squeeze=False).flatten()
+    for ax, (number, name) in zip(axes, shown.items(), strict=True):
+        label = f"{on} {name}{' (NOT PRIVATE)' * (on == 'training')}"
+        for row, (method, runs) in enumerate(finals.items()):
+            if at_end:
+                _draw_seeds(ax, row, runs, looks[method], f"test_{number}")
+                continue
+            _draw_curve(ax, row, runs, looks[method], methodcaller("get", number), _along(records))
+            if runs[0].get("non_private") and (ends := recorded.numbers(runs, f"test_{number}")):  # spends no epsilon
+                look = {"color": looks[method]["color"], "label": looks[method]["label"]}
+                ax.axhline(statistics.fmean(ends), **look, linestyle="--", zorder=1)
+        if at_end:
+            ax.set(title="At the end, every seed", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
+            names = [looks[method]["label"] for method in finals] if narrow or ax is axes[0] else []
+            ax.set_yticks(range(len(finals)), names or [""] * len(finals))
+            ax.locator_params(axis="x", nbins=4)
+        else:
+            along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
+            ax.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
+        if number == "accuracy" and name != "R2":
+            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(_percent)
+        drawn = [float(y) for line in ax.lines for y in np.asarray(line.get_ydata())]
+        if number == "loss" and not at_end and drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
+            ax.set_yscale("log")
+        if number == "accuracy" and not at_end:
+            ax.set_ylim(top=min(ax.get_ylim()[1], 1.005))  # no tick above 100 %
+    if not at_end:
+        add_legend(figure, axes[:1])
+    return figure
 
 
 def _percent(share: float, _: object) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _label(records: Sequence[Record], name: str) -> str:
-    on = recorded.measured_on(records)
-    return f"{on} {name}" + (" (NOT PRIVATE)" if on == "training" else "")
-
-
 def _along(records: Sequence[Record]) -> str:
-    """Return what curves are plotted against: "epsilon", or "step" for simulations, whose epsilon is infinite."""
-    return "epsilon" if recorded.simulated_epsilon(records) is None else "step"
+    """Return what curves are plotted against: "epsilon", or "step" if every epsilon is infinite."""
+    finals = recorded.in_phase(records, "final")
+    return "epsilon" if any(recorded.is_finite(run.get("epsilon")) for run in finals) else "step"
 
 
 def _draw_curve(ax: Axes, row: int, runs: Sequence[Record], look: Look, measured: Measured, along: str) -> None:
@@ -156,12 +137,6 @@ def _draw_curve(ax: Axes, row: int, runs: Sequence[Record], look: Look, measured
         every = max(1, len(points) // 5)
         ax.plot(places, means, **look, markevery=(row % every, every))
         ax.fill_between(places, low, high, color=look["color"], alpha=0.16, linewidth=0)
-
-
-def _draw_without_noise(ax: Axes, runs: Sequence[Record], look: Look, key: str) -> None:
-    """Draw the final mean of a method without noise, which spends no epsilon, as a line."""
-    if any(run.get("non_private") for run in runs) and (values := recorded.numbers(runs, key)):
-        ax.axhline(statistics.fmean(values), color=look["color"], linestyle="--", label=look["label"], zorder=1)
 
 
 def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
@@ -205,27 +180,16 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Look, key: str
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
     looks, names = _looks(recorded.by_method(records)), recorded.tuned_names(records)
-    columns = 1 if narrow or len(names) == 1 else 2
-    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
     found = {name: judged(records, name) for name in names}
-    lines = (sum(1 + looks[method]["label"].count("\n") for method in shown) for shown in found.values())
-    below = 0.6 + 0.28 * max(lines, default=0)
-    heights = [height for row in rows for height in ([3.6, below] if any(found[name] for name in row) else [3.6])]
+    lines = {name: sum(1 + looks[m]["label"].count("\n") for m in shown) for name, shown in found.items()}
+    heights = [height for name in names for height in ([3.4, 0.6 + 0.28 * lines[name]] if found[name] else [3.4])]
     figure = Figure(figsize=(NARROW if narrow else WIDE, sum(heights) + 0.4))
-    grid = iter(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights))
-    drawn: list[Axes] = []
-    for row in rows:
-        axes, strips = next(grid), next(grid) if any(found[name] for name in row) else []
-        for ax, name in zip(axes, row, strict=False):
-            _draw_tuned(ax, name, records, looks)
-            drawn.append(ax)
-        for strip, ax, name in zip(strips, axes, row, strict=False):
-            if found[name]:
-                _draw_plateaus(strip, found[name], looks, ax)
-                drawn.append(strip)
-    for ax in set(figure.axes) - set(drawn):
-        ax.remove()
-    add_legend(figure, drawn[:1])
+    axes = iter(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights).flatten())
+    for name in names:
+        _draw_tuned(above := next(axes), name, records, looks)
+        if found[name]:
+            _draw_plateaus(next(axes), found[name], looks, above)
+    add_legend(figure, figure.axes[:1])
     return figure
 
 

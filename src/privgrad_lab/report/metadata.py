@@ -59,7 +59,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "privacy_unit": plan.privacy_unit,
         }
         | ({"norm_statistic": "; ".join(sorted(statistics))} if statistics else {}),
-        "total_epsilon": _total_epsilon(spec, private, ledgers, has_others=bool(others)),
+        "total_epsilon": _total_epsilon(spec, private, ledgers),
         "doubts": doubts(list(ledgers.values())),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -123,9 +123,7 @@ def _by_method(values: Mapping[str, str]) -> str:
     return next(iter(values.values()), "")
 
 
-def _total_epsilon(
-    spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger], *, has_others: bool
-) -> dict[str, Any] | None:
+def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
     """Return the total cost of all trainings in a folder, from their ledgers; None if that of a record is missing."""
     for record in records:
         run = _run(spec, record)
@@ -136,7 +134,7 @@ def _total_epsilon(
     return {
         "value": epsilon(releases, delta=spec.privacy.delta),
         "runs": len(ledgers),
-        "others": has_others,
+        "others": any(method.non_private for method in spec.methods),
         "covered": True,
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
         "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tuning_scale > 1 else None,

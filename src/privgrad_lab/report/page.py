@@ -23,7 +23,7 @@ from privgrad_lab.report import figures, texts
 
 
 def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write index.html; write accuracy, seeds, tuning, groups, diagnosis and moments.png if the records have what they show.
+    """Write index.html; write accuracy, seeds, tuning, groups, diagnosis and moments.png if there is what they show.
 
     `metadata` is that of `metadata_of`; each of its entries may be missing. The result is the path of index.html, which
     embeds its plots and needs no other file. The results on it are NOT private for the examples on which they were
@@ -61,7 +61,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],
         trainings=texts.trainings_text(rows),
-        few_clipped=_few_clipped(records),
         images=_draw_into(folder, records),
         privacy=privacy,
         said=said,
@@ -78,15 +77,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
-
-
-def _few_clipped(records: Sequence[Record]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for method, runs in recorded.by_method(recorded.in_phase(records, "final")).items():
-        shares = [run["raw_clip_fraction"] for run in runs if run.get("raw_clip_fraction") is not None]
-        if few := [share for share in shares if share < recorded.FEW_CLIPPED]:
-            found[method] = f"{len(few)} of {len(runs)} final trainings" if len(runs) > 1 else "its final training"
-    return found
 
 
 def _optimizer(record: Record) -> str | None:
@@ -128,10 +118,11 @@ def _second_moment(optimizer: str | None) -> SecondMoment:
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
     """Draw plots and write the wide ones as PNG; return, by plot, "wide" and "narrow" as SVG in base64."""
-    watched = recorded.diagnosed(records)
+    watched, finals = recorded.diagnosed(records), recorded.by_method(recorded.in_phase(records, "final")).values()
+    moves = any(all(len(run.get("curve") or ()) > 1 for run in runs) for runs in finals)
     draws = {
-        "accuracy": (figures.has_curves(records), figures.accuracy_figure),
-        "seeds": (any(row["seeds"] > 1 for row in recorded.summarize(records)), figures.seeds_figure),
+        "accuracy": (moves, figures.accuracy_figure),
+        "seeds": (any(len(runs) > 1 for runs in finals), partial(figures.accuracy_figure, at_end=True)),
         "tuning": (recorded.tuned_names(records), figures.tuning_figure),
         "groups": (recorded.groups_of(records), figures.groups_figure),
         "diagnosis": (watched, figures.diagnosis_figure),
@@ -163,17 +154,16 @@ def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], *, p
     """Return the result in a sentence: that of a private training, or the best mean and what is level with it."""
     on, key, name = recorded.measured_on(records), recorded.leading(records), recorded.lead_of(records)
     private = [row for row in rows if not row["non_private"]] or rows
-    ranked = sorted(
-        (row for row in private if recorded.is_finite(row["lead"]["mean"])),
-        key=lambda row: row["lead"]["mean"] * (1 if recorded.is_cost(key) else -1),
-    )
+    finite = (row for row in private if recorded.is_finite(row["lead"]["mean"]))
+    ranked = sorted(finite, key=lambda row: row["lead"]["mean"], reverse=not recorded.is_cost(key))
     if not ranked:
         return f"No method has a {on} {name} for all of its final runs, so none is best."
     best, *rest = ranked
-    reached, score = texts.row_texts(best)["lead"], texts.number_of(best)
+    text = texts.row_texts(best)
+    reached = text["lead"]
     if len(records) == 1 and records[0].get("seed") is None:  # a single training without a research seed
         ends = records[0].get("test_interval")
-        within = "" if ends is None else f" ({texts.interval_text(ends, score)})"
+        within = "" if ends is None else f" ({texts.interval_text(ends, text['score'])})"
         if protects:
             return f"{texts.private_text(name, reached, best['epsilon'])}{within}."
         return f"{best['method']} reaches a {on} {name} of {reached}{within} in one training."
@@ -184,11 +174,10 @@ def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], *, p
     finals = recorded.by_method(recorded.in_phase(records, "final"))
     found = {row["method"]: recorded.difference(finals[best["method"]], finals[row["method"]], key) for row in rest}
     if None in found.values():
-        return f"{lead}; with so few seeds, or other ones for each method, the lead may be chance."
+        return f"{lead}; by these seeds, the lead may be chance."
     if close := [method for method, gap in found.items() if gap and gap["verdict"] != "better"]:
         return f"{lead}: level with {' and '.join(close)}, by 95 % intervals over paired seeds."
-    by, interval, _ = texts.difference_text(found[rest[0]["method"]], score).split("\n")
-    return f"{lead}: better than {' and '.join(found)}, than the second by {by} {interval}."
+    return f"{lead}: better than {' and '.join(found)}, by 95 % intervals over paired seeds."
 
 
 def _short(value: Any) -> str:
@@ -211,7 +200,6 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         "fixed": ", ".join(fixed),
         # Runs of one plan differ in epsilon at most by rounding.
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
-        "fewest_seeds": min((row["seeds"] for row in rows if row["seeds"]), default=0),
         # None: not recorded
         "covered": False if fixed else all(row["sampling"] is not None for row in rows) or None,
         "runs": sum(row["trainings"] for row in rows),

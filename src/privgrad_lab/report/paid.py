@@ -48,17 +48,18 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
     score, lead, reached = score_of(records), lead_of([last]), outcome.get("r2", outcome.get("accuracy"))
     found = {"loss": (outcome["loss"], None)} if reached is None else {score: (reached, outcome.get("interval"))}
     found |= {title(name): (one, outcome["intervals"][name]) for name, one in outcome["metrics"].items()} | found
-    shown = {name: number_text(value, name if name == score else "") for name, (value, _) in found.items()}
+    kinds = {name: name if name == score else "" for name in found}
+    shown = {name: number_text(value, kinds[name]) for name, (value, _) in found.items()}
     text = f"{private_text(lead, shown[lead], outcome['epsilon'])}. Trained by {outcome['method']}"
     text += f" ({', '.join(chosen)})" if chosen else ""
     if reached is not None:
         unit = "people" if outcome["privacy_unit"] == "user" else "examples"
-        told = (f"{name} {shown[name]} ({interval_text(ends, name)})" for name, (_, ends) in found.items())
+        told = (f"{name} {shown[name]} ({interval_text(ends, kinds[name])})" for name, (_, ends) in found.items())
         text += f". On {last['test_units']:,} test {unit}: {'; '.join(told)}"
         if (share := outcome.get("most_frequent_class")) is not None:
             text += f"; the most frequent class alone has accuracy {100 * share:.1f} %"
-            ends = outcome.get("interval")
-            text += ", which is inside the interval" if ends and ends[0] <= share <= ends[1] else ""
+            low, high = outcome.get("interval") or (1.0, 0.0)
+            text += ", which is inside the interval" if low <= share <= high else ""
     tuned_by = sorted((r["tuning_score"] for r in records if r["phase"] == "tuning"), reverse=True)
     noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:

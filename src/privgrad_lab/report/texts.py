@@ -106,12 +106,14 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
     metrics = {title(name): _spread_text(found["mean"], found["std"]) for name, found in row["metrics"].items()}
     metrics |= {} if row["test_accuracy_mean"] is None else {row["score"]: reached}
     loss = _spread_text(row["test_loss_mean"], row["test_loss_std"])
+    score = row["score"] if row["lead"]["metric"] == row["score"] else ""  # as `number_text` takes it
     return {
         "method": row["method"],
         "lead": {**metrics, "loss": loss}.get(row["lead"]["metric"], reached),
         "loss": loss,
         "metrics": {name: text for name, text in metrics.items() if name != row["lead"]["metric"]},
-        "difference": difference_text(row["difference"], number_of(row)),
+        "score": score,
+        "difference": difference_texts(row["difference"], score),
         "epsilon": cost if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == SHUFFLED,
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
@@ -137,17 +139,12 @@ def number_text(value: float, score: str = "", unit: str = " %") -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.1f}"  # an error in the units of a label may be large
 
 
-def number_of(row: Mapping[str, Any]) -> str:
-    """Return the name under which `number_text` writes the number that leads: the score's, or "" for another metric."""
-    return row["score"] if row["lead"]["metric"] == row["score"] else ""
-
-
-def difference_text(found: Mapping[str, Any] | None, score: str = "") -> str:
-    """Return a difference of two methods with its interval and its verdict, on three lines."""
+def difference_texts(found: Mapping[str, Any] | None, score: str = "") -> list[str]:
+    """Return a difference of two methods, its interval and its verdict; an empty list for None."""
     if found is None:
-        return _DASH
+        return []
     center, low, high = (number_text(one, score, "") for one in (found["mean"], *found["interval"]))
-    return f"{center}\n({low} to {high})\n{found['verdict']}"
+    return [center, f"({low} to {high})", found["verdict"]]
 
 
 def interval_text(ends: Sequence[float] | None, score: str = "") -> str:
@@ -207,7 +204,7 @@ def private_text(name: str, reached: str, epsilon: float) -> str:
 def differences_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what the differences of `summarize` rows are, in one sentence; "" without any."""
     found = next((row["difference"] for row in rows if row["difference"] is not None), None)
-    what = "Difference: to {}, paired by seed, with its 95 % interval (t). Level: the interval holds 0."
+    what = "Differences are to {}, paired by seed, with 95 % intervals (t). Level: the interval holds 0."
     return what.format(found["to"]) if found is not None else ""
 
 
@@ -230,9 +227,9 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
         return f"Only this training is counted here: it cost ε = {cost}{given}."
     tuning = ", tuning included" if tuned else ""
     save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
-    with_noise = " with noise" if total.get("others") else ""
+    what = f"{runs} trainings{' with noise' if total.get('others') else ''}"
     return (
-        f"These {runs} trainings{with_noise} used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
+        f"These {what} used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
         f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
     )
 
@@ -250,7 +247,7 @@ def constants_text(records: Sequence[Record]) -> str:
     return " ".join(texts)
 
 
-def clips_hard(record: Record) -> bool:
+def clips_hard(record: Mapping[str, Any]) -> bool:
     """Return whether a run trained a head with so small a C that its probabilities cannot follow."""
     return record.get("head") is not None and (record.get("max_grad_norm") or 1.0) < 1.0
 
@@ -273,8 +270,7 @@ def summary_table(records: Iterable[Record]) -> Table:
     title = rate_title(rows)
     columns = {
         "method": [row["method"] for row in texts],
-        recorded.lead_of(records): [row["lead"] for row in texts],
-        "difference": [row["difference"] for row in texts],
+        recorded.lead_of(records): ["\n".join([row["lead"], *row["difference"][:0:-1]]) for row in texts],
         "loss": [row["loss"] for row in texts],
         "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items()) for row in texts],
         "ε": [row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "") for row in texts],
@@ -285,7 +281,7 @@ def summary_table(records: Iterable[Record]) -> Table:
     }
     if len({row["seeds"] for row in rows}) == 1:  # the caption has it
         del columns["seeds"]
-    for name in ("difference", "clipped", "floored", "metrics"):
+    for name in ("clipped", "floored", "metrics"):
         if set(columns[name]) <= {"–", ""}:
             del columns[name]
     columns = _narrowed(columns, title)
@@ -313,7 +309,7 @@ def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]
         columns["clipped\nfloored"] = ["\n".join((one.replace("\n⚠ low", " ⚠"), other)) for one, other in both]
     for name in [*(name for name in columns if name not in ("method", "metrics", title)), "metrics", title]:
         if not fits() and name in columns:  # a spread, a metric or a tuned value has a line of its own
-            breaks = r"() (?=±|\()|(?<=not|ver) |(?<=simulates) "
+            breaks = r"() (?=±|\(|to )|(?<=not|ver) |(?<=simulates) "
             breaks = r"^(mean absolute error|[\w@]+) " if name in ("metrics", title) else breaks
             columns[name] = [re.sub(breaks, r"\1\n", cell, flags=re.MULTILINE) for cell in columns[name]]
     return columns
@@ -332,16 +328,16 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
     over = {0: "", 1: one} if len(counts) == 1 else {}
     seeds = over.get(next(iter(counts), 0), spread)
-    lines = [f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these."]
-    lines += filter(None, [constants_text(records)])
-    lines += filter(None, [differences_text(rows), open_text(rows)])
-    if recorded.simulated_epsilon(records) is not None:
-        lines.append(SIMULATED)
-    if any(row["rate"] == "noise_step" for row in rows):
-        lines.append("u: noise step.")
-    if any(row["clipped"] != "–" for row in texts):
-        low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
-        lines.append(f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}.")
+    low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
+    clipped = f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}."
     used = {mark for row in texts for mark in row["marks"]}
-    lines += [f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used]
-    return "\n".join([*lines, *filter(None, [trainings_text(rows)])]).strip()
+    lines = (
+        f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these.".lstrip(),
+        *(constants_text(records), differences_text(rows), open_text(rows)),
+        SIMULATED if recorded.simulated_epsilon(records) is not None else "",
+        "u: noise step." if any(row["rate"] == "noise_step" for row in rows) else "",
+        clipped if any(row["clipped"] != "–" for row in texts) else "",
+        *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used),
+        trainings_text(rows),
+    )
+    return "\n".join(filter(None, lines))
