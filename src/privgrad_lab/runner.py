@@ -52,7 +52,10 @@ class Run:
 
     def folder(self, out: Path) -> Path:
         """Return the folder of the run's ledger and checkpoint."""
-        return out / "runs" / self.name if self.secret is None else out / "raw" / "runs" / f"{self.secret}"
+        if self.secret is not None:
+            return out / "raw" / "runs" / f"{self.secret}"
+        former = out / "runs" / f"{self.name}-seed{self.seed}"  # its name in earlier versions, without a seed
+        return former if former.exists() else out / "runs" / self.name
 
     @property
     def name(self) -> str:
@@ -167,8 +170,7 @@ def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool |
     for run in runs:
         if find_record(recorded.read_records(payer.out), run) is None:
             payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
-            bar = bars(shown=progress)
-            if bar.tasks and run.secret is None and not bar.console.is_terminal:
+            if (bar := bars(shown=progress)).tasks and run.secret is None and not bar.console.is_terminal:
                 note(bar, f"trained {run.name}")  # a file shows no bars
 
 
@@ -253,8 +255,8 @@ class Free:
             name = data.score if name == "test_accuracy" else name
             record["test_interval"] = intervals_of(model, data.test, data, [f"{name}"])[f"{name}"]
         if run.phase == "final":
-            place = self.out if run.seed is None else folder
-            record["head"] = save_head(model, data, place / "head", privacy_of(plan, result.ledger), result)
+            place = (self.out if run.seed is None else folder) / "head"
+            record["head"] = save_head(model, data, place, privacy_of(plan, result.ledger), result)
         if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
             record["raw_train_loss"] = float(unit_values(model, data.train, data, ["loss"], by_label=True)[0].mean())
         return record

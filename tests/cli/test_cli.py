@@ -461,7 +461,7 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
         ONE.replace("steps = 6", "steps = 400").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
     )
     process = started(tmp_path)
-    ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
+    ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final/ledger.jsonl"
     while not ledger.exists() or len(ledger.read_bytes()) < 2000:
         assert process.poll() is None
         time.sleep(0.05)

@@ -54,8 +54,7 @@ def train(
         records = runner.train(loaded, folder, seed=seed, progress=notes_only() if as_json else True)
     record = records[-1]
     score = {record["score"]: record["test_accuracy"]} if record["score"] else {}
-    names = ("epsilon", "delta", "head", "seconds")
-    rest = {name: record[name] for name in names if record.get(name) is not None}
+    rest = {name: record[name] for name in ("epsilon", "delta", "head", "seconds") if record.get(name) is not None}
     headline = {**score, **record.get("metrics", {}), "loss": record["test_loss"], **rest}
     _report(loaded, records, folder, as_json=as_json, headline=headline)
 

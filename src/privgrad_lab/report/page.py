@@ -160,14 +160,13 @@ def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], *, p
         return f"No method has a {on} {name} for all of its final runs, so none is best."
     best, *rest = ranked
     text = texts.row_texts(best)
-    reached = text["lead"]
     if len(records) == 1 and records[0].get("seed") is None:  # a single training without a research seed
         ends = records[0].get("test_interval")
         within = "" if ends is None else f" ({texts.interval_text(ends, text['score'])})"
         if protects:
-            return f"{texts.private_text(name, reached, best['epsilon'])}{within}."
-        return f"{best['method']} reaches a {on} {name} of {reached}{within} in one training."
-    over = f"{reached} over {best['seeds']} seeds" if best["seeds"] > 1 else f"{reached} over one seed"
+            return f"{texts.private_text(name, text['lead'], best['epsilon'])}{within}."
+        return f"{best['method']} reaches a {on} {name} of {text['lead']}{within} in one training."
+    over = f"{text['lead']} over {best['seeds'] if best['seeds'] > 1 else 'one'} seed{'s' * (best['seeds'] > 1)}"
     if not rest:
         return f"{best['method']} reaches a {on} {name} of {over}; there is no other method to compare it with."
     lead = f"{best['method']} has the {'lowest' if recorded.is_cost(key) else 'best'} mean {on} {name}, {over}"

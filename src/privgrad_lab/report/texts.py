@@ -204,8 +204,8 @@ def private_text(name: str, reached: str, epsilon: float) -> str:
 def differences_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what the differences of `summarize` rows are, in one sentence; "" without any."""
     found = next((row["difference"] for row in rows if row["difference"] is not None), None)
-    what = "Differences are to {}, paired by seed, with 95 % intervals (t). Level: the interval holds 0."
-    return what.format(found["to"]) if found is not None else ""
+    what = "paired by seed, with 95 % intervals (t). Level: the interval holds 0."
+    return "" if found is None else f"Differences are to {found['to']}, {what}"
 
 
 def open_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -330,14 +330,13 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     seeds = over.get(next(iter(counts), 0), spread)
     low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
     clipped = f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}."
-    used = {mark for row in texts for mark in row["marks"]}
     lines = (
         f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these.".lstrip(),
         *(constants_text(records), differences_text(rows), open_text(rows)),
         SIMULATED if recorded.simulated_epsilon(records) is not None else "",
         "u: noise step." if any(row["rate"] == "noise_step" for row in rows) else "",
         clipped if any(row["clipped"] != "–" for row in texts) else "",
-        *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used),
+        *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if any(mark in row["marks"] for row in texts)),
         trainings_text(rows),
     )
     return "\n".join(filter(None, lines))
