@@ -465,6 +465,63 @@ def test_headline_claims_nothing_from_one_seed(tmp_path: Path) -> None:
     assert "none is best" in headline(tmp_path, [final("A", 0, None)])
 
 
+def test_differences_are_of_paired_seeds() -> None:
+    """The seeds differ by 10 points, and the methods by one: only pairs show it."""
+    accuracies = {"A": [0.60, 0.70, 0.80, 0.90], "B": [0.61, 0.71, 0.809, 0.911], "C": [0.65, 0.65, 0.85, 0.85]}
+    records = [final(name, seed, one) for name, ones in accuracies.items() for seed, one in enumerate(ones)]
+    a, b, c = (row["difference"] for row in summarize(records))
+    assert a is None
+    gaps = [0.01, 0.01, 0.009, 0.011]
+    half = 3.182446 * statistics.stdev(gaps) / 2  # Student's t with three degrees of freedom, at 97.5 %
+    assert (b["to"], b["verdict"], c["verdict"]) == ("A", "better", "level")
+    assert b["interval"] == pytest.approx([0.01 - half, 0.01 + half], rel=1e-5)
+    losses = [
+        record | {"score": None, "test_accuracy": None, "test_loss": record["test_accuracy"]} for record in records
+    ]
+    assert summarize(losses)[1]["difference"]["verdict"] == "worse"
+    assert [row["difference"] for row in summarize([final("A"), final("B")])] == [None, None]  # one seed
+    lost = [final("A", seed, 0.9) for seed in (0, 1)] + [final("B", 0, 0.8), final("B", 1, None)]
+    assert summarize(lost)[1]["difference"] is None
+    told = " ".join(printed(records).split())
+    assert "Differences are to A, paired by seed, with 95 % intervals (t)." in told
+    assert "better" in columns(printed(records))["accuracy"]
+
+
+def test_the_metric_asked_for_first_leads(tmp_path: Path) -> None:
+    record = final("M", metrics={"auc": 0.753, "accuracy": 0.9}, score="accuracy") | {"seed": None}
+    record["test_interval"] = [0.7, 0.8]
+    assert (
+        headline(tmp_path, [record]) == "A private model with AUC 0.753 at epsilon 2.99 (95 % interval 0.700 to 0.800)."
+    )
+    assert cells((tmp_path / "report/index.html").read_text())["M"][:3] == ["0.753", "0.300", "90.0 %"]
+    assert list(columns(printed([record])))[:2] == ["method", "AUC"]
+    first = record | {"metrics": {"accuracy": 0.9, "auc": 0.753}}
+    assert "with 90.0 % accuracy" in headline(tmp_path, [first])
+    ranked = [final("A", metrics={"squared_error": 0.2}), final("B", metrics={"squared_error": 0.1})]
+    assert headline(tmp_path, ranked).startswith("B has the lowest mean test squared_error, 0.100")
+
+
+def test_a_method_without_noise_is_no_part_of_the_statement(tmp_path: Path) -> None:
+    records = [final(name, seed, 0.8 + seed / 100) for name in "AB" for seed in range(3)]
+    records += [final("open", seed, 0.99, epsilon=None, non_private=True) for seed in range(3)]
+    page = words(write(tmp_path, records))
+    assert "not a comparison at equal privacy" not in page
+    assert "protects nobody" not in page
+    assert page.split("Results")[0].count("open") == 0
+    assert "open: trained without noise, so its results may reveal the data. No ε here counts it." in page
+    assert cells((tmp_path / "report/index.html").read_text())["open"][3] == "not private"
+    assert summarize(records)[2]["difference"] is None
+    (during, _) = figures.accuracy_figure(records).axes
+    assert [list(line.get_ydata()) for line in during.lines if line.get_linestyle() == "--"] == [pytest.approx([0.99, 0.99])]
+
+
+def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
+    page = write(tmp_path, [final(curve=final()["curve"][-1:])])
+    assert "<img" not in page
+    assert cells(page).keys() == {"DP-AdamBC"}
+    assert "Seeds" not in words(page)
+
+
 def test_unequal_budgets_are_said(tmp_path: Path) -> None:
     said = "not a comparison at equal privacy"
     assert said in words(write(tmp_path, [final("A"), final("B", epsilon=8.0)]))
@@ -958,8 +1015,8 @@ def test_the_tuning_plot_of_learning_rates_and_many_values_is_readable() -> None
     figure = figures.tuning_figure(records)
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [
         "Noise step u",
-        "Learning rate",
         "As good as the best",
+        "Learning rate",
         "As good as the best",
     ]
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
