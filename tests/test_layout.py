@@ -34,7 +34,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1707,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
         "cli": 625,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1546,  # few odd values; labels that are numbers; categories as pandas writes them; knots, rows of a schema
+        "data": 1546,  # few odd values; labels that are numbers; categories as pandas writes them; rows of a schema
         "diagnostics": 685,
         "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
         "features": 1853,  # hat codes

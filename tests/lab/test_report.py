@@ -512,7 +512,9 @@ def test_a_method_without_noise_is_no_part_of_the_statement(tmp_path: Path) -> N
     assert cells((tmp_path / "report/index.html").read_text())["open"][3] == "not private"
     assert summarize(records)[2]["difference"] is None
     (during, _) = figures.accuracy_figure(records).axes
-    assert [list(line.get_ydata()) for line in during.lines if line.get_linestyle() == "--"] == [pytest.approx([0.99, 0.99])]
+    assert [list(line.get_ydata()) for line in during.lines if line.get_linestyle() == "--"] == [
+        pytest.approx([0.99, 0.99])
+    ]
 
 
 def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
