@@ -511,7 +511,8 @@ def test_a_method_without_noise_is_no_part_of_the_statement(tmp_path: Path) -> N
     assert "open: trained without noise, so its results may reveal the data. No ε here counts it." in page
     assert cells((tmp_path / "report/index.html").read_text())["open"][3] == "not private"
     assert summarize(records)[2]["difference"] is None
-    (during, _) = figures.accuracy_figure(records).axes
+    axes: Any = figures.accuracy_figure(records).axes
+    (during, _) = axes
     assert [list(line.get_ydata()) for line in during.lines if line.get_linestyle() == "--"] == [
         pytest.approx([0.99, 0.99])
     ]
