@@ -283,7 +283,8 @@ def make_optimizer(
         parts = {"head": head_of(model), "pooler": pooler_of(model)}
         parts["layers"] = {name for name, _ in named}.difference(*parts.values())
         of_head = STARTED_NOISE_STEP if is_started else HEAD_NOISE_STEP
-        own = {"layers": NOISE_STEP, "pooler": POOLER_NOISE_STEP, "head": of_head}
+        of_layers = ADAPTER_NOISE_STEP if hasattr(model, "peft_config") else NOISE_STEP
+        own = {"layers": of_layers, "pooler": POOLER_NOISE_STEP, "head": of_head}
         rates = {part: {"noise_step": own[part]} for part in own}
     groups: list[dict[str, Any]] = []
     for part, rate in rates.items():
@@ -318,8 +319,8 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan) -> Non
     tell(
         f"learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; without it the "
         f"noise step is {HEAD_NOISE_STEP:g} for the head of a classifier, {POOLER_NOISE_STEP:g} for the pooler of a "
-        f"frozen encoder, and {NOISE_STEP:g} for other layers. A model with a much smaller one hardly trains: leave "
-        "learning_rate out, or give noise_step."
+        f"frozen encoder, {ADAPTER_NOISE_STEP:g} for adapters, and {NOISE_STEP:g} for other layers. A model with a "
+        "much smaller one hardly trains: leave learning_rate out, or give noise_step."
     )
 
 

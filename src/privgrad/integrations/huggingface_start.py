@@ -53,7 +53,8 @@ def last_layer(model: nn.Module) -> Layer | None:
     ]
     if len(found) != 1 or count < 2 or base.main_input_name != "input_ids":
         return None
-    states = _inputs_of(found[0], model, {"input_ids": cast(Tensor, base.dummy_inputs["input_ids"])[:1]})
+    public: Tensor = base.dummy_inputs["input_ids"][:1]
+    states = _inputs_of(found[0], model, {"input_ids": public})
     return Layer(found[0], float(states.norm())) if states.ndim == 2 else None  # decoders have states of all tokens
 
 
