@@ -37,10 +37,10 @@ ROOMS: dict[str, dict[str, int]] = {
         "data": 1544,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
         "diagnostics": 685,
         "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
-        "features": 1853,  # hat codes
+        "features": 1857,  # hat codes; short names of models
         "gradient": 2990,  # gradients that are handed over; `novelty`, `state`, hooks in copies; canaries
         "heads": 1056,  # models of a table: a data frame in, a model out; hidden units
-        "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
+        "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here

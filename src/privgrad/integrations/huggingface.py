@@ -268,7 +268,7 @@ class PrivateTrainer(Trainer):
 
     @property
     def epsilon(self) -> float:
-        """What the training has cost so far, with its head, at the plan's delta; PrivacyError without one."""
+        """The cost of the training so far, with its head, at the plan's delta; PrivacyError without one."""
         delta = self.private_grad.plan.delta
         if delta is None:
             raise expected("PrivateTrainer.epsilon", "the plan", "to have a delta", None, "give delta to PrivacyPlan")

@@ -31,7 +31,7 @@ def losses_of(model: nn.Module) -> Losses:
 
 
 def head_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that a classifier or its like adds to its pretrained base model."""
+    """Return the names of the parameters that a model for a task adds to its pretrained base model."""
     base = base_of(model)
     if _known_losses(base) not in _WITH_HEADS:
         return set()
@@ -106,6 +106,10 @@ def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tens
     kind = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else several)
     if kind == "regression":
         return F.mse_loss(logits.flatten(1), labels.float().reshape(len(logits), -1), reduction="none").mean(1)
+    if labels.is_floating_point() and labels.shape != logits.shape:
+        condition = f"to be integers, one class for each row, or to have {logits.shape[1]} labels for each row"
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise expected("PrivateTrainer", "labels", condition, got, "give the classes as integers, or pass loss_fn")
     if kind == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
     return F.cross_entropy(logits, labels, reduction="none")
