@@ -55,7 +55,9 @@ def last_layer(model: nn.Module) -> Layer | None:
         return None
     public: Tensor = base.dummy_inputs["input_ids"][:1]
     states = _inputs_of(found[0], model, {"input_ids": public})
-    return Layer(found[0], float(states.norm())) if states.ndim == 2 else None  # decoders have states of all tokens
+    return (
+        Layer(found[0], states.square().sum().sqrt().item()) if states.ndim == 2 else None
+    )  # decoders have states of all tokens
 
 
 def planned(
