@@ -34,6 +34,7 @@ from privgrad.features import FrozenText
 from privgrad_lab.data.debian import read_index
 
 ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "results/fine-tuning/trainer.jsonl"
 FAMILIES = (("transformers", "peft", "accelerate"), ("scipy", "sklearn"), ("",))  # "" is Python's own library
 SECTIONS = ("net", "science", "games")
 TRAINED, TESTED = (1040, 480, 480), (312, 144, 144)
@@ -123,13 +124,29 @@ def linear(way: str, train: list[Any], test: list[Any]) -> tuple[float, float | 
     return float(model.score(held.numpy(), own.numpy())), None
 
 
+def table(out: Path = OUT) -> str:
+    """Return the table of docs/integrations.md: means over the seeds that the file holds, and their number."""
+    held = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = ["| way | docstrings | packages | CPU time |", "|---|---|---|---|"]
+    for way in WAYS:
+        cells, spent = list[str](), [one["cpu_seconds"] for one in held if one["way"] == way]
+        for data in ("docstrings", "packages"):
+            found = [one["accuracy"] for one in held if (one["way"], one["data"]) == (way, data)]
+            cells.append(f"{100 * sum(found) / len(found):.1f} % ({len(found)})" if found else "")
+        if spent:
+            lines.append(f"| {way} | {' | '.join(cells)} | {sum(spent) / len(spent):.0f} s |")
+    return "\n".join(lines) + "\n"
+
+
 def main(
-    data: Annotated[list[str], typer.Option(help="docstrings or packages")],
-    way: Annotated[list[str], typer.Option(help="; ".join(WAYS))],
+    data: Annotated[list[str], typer.Option(help="docstrings or packages")] = [],  # noqa: B006
+    way: Annotated[list[str], typer.Option(help="; ".join(WAYS))] = [],  # noqa: B006
     seed: Annotated[list[int], typer.Option(help="of the parts and the first weights")] = [0, 1, 2],  # noqa: B006
-    out: Annotated[Path, typer.Option(help="file of the records")] = ROOT / "results/fine-tuning/trainer.jsonl",
+    out: Annotated[Path, typer.Option(help="file of the records")] = OUT,
 ) -> None:
-    """Train, and append the records."""
+    """Train, and append the records; without data, print the table."""
+    if not data:
+        typer.echo(table(out), nl=False)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for own, name, number in ((own, name, number) for number in seed for own in data for name in way):

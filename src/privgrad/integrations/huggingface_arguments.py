@@ -24,12 +24,12 @@ from privgrad.training.external_loop import (
     unknown_options,
 )
 
-NOISE_STEP = 0.0025  # for pretrained layers; docs/choosing.md gives the evidence for all of these
-ADAPTER_NOISE_STEP = 0.03  # for adapters
+NOISE_STEP = 0.0025  # for pretrained layers; docs/choosing.md gives the evidence for layers and poolers
+ADAPTER_NOISE_STEP = 0.03  # for adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
 STARTED_NOISE_STEP = 0.01  # for a head that begins with the weights of a private one
-EPOCH_STEPS = 10  # of a training without a plan, as the next one
+EPOCH_STEPS = 10  # of a training without a plan; MAX_GRAD_NORM too
 MAX_GRAD_NORM = 0.1
 _KIND = {True: "noise_step", False: "learning_rate"}
 _LOG = logging.getLogger("privgrad")

@@ -19,7 +19,7 @@ from privgrad.ledger.lineage import note_training
 from privgrad.plan import PrivacyPlan
 from privgrad.training.defaults import head_max_grad_norm
 
-SHARE = 0.5  # of epsilon, that the head would cost alone; docs/choosing.md gives the evidence
+SHARE = 0.5  # of epsilon, that the head would cost alone; docs/integrations.md shows what it reaches
 _BLOCK = 32  # texts in one call of the encoder
 _TOLERANCE = 1e-4  # of the change by companions through rounding, as in FrozenText
 
