@@ -1,8 +1,8 @@
 """Accuracy of trainings by `privgrad.suggest`, and of the same trainings at multiples of the suggested noise step.
 
 `python -m benchmarks.defaults --task sections --factor 1 --factor 2` appends a line to results/defaults/runs.jsonl for
-each training that the file does not hold yet. docs/choosing.md has the table. Losses and accuracies are measured on
-test examples (for the toy, on training examples) and are NOT private for these.
+each training that the file does not hold yet. docs/choosing-evidence.md has the table. Losses and accuracies are
+measured on test examples (for the toy, on training examples) and are NOT private for these.
 """
 
 import json

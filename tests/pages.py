@@ -284,7 +284,7 @@ def _image_is_read_as_by_the_loader(names: dict[str, Any], printed: str) -> None
 
 def _own_data() -> dict[str, str]:
     """The page's experiment, and the file that its first block writes, with fewer patients."""
-    block, *_ = blocks("docs/own-data.md", "toml")
+    block, *_ = blocks("docs/data-reference.md", "toml")
     rows = [
         f"p{p},{18 + p % 70},north,{90 + (p + k) % 70},{('no', 'yes')[(p + k) % 2]}"
         for p in range(2000)
@@ -353,11 +353,9 @@ def _recipe_here() -> dict[str, Any]:
 
 
 GIVEN = {
-    "README.md": Given(
-        smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
-        files=_own_model,
-        packages=("sklearn",),
-        check=_quick_start_has_learned,
+    "README.md": Given(packages=("sklearn",), check=_quick_start_has_learned),
+    "docs/commands.md": Given(
+        smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "}, files=_own_model
     ),
     "docs/audit.md": Given(
         smaller={
@@ -393,8 +391,12 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
-    "docs/own-data.md": Given(files=_own_data, check=_visits_are_learned),
+    "docs/data-reference.md": Given(files=_own_data, check=_visits_are_learned),
+    "docs/images-and-texts.md": Given(packages=("sklearn",)),
+    "docs/loop.md": Given(packages=("sklearn",)),
     "docs/methods.md": Given(names={"": _methods}),
+    "docs/own-data.md": Given(packages=("pandas", "sklearn")),
+    "docs/papers/README.md": Given(packages=("sklearn",)),
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Several texts per person": _tickets, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),

@@ -22,7 +22,7 @@ from pages import ROOT, blocks
 from privgrad import models
 from privgrad.accounting import composition
 
-CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md", "features.md"))
+CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning.md", "features.md"))
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
@@ -109,8 +109,56 @@ def test_what_choosing_says_was_measured_stands_in_the_records():
         assert means == sorted(means), f"{folder.name}: best first"
 
 
+# The numbers of docs/choosing.md, "baseline -> method", in their order: records, what they must have, the score.
+GAINS: list[tuple[str, dict[str, Any], str]] = [
+    ("fashion_mnist/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("recipes/clothing", {}, "test_accuracy"),
+    ("defaults/runs", {"task": "adult", "factor": 2}, "accuracy"),
+    ("recipes/adult", {}, "test_accuracy"),
+    ("heavy-tail-sections/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("texts/runs", {"task": "sections", "target_epsilon": 3.0}, "score"),
+    ("adadps-stackoverflow/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("texts/runs", {"task": "tags", "target_epsilon": 3.0}, "score"),
+    ("fine-tuning/runs", {"part": "head", "factor": 2.0, "seed": 0}, "recall@5"),
+    ("fine-tuning/runs", {"part": "lora, inputs", "factor": 0.1, "seed": 0}, "recall@5"),
+    ("fashion_mnist/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("inputs-clothing/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("adadps-imdb-linear/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("adadps-imdb-linear/runs", {"method": "AdaDPS, frequencies", "phase": "final"}, "test_accuracy"),
+    ("memory-sections-256/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("memory-sections-256/runs", {"method": "DP-SGD, memory", "phase": "final"}, "test_accuracy"),
+    ("memory-clothing-256/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("memory-clothing-256/runs", {"method": "DP-SGD, memory", "phase": "final"}, "test_accuracy"),
+    ("epochs/runs", {"task": "sections", "batch": 4500, "scheme": "poisson", "phase": "final"}, "test_accuracy"),
+    ("epochs/runs", {"task": "sections", "batch": 4500, "scheme": "epochs", "phase": "final"}, "test_accuracy"),
+]
+
+
+def test_the_gains_on_the_page_on_choosing_stand_in_the_records():
+    page = (ROOT / "docs/choosing.md").read_text()
+    said = [number for pair in re.findall(r"([\d.]+) % → (?:LoRA )?([\d.]+) %", page) for number in pair]
+    assert len(said) == page.count(" → ") * 2 == len(GAINS)
+    for number, (name, wanted, score) in zip(said, GAINS, strict=True):
+        held = map(json.loads, (ROOT / f"results/{name}.jsonl").read_text().splitlines())
+        scores = [100 * one[score] for one in held if wanted.items() <= one.items()]
+        assert scores, (name, wanted)
+        assert printed(statistics.mean(scores), number) == number, (name, wanted)
+    rows = [json.loads(line) for line in (ROOT / "results/images/runs.jsonl").read_text().splitlines()]
+    behind: dict[float, list[float]] = defaultdict(list)
+    for name, epsilon in itertools.product(("digits", "mnist", "animals"), (3.0, 0.5)):
+        of = [one for one in rows if one["set"] == name]
+        (best,) = [one["accuracy"] for one in of if one["method"] == "linear-recipe"]
+        mean = statistics.mean(one["accuracy"] for one in of if (one["method"], one["epsilon"]) == ("recipe", epsilon))
+        behind[epsilon].append(100 * (best - mean))
+    text = " ".join(page.split())
+    low, high = ([math.floor(min(behind[e]) + 0.5), math.ceil(max(behind[e]))] for e in (3.0, 0.5))
+    assert f"was {low[0]} to {low[1]} points behind no privacy at epsilon 3, and {high[0]} to {high[1]} at" in text
+    assert not re.search(r"\d\.\d+ %", re.sub(r"[\d.]+ % → (?:LoRA )?[\d.]+ %", "", page))
+
+
 def test_what_choosing_says_in_words_stands_in_its_table():
-    own = r"(?s)## (Defaults without tuning|Fine-tuning a pretrained model|A C that moves.*?)\n.*?(?=## |\Z)"
+    titles = "What a comparison prints|Defaults without tuning|Fine-tuning a pretrained model|A C that moves.*?"
+    own = rf"(?s)##+ ({titles})\n.*?(?=##+ |\Z)"
     text = re.sub(own, "", CHOOSING.read_text())  # other tests read these sections
     table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     words = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
@@ -230,13 +278,18 @@ def test_what_a_step_costs_stands_in_the_records():
     for page in ("README.md", "docs/guide.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"peak memory was {min(memory):.1f} to {max(memory):.1f} times that of" in text
-    table = (ROOT / "README.md").read_text().partition("## Speed\n")[2].partition("- (a)")[0]
-    methods = [["plain"], ["preconditioned"], ["opacus-hooks", "opacus-ghost"], ["fastdp"], ["opake"], ["jax-privacy"]]
-    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines() if re.match(r"\| [a-zA-Z]", line)]
-    for workload, cells in zip(("W1", "W2", "W3", "W4", "W5", "W6", "W7"), rows, strict=True):
-        for group, cell in zip(methods, cells, strict=True):
-            ratios = [one for method in group if (one := records[workload, method]["ratio"])]
-            assert cell.startswith("–") if not ratios else cell == f"{min(ratios):.{int(min(ratios) < 100)}f}"
+    plain = [records[f"W{number}", "plain"]["ratio"] for number in range(1, 8)]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    costs = f"{min(plain):.1f} to {max(plain):.1f} ordinary ones"
+    modes = [
+        [records[f"W{number}", f"opacus-{mode}"]["ratio"] for mode in ("hooks", "ghost")] for number in range(1, 8)
+    ]
+    fastest = [min(filter(None, both)) for both in modes if any(both)]
+    assert readme.count(costs) == 2
+    assert (
+        f"faster mode {min(fastest):.1f} to {max(fastest):.1f} on the {'0123456'[len(fastest)]} that it trains"
+        in readme
+    )
 
 
 MODELS = {
@@ -423,6 +476,36 @@ def test_what_a_wrong_noise_step_of_a_head_costs_stands_in_the_records():
         for cell, key in zip(line.split("|")[2:], columns, strict=False):
             own = [run for run in held if (run["task"], run["decay"], run["factor"]) == (*key, factor)]
             assert cell.strip() == f"{statistics.mean(run.get('R2', run.get('accuracy')) for run in own):.3f}", line
+
+
+def test_the_picture_and_the_scores_of_the_home_page_are_those_of_the_records():
+    script, readme = runpy.run_path(str(ROOT / "scripts/accuracy_picture.py")), (ROOT / "README.md").read_text()
+    records = script["read"]()
+    assert script["PICTURE"].read_text() == script["picture"](records), "run scripts/accuracy_picture.py"
+    of = [one for one in records if one["set"] == script["SET"] and one["method"] in script["LINES"]]
+    assert {(one["method"], one["epsilon"], one["seed"]) for one in of} == set(
+        itertools.product(script["LINES"], script["EPSILONS"], (0, 1, 2))
+    )
+    means, text = script["means"](records), " ".join(readme.split())
+    none, best = means[script["NOT_PRIVATE"], None], means["recipe", 3.0]
+    assert f"the recipe has {best:.1f} % and a model without privacy {none:.1f} %" in text
+    assert f"{of[0]['train_rows']:,} digits of MNIST" in text
+    assert round(means["opacus-cnn", 1.0] - means["network", 1.0]) == 2
+    assert "at epsilon 1, that example is two points ahead of them" in text
+    scores: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for line in (ROOT / "results/peers/accuracy.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        scores[one["task"], one["library"], one["variant"]].append(100 * one["score"])
+    columns = (("opacus", "example"), ("privgrad", "example"), ("privgrad", "recipe"), ("opacus", "recipe"))
+    tasks = {"Fashion-MNIST": "fashion-mnist", "Adult": "adult", "Debian sections": "sections", "Debian tags": "tags"}
+    rows = re.findall(r"^\| (Fashion-MNIST|Adult|Debian \w+).*? \| \d \| (.*) \|$", readme, re.MULTILINE)
+    assert [name for name, _ in rows] == list(tasks)
+    for name, cells in rows:
+        assert cells.split(" | ") == [f"{statistics.mean(scores[tasks[name], *one]):.1f} %" for one in columns]
+    named = [round(statistics.mean(scores["fashion-mnist", *one])) for one in (columns[2], columns[1], columns[0])]
+    assert re.findall(r"Fashion-MNIST at epsilon 3: (\d+) % by .*?, (\d+) % with .* has (\d+) %", text) == [
+        tuple(map(str, named))
+    ]
 
 
 def test_what_tuning_says_of_rates_stands_in_the_records():
