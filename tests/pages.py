@@ -129,7 +129,7 @@ def _guide() -> dict[str, Any]:
     return {
         "pg": pg,
         "torch": torch,
-        "model": make_model(),
+        "make_model": make_model,
         "loss_fn": loss_fn,
         "train_set": make_data(200),
         "public_set": make_data(20),
@@ -137,7 +137,12 @@ def _guide() -> dict[str, Any]:
 
 
 def _methods() -> dict[str, Any]:
-    return _guide() | {"plan": make_plan()}
+    return _guide() | {"plan": make_plan(), "model": make_model()}
+
+
+def _parts() -> dict[str, Any]:
+    names = _methods()
+    return names | {"optimizer": pg.optim.AdamBC(names["model"].named_parameters(), noise_step=0.01)}
 
 
 def _features() -> dict[str, Any]:
@@ -391,6 +396,8 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
+    "docs/optimizers.md": Given(names={"": _parts}),
+    "docs/processes.md": Given(names={"": _parts}),
     "docs/data-reference.md": Given(files=_own_data, check=_visits_are_learned),
     "docs/images-and-texts.md": Given(packages=("sklearn",)),
     "docs/loop.md": Given(packages=("sklearn",)),

@@ -22,7 +22,10 @@ from pages import ROOT, blocks
 from privgrad import models
 from privgrad.accounting import composition
 
-CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning.md", "features.md"))
+CHOOSING, TUNING, FEATURES = (
+    ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning-evidence.md", "features.md")
+)
+HOW_MUCH_DATA = ROOT / "docs/tuning.md"
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
@@ -554,7 +557,7 @@ def test_how_much_data_is_what_the_planner_says():
     """Each row's noise has the row's epsilon."""
     rows = [
         [float(cell.replace(",", "")) for cell in line.strip("| ").split("|")]
-        for line in TUNING.read_text().splitlines()
+        for line in HOW_MUCH_DATA.read_text().splitlines()
         if re.fullmatch(r"(\| [\d,]+ ){4}\|", line)
     ]
     assert [row[0] for row in rows] == [1, 3, 8]
@@ -571,7 +574,7 @@ def test_the_code_that_says_how_much_data_prints_its_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """By RDP, which takes milliseconds, and some percent more noise."""
-    real, page = composition.epsilon_of, TUNING.read_text()
+    real, page = composition.epsilon_of, HOW_MUCH_DATA.read_text()
     monkeypatch.setattr(composition, "epsilon_of", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
     (code,) = (block.text for block in blocks("docs/tuning.md", "python") if block.heading == "How much data")
     exec(code, {})
@@ -589,7 +592,7 @@ def test_where_noise_was_small_enough_is_what_the_plans_say():
         "digits": ("examples/digits.toml", models.mlp(in_features=64, hidden=64, num_classes=10), 4.089),
         "the autoencoder": ("results/adadps-autoencoder/spec.json", models.autoencoder(in_features=784), 1.0),
     }
-    said = re.findall(r"([\d.]+) C \(([\w -]+)", TUNING.read_text())
+    said = re.findall(r"([\d.]+) C \(([\w -]+)", HOW_MUCH_DATA.read_text())
     assert {name for _, name in said} == lengths.keys()
     for length, name in said:
         path, model, sigma = lengths[name]

@@ -22,11 +22,11 @@ DOORS = ("docs/own-data.md", "docs/images-and-texts.md", "docs/loop.md", "docs/p
 LIMITS = {
     "README.md": 900,
     "docs/choosing.md": 1_500,
-    "docs/guide.md": 5_400,
+    "docs/guide.md": 2_500,
     "docs/promise.md": 1_500,
-    "docs/tuning.md": 2_300,
+    "docs/tuning.md": 1_200,
 } | dict.fromkeys(DOORS, 500)
-TOTAL = 33_000
+TOTAL = 30_000
 
 
 class Loader(yaml.SafeLoader):
