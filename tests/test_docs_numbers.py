@@ -160,7 +160,7 @@ def test_the_gains_on_the_page_on_choosing_stand_in_the_records():
 
 
 def test_what_choosing_says_in_words_stands_in_its_table():
-    titles = "What a comparison prints|Defaults without tuning|Fine-tuning a pretrained model|A C that moves.*?"
+    titles = "What a comparison prints|Scales of every few steps|Defaults without tuning|Fine-tuning a pretrained model|A C that moves.*?"
     own = rf"(?s)##+ ({titles})\n.*?(?=##+ |\Z)"
     text = re.sub(own, "", CHOOSING.read_text())  # other tests read these sections
     table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
@@ -184,6 +184,20 @@ def test_the_table_of_epochs_is_that_of_its_records_and_each_choice_was_open_to_
                 assert {run["epochs"] for run in one} == {passes}
                 target = epochs.TASKS[task][0]["privacy"]["target_epsilon"]
                 assert all(0.99 * target < run["epsilon"] <= target for run in finals)
+
+
+def test_what_scales_of_every_few_steps_cost_stands_in_the_records():
+    (section,) = re.findall(r"(?s)## Scales of every few steps\n.*?(?=## )", CHOOSING.read_text())
+    rows = re.findall(r"^\| ([a-zF]\S+)[ \w]* \| (\d+) \| (.* %) \|$", section, re.MULTILINE)
+    files = {"digits": "digits", "Fashion-MNIST": "clothing", "tags": "tags"}
+    assert len(rows) == 4
+    for name, units, cells in rows:
+        strong = "-strong" if units == "1" else ""
+        path = ROOT / f"results/adadps-every/{files[name]}{strong}.jsonl"
+        finals = [run for run in map(json.loads, path.read_text().splitlines()) if run["phase"] == "final"]
+        for method, said in zip(["DP-SGD", *(f"every {k}" for k in (1, 2, 4, 8, 16))], cells.split(" | "), strict=True):
+            mean = statistics.mean(100 * run["test_accuracy"] for run in finals if run["method"] == method)
+            assert said == f"{mean:.1f} %", (name, units, method)
 
 
 def test_the_defaults_without_tuning_stand_in_the_records():
