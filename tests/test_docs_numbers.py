@@ -354,6 +354,19 @@ def test_what_a_step_costs_on_a_gpu_stands_in_the_records():
             assert cell == stated, (name, precision, method)
 
 
+def test_what_the_home_page_says_of_a_gpu_stands_in_the_records():
+    held = [methods for (_, precision), methods in measured_on_a_gpu().items() if precision == "float32"]
+    ours = [methods["plain"][1] for methods in held]
+    ghost = [methods["opacus-ghost"][1] if "opacus-ghost" in methods else None for methods in held]
+    saved = [1 - other / own for own, other in zip(ours, ghost, strict=True) if other and other < 0.99 * own]
+    slower = max(other / own for own, other in zip(ours, ghost, strict=True) if other)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {min(ours):.0f} to {max(ours):.0f} ordinary ones on an H200" in text
+    assert f"{100 * min(saved):.0f} to {100 * max(saved):.0f} % faster on six of fourteen workloads" in text
+    assert (len(saved), len(held), round(slower), ghost.count(None)) == (6, 14, 6, 5)
+    assert "six times slower on an LSTM, and fails on five" in text
+
+
 def test_the_tables_of_the_papers_are_written_from_the_records():
     script = runpy.run_path(str(ROOT / "scripts/record_tables.py"))
     found = 0
