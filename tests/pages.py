@@ -330,6 +330,11 @@ def _the_page_publishes_the_same_model(names: dict[str, Any], printed: str) -> N
     assert torch.equal(names["served"](names["images"]), names["model"](names["images"]))
 
 
+def _search_has_learned(names: dict[str, Any], printed: str) -> None:
+    assert names["search"].score(names["people"][2400:], names["votes"][2400:]) > 0.9
+    assert "epsilon = 3" in printed
+
+
 def _recipe() -> dict[str, str]:
     """The recipe that the page names, with fewer steps."""
     name = "examples/recipes/digits_private.toml"
@@ -390,6 +395,7 @@ GIVEN = {
     "docs/recipes.md": Given(
         names={"The saved head": _saved_head}, packages=("sklearn",), check=_image_is_read_as_by_the_loader
     ),
+    "docs/scikit-learn.md": Given(packages=("pandas", "sklearn"), check=_search_has_learned),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
     "docs/guide.md": Given(

@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3665,  # plans in epochs, whose batch size is their mean, and for an attack's success
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
-        "checks": 1707,  # one gradient at a time; switches of functions and teachers; rare rows; what collate keeps
+        "checks": 1740,  # one gradient at a time; switches; rare rows; what collate keeps; scales of the very rows
         "cli": 629,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1544,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
         "features": 1853,  # hat codes
         "gradient": 2990,  # gradients that are handed over; `novelty`, `state`, hooks in copies; canaries
-        "heads": 1056,  # models of a table: a data frame in, a model out; hidden units
+        "heads": 1505,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
         "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head

@@ -87,7 +87,7 @@ SIGNATURES = {
     pg.save: "model folder ledger delta post_processing about overwrite",
     pg.load: "model folder",
     pg.ledgers_of: "model",
-    pg.fit_head: "features labels num_classes bounds classes schema extractor source plan target_epsilon delta "
+    pg.fit_head: "features labels num_classes bounds classes schema weights extractor source plan target_epsilon delta "
     "num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum hidden "
     "output_dir seed progress",
     pg.Ledger: "path read_only",

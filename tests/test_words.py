@@ -18,7 +18,7 @@ pytest.importorskip("proselint")
 
 CHECK_PROSE = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
 LOOKED_UP = ("Reference", "Evidence")
-DOORS = ("docs/own-data.md", "docs/images-and-texts.md", "docs/loop.md", "docs/papers/README.md")
+DOORS = [f"docs/{name}.md" for name in ("own-data", "images-and-texts", "loop", "scikit-learn", "papers/README")]
 LIMITS = {
     "README.md": 900,
     "docs/choosing.md": 1_500,

@@ -21,7 +21,7 @@ from privgrad.features.caching import cached
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Head, Target
 from privgrad.models import LowerLayers, UnitLinear
-from privgrad.training.defaults import head_max_grad_norm, head_noise_step, table_knots
+from privgrad.training.defaults import head_max_grad_norm, head_noise_step
 from privgrad.training.run import FitResult
 from privgrad_lab import build
 from privgrad_lab.calls import arguments, bind, find, make, wrong
@@ -59,7 +59,7 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(count := privacy.get("num_examples"), int):
         defaults["expected_batch_size"] = min(count, LARGEST_BATCH)
         if isinstance(data, dict) and isinstance(columns := data.get("columns"), dict):
-            raw = {**raw, "data": {**data, "columns": with_knots(columns, table_knots(count))}}
+            raw = {**raw, "data": {**data, "columns": with_knots(columns, count)}}
     made = {**raw, "privacy": defaults | privacy}
     if "methods" not in raw:
         schedule: Any = run.get("schedule") if isinstance(run, dict) else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import privgrad as pg
+from privgrad.data.schema import knots_of
 from privgrad.training.defaults import head_max_grad_norm, head_noise_step, table_hidden
 
 pytest.importorskip("sklearn")
@@ -127,8 +128,9 @@ def test_hidden_units_learn_what_no_linear_model_of_codes_does():
 
 
 def test_the_rules_follow_from_public_numbers():
-    assert table_hidden(4_999, of_numbers=True)[0] == table_hidden(100_000, of_numbers=False)[0] == 0
-    assert table_hidden(5_000, of_numbers=True)[0] == 32
+    assert table_hidden(39_999, 1.0, of_numbers=True)[0] == table_hidden(100_000, 3.0, of_numbers=False)[0] == 0
+    assert table_hidden(20_000, 2.0, of_numbers=True)[0] == 32
+    assert [knots_of(10_000, 500), knots_of(9_999, 399), knots_of(9_999, 400)] == [16, 5, 2]
     plan = pg.PrivacyPlan.for_budget(**BUDGET, max_grad_norm=1.0, expected_batch_size=50, steps=100)
     assert [head_max_grad_norm(plan, 10, of_numbers=one, hidden=4) for one in (True, False)] == [0.3, 3.0]
     assert head_noise_step("constant", of_numbers=False, hidden=4) == pytest.approx(0.018)
@@ -143,13 +145,13 @@ def test_the_rules_follow_from_public_numbers():
         ({"target_epsilon": None}, "target_epsilon to be given"),
         ({"num_examples": 600.0}, "num_examples to be an integer"),
         ({"classes": ["stayed", "left"]}, "'died'"),
-        ({"classes": None}, "classes to be a list"),
+        ({"classes": None}, "classes to be given"),
         ({"hidden": -1}, "hidden to be"),
         ({"columns": {"age": {"kind": "number"}}}, "range"),
         ({"columns": {"wage": {"kind": "number", "range": [0, 1]}}}, "'wage'"),
         ({"columns": {"age": {"kind": "number", "rnge": [18, 90]}}}, "'rnge'"),
         ({"columns": COLUMNS | {"left": {"kind": "category", "values": ["died"]}}}, "because it is the label"),
-        ({"columns": None}, "columns to be a table of columns"),
+        ({"columns": None}, "columns to be given"),
         ({"columns": "no such file.toml"}, "to be a TOML with a table for each column"),
         ({"columns": {"age": {"kind": "number", "range": [18, 90], "missing": "error"}}}, "row 1, column 'age'"),
     ],
@@ -166,7 +168,7 @@ def test_a_range_that_misses_rows_and_a_second_training_are_told():
     with pytest.warns(UserWarning, match="NOT PRIVATE: .* values in column 'age'"):
         classifier(columns=narrow, steps=3, verbose=False).fit(frame, "left")
     model = classifier(steps=3, verbose=False).fit(frame, "left")
-    with pytest.warns(UserWarning, match="this object was fitted before"):
+    with pytest.warns(UserWarning, match="PrivateTabularClassifier.fit: .* trainings on 600 examples without a budget"):
         model.fit(frame, "left")
 
 

@@ -480,7 +480,13 @@ def test_a_pickled_estimator_holds_no_row_and_no_time():
     estimators = pytest.importorskip("privgrad.estimators")
     rows = torch.rand(300, 4).numpy()
     model = estimators.PrivateLogisticRegression(
-        classes=[0, 1], target_epsilon=3.0, delta=1e-3, num_examples=300, steps=3, expected_batch_size=50
+        classes=[0, 1],
+        target_epsilon=3.0,
+        delta=1e-3,
+        num_examples=300,
+        feature_bounds=None,
+        steps=3,
+        expected_batch_size=50,
     ).fit(rows, (rows[:, 0] > 0.5).astype(int))
     assert model.head_.result.seconds > 0
     written = pickle.dumps(model)

@@ -51,6 +51,25 @@ def test_a_network_gets_the_rule_of_its_largest_inputs():
     assert isinstance(found.clip, pg.clip.Automatic)
 
 
+@pytest.mark.parametrize(("noise", "share"), [(0.019, 3.0), (0.039, 1.0), (0.041, 0.3)])
+def test_little_noise_gets_a_large_norm_for_classes_of_rows(noise: float, share: float):
+    model, rows = make_model(), torch.ones(8, 5)  # 39 weights
+    plan = make_plan(noise_multiplier=noise * 8 / (39 / 10) ** 0.5)
+    losses: dict[int, float] = {}
+    for places in (1, 2):  # of each row in each layer
+        batch = rows.unflatten(0, (-1, places)) if places > 1 else rows, torch.zeros(8 // places).long()
+        found = pg.suggest(
+            model,
+            plan,
+            public_batch=batch,
+            loss_fn=lambda m, b: F.cross_entropy(
+                m(b[0]).mean(-2) if b[0].ndim > 2 else m(b[0]), b[1], reduction="none"
+            ),
+        )
+        losses[places] = found.plan.max_grad_norm
+    assert losses[1] / losses[2] == pytest.approx(share / 0.3, rel=0.3)
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -272,9 +291,13 @@ def test_the_noise_step_of_a_number_follows_its_spread(name: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, outputs))
     batch = torch.randn(64, 5), torch.arange(64), torch.rand(64, 600)
-    found = pg.suggest(model, make_plan(), public_batch=batch, loss_fn=loss_fn)
     share = 1.0 if spread is None else min(1.0, 0.011 / 0.16 * spread * math.sqrt(3))
-    assert found.noise_step == pytest.approx(0.16 / max(found.input_norms.values()) * share, rel=0.06)
+    is_bounded = name in ("two classes", "600 classes", "one logit", "absolute")
+    for steps in (10, 800):
+        found = pg.suggest(model, make_plan(steps=steps), public_batch=batch, loss_fn=loss_fn)
+        rows = 0.1 * math.log10(max(2, outputs)) * math.sqrt(200 / steps)
+        network = min(0.16, rows) if is_bounded else 0.16
+        assert found.noise_step == pytest.approx(network / max(found.input_norms.values()) * share, rel=0.06)
     assert any("that of a number" in reason for reason in found.reasons) == (spread is not None)
     if outputs == 1:
         one = pg.suggest(nn.Linear(5, 1), make_plan(), public_batch=batch, loss_fn=loss_fn)

@@ -1,10 +1,11 @@
-"""Find bounds that were copied from the private data, and public examples that are private rows."""
+"""Find bounds and scales that come from the private data, and public examples that are private rows."""
 
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -47,6 +48,38 @@ def warn_of_private_bound(
                 "outwards to two digits. If it was known without the data, such as 65535, it is right",
                 stacklevel=1,  # all calls warn from one line, so that Python prints the same warning once
             )
+
+
+# Fault: a StandardScaler, MinMaxScaler or PCA that was fitted on the rows of the training.
+# Cost: one pass over the rows.
+# Warns wrongly: public shares of many digits with ends 0 and 1, such as pixels over 255; hence it does not refuse.
+def warn_of_fitted_scale(function: str, columns: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Warn of columns with mean 0 and deviation 1, or with ends 0 and 1, on these very rows. NaN does not count."""
+    if suspects := _scaled(columns):
+        named = ", ".join(suspects[:_COLUMNS]) + (f" and {len(suspects) - _COLUMNS} more" * (len(suspects) > _COLUMNS))
+        warnings.warn(
+            f"NOT PRIVATE: {function}: {named}: mean 0 and deviation 1, or ends exactly 0 and 1, on these very rows, "
+            "as from a scaler that was fitted on them. No epsilon covers its constants. Use PublicScaler(bounds) or "
+            "constants from public data in its place. If they are public, this is right",
+            stacklevel=1,
+        )
+
+
+def _scaled(columns: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
+    """Return the names of the columns that look scaled on these very rows."""
+    suspects, centered = list[str](), list[str]()
+    for name, column in columns.items():
+        values = column[np.isfinite(column)].astype(float)
+        if not len(values) or np.array_equal(values, values.round(_DIGITS)):
+            continue  # codes and counts may have such a mean, or such ends, by chance
+        spread, low, high = values.std(), values.min(), values.max()
+        if abs(values.mean()) <= _EQUAL * spread:
+            centered.append(name)
+            # pandas divides by n - 1 for the deviation
+            suspects += [name] if abs(spread - 1) <= max(1e-5, 1 / len(values)) else []
+        elif abs(low) <= _EQUAL and abs(high - 1) <= _EQUAL:
+            suspects.append(name)
+    return centered if len(centered) == len(columns) else suspects  # all: by PCA, or without a scale
 
 
 def is_typed(bound: float) -> bool:

@@ -393,12 +393,21 @@ def schema_of(
     return schema
 
 
-def with_knots(columns: Mapping[str, Any], knots: int) -> dict[str, Any]:
-    """Return declarations in which numbers have so many knots, unless they name codes of their own."""
+def knots_of(num_examples: int, numbers: int) -> int:
+    """Return the default knots of each of so many numbers: few examples do not find the weights of many codes.
+
+    Source: ours, by the tables of docs/choosing-evidence.md.
+    """
+    return 16 if num_examples >= 10_000 else 5 if 5 * numbers <= num_examples / 5 else 2
+
+
+def with_knots(columns: Mapping[str, Any], num_examples: int) -> dict[str, Any]:
+    """Return declarations in which numbers have their default knots, unless they name codes of their own."""
     numbers, codes = ("number", "days_between"), {"knots", "bins", "edges"}
-    has_none = {name for name, one in columns.items() if is_a(one, Mapping) and not codes & one.keys()}
+    declared = {name: one for name, one in columns.items() if is_a(one, Mapping) and one.get("kind") in numbers}
+    knots = knots_of(num_examples, len(declared))
     return {
-        name: {**one, "knots": knots} if name in has_none and one.get("kind") in numbers else one
+        name: {**one, "knots": knots} if name in declared and not codes & one.keys() else one
         for name, one in columns.items()
     }
 

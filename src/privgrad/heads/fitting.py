@@ -29,6 +29,8 @@ from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.class_rates import ClassRates
+from privgrad.sampling.loading import Data
 from privgrad.training.defaults import head_max_grad_norm, head_noise_step
 from privgrad.training.fitting import fit
 from privgrad.training.schedule import Decay, Schedule
@@ -50,6 +52,7 @@ def fit_head(
     bounds: tuple[float, float] | None = None,
     classes: Sequence[Any] | None = None,
     schema: Schema | None = None,
+    weights: Tensor | np.ndarray[Any, Any] | None = None,
     extractor: Extractor | None = None,
     source: str | None = None,
     plan: PrivacyPlan | None = None,
@@ -81,6 +84,8 @@ def fit_head(
         bounds: the public smallest and largest number, for regression, known without the labels.
         classes: the public names of the classes or tags 0, 1, ..., such as `DataSet.classes`. `Head.save` writes them.
         schema: `DataSet.schema`, if the features are codes of a table. The head then takes rows by column name.
+        weights: from 0 to 1, (n,), for examples: each is drawn at its weight times the plan's rate, at the same epsilon
+            (`ClassRates`). Each must follow from its own example and public numbers alone.
         extractor: made the features, and is saved with the head.
         source: where the constants of the features come from, without an extractor: "no data", say. Recorded.
         plan: the privacy plan. Give it, or the next three numbers.
@@ -141,15 +146,18 @@ def fit_head(
         numbers["steps"] = steps if steps is not None else HIDDEN_STEPS if hidden else STEPS
         plan = _plan(numbers, own, unit, budget, place)
         if max_grad_norm is None:
-            weights = rows.shape[-1] * target.outputs
-            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, weights, **of_target))
+            size = rows.shape[-1] * target.outputs
+            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, size, **of_target))
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}")
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, **of_target) if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs, hidden=hidden).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
-    data = TensorDataset(rows, target.prepared(given).to(rows.device))
+    data: Data = TensorDataset(rows, target.prepared(given).to(rows.device))
+    if weights is not None:
+        rates, places = np.unique(np.asarray(weights, dtype=float), return_inverse=True)
+        data = ClassRates(data, places, [*rates, 1.0])
     plan.batches(data)  # refuses what it cannot sample before anything is committed
     ledger, done = None, 0
     if budget is not None:

@@ -1,8 +1,9 @@
 """Private models with the interface of scikit-learn, of numbers and of tables. Their guarantee is that of `fit_head`.
 
 Four habits of scikit-learn are not private, and void the guarantee: a scaler or vectorizer that is fitted on the same
-rows; GridSearchCV and other choices by a score on them; cross-validation, which trains several times; and refitting.
-Give each training its own part of one Budget.
+rows (`PublicScaler` and `PublicBins` take its place); GridSearchCV and other choices by a score on them
+(`PrivateGridSearchCV` pays for them); cross-validation, which trains several times; and refitting. Give each training
+its own part of one Budget. Without one, the second training of a process on so many examples warns of the total.
 """
 
 # scikit-learn has no types.
@@ -21,50 +22,47 @@ import torch
 from rich import get_console
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted  # pyright: ignore[reportPrivateUsage]
 
-from privgrad.accounting.accountant import rounded_up
-from privgrad.checks.data import warn_of_private_bound
+from privgrad.accounting.accountant import epsilon, rounded_up
+from privgrad.accounting.mechanisms import Release
+from privgrad.checks.data import warn_of_fitted_scale, warn_of_private_bound
 from privgrad.data.read_rows import Frame, records_of
-from privgrad.data.schema import with_knots
+from privgrad.data.schema import knots_of, with_knots
 from privgrad.data.table import table, width_of
 from privgrad.errors import described, expected, readable
 from privgrad.features import Extractor, Scaled, Splines
 from privgrad.heads import fit_head
+from privgrad.heads.search import PrivateGridSearchCV
+from privgrad.heads.transformers import Array, Bounds, PublicBins, PublicScaler, checked
 from privgrad.ledger.budget import Budget
-from privgrad.training.defaults import table_hidden, table_knots
+from privgrad.training.defaults import table_hidden
 from privgrad.training.schedule import Decay
 
 __all__ = [
+    "PrivateGridSearchCV",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateTabularClassifier",
     "PrivateTabularRegressor",
+    "PublicBins",
+    "PublicScaler",
 ]
 
-Array = np.ndarray[Any, Any]
-Bounds = tuple[Any, Any]
 Table = Frame | Mapping[str, Sequence[Any]]
 _LABEL = "the labels"  # the column of labels without a name
 _CODED = ("number", "category", "date", "days_between")  # kinds of columns whose missing values have a code
-
-_FILL = (
-    "fill in a public constant, or declare the column in privgrad.data.table, where missing = 'category' gives missing "
-    "values a code, and train by fit_head"
-)
-_CODE = (
-    "give numbers by a public code, or declare the column with kind = 'category' in privgrad.data.table, and train by "
-    "fit_head"
-)
+_OPEN = "to be given"  # the default of feature_bounds, which `fit` refuses
+_UNCOUNTED: dict[tuple[int, str], list[Release]] = {}  # releases of trainings without a budget, by number and unit
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _Private(BaseEstimator):
     """The arguments and the training that all estimators share."""
 
-    target_epsilon: float | None
-    delta: float | None
-    num_examples: int | None
+    target_epsilon: float | None = None
+    delta: float | None = None
+    num_examples: int | None = None
     steps: int | None = None
     expected_batch_size: int | None = None
     max_grad_norm: float | None = None
@@ -74,18 +72,47 @@ class _Private(BaseEstimator):
     output_dir: str | os.PathLike[str] | None = None
     seed: int | None = None
 
+    @property
+    def epsilon_(self) -> float:
+        """The cost of the last training, at its delta: `head_.epsilon`."""
+        check_is_fitted(self, "head_")
+        return self.head_.epsilon
+
+    def _require(self, *names: str) -> None:
+        """Raise PrivacyError unless these public facts are given, and those that decide epsilon."""
+        facts = ("target_epsilon", "delta", "num_examples") if self.budget is None else ()
+        if missing := [name for name in (*names, *facts) if getattr(self, name) is None]:
+            remedy = "take them from a codebook or common knowledge, and not from the rows"
+            raise expected(type(self).__name__, ", ".join(missing), "to be given", None, remedy)
+
     def _train(self, features: torch.Tensor, labels: Any, **options: Any) -> None:
-        """Train the head; warn of a second training that no budget counts."""
+        """Train the head; warn of further trainings that no budget counts."""
         folder = self.output_dir
         is_counted = self.budget is not None or (folder is not None and (Path(folder) / "ledger.jsonl").exists())
-        if hasattr(self, "head_") and not is_counted:
-            warnings.warn(
-                f"{type(self).__name__}.fit: this object was fitted before. Both trainings are releases, whose costs "
-                "add up; head_.epsilon is the cost of the last one. Give budget and output_dir to keep the total",
-                stacklevel=4,
-            )
         own = {one.name: getattr(self, one.name) for one in fields(_Private)}
         self.head_ = fit_head(features, labels, **own, **options, progress=False)
+        assert self.head_.result is not None
+        ledger, plan = self.head_.result.ledger, self.head_.privacy
+        self.n_iter_ = ledger.releases
+        if is_counted or self.seed is not None:
+            return
+        before = _UNCOUNTED.setdefault((plan["num_examples"], plan["privacy_unit"]), [])
+        before += ledger.charged
+        self._warn_of_total(before, plan["delta"])
+
+    # Fault: cross_val_score, GridSearchCV or a second `fit`: several trainings, of which head_.epsilon counts one.
+    # Cost: an epsilon by RDP, which also holds if later trainings were chosen after a look at earlier ones.
+    # Warns wrongly: trainings on equally many other people; hence it does not refuse. It sees one process only.
+    def _warn_of_total(self, releases: Sequence[Release], delta: float) -> None:
+        if len(releases) > 1:
+            total = rounded_up(epsilon(releases, delta=delta, accountant="rdp"), 4)
+            warnings.warn(
+                f"{type(self).__name__}.fit: {len(releases)} trainings on {self._count:,} examples without a budget in "
+                f"this process. If they are of the same people, their costs add up to epsilon {total} at delta "
+                f"{rounded_up(delta)}, and epsilon_ counts the last one alone. To choose settings, use "
+                "PrivateGridSearchCV; to train again, give each training a part of one budget, and a new output_dir",
+                stacklevel=5,
+            )
 
     @property
     def _count(self) -> int:  # of examples; fit_head refuses 0
@@ -96,16 +123,44 @@ class _Private(BaseEstimator):
 class _Linear(_Private):
     """The features and the outputs of both linear models."""
 
-    feature_bounds: Bounds | None = None
+    feature_bounds: Bounds | str | None = _OPEN
 
-    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
+    @property
+    def coef_(self) -> Array:
+        """The weights of the columns, or of their codes."""
+        return self._weights(slice(None, -1) if type(self.head_.extractor) is Scaled else slice(None))
+
+    @property
+    def intercept_(self) -> Any:
+        """The weight of the constant; without one, 0 for classes and the middle of label_bounds for numbers."""
+        has_one = type(self.head_.extractor) is Scaled
+        found = self._weights(-1) if has_one else np.zeros_like(self._weights(0))
+        return found + self.head_.target.middle if isinstance(self, RegressorMixin) else found
+
+    def _weights(self, columns: Any) -> Array:
+        """Return the weights of some features: of each class, of two classes their difference, or of the number."""
+        check_is_fitted(self, "head_")
+        weights: Array = self.head_.model.linear.weight.detach().double().cpu().numpy()[:, columns]
+        if isinstance(self, RegressorMixin):
+            return self.head_.target.half * weights[0]
+        return weights[1:] - weights[:1] if len(weights) == 2 else weights
+
+    def _fit_head(self, X: Array, labels: Array, weights: Array | None, **target: Any) -> None:  # noqa: N803
+        names = getattr(self, "feature_names_in_", range(X.shape[1]))
+        warn_of_fitted_scale(type(self).__name__, {f"column {name}": X[:, k] for k, name in enumerate(names)})
         features, extractor = self._features(X)
         source = "the columns of X as given" if extractor is None else None
-        self._train(features, labels, **target, extractor=extractor, source=source)
+        self._train(features, labels, **target, weights=weights, extractor=extractor, source=source)
 
     def _features(self, X: Array) -> tuple[torch.Tensor, Extractor | None]:  # noqa: N803
         """Return the features of the rows of X, and the extractor that made them; None for rows as given."""
         function, rows = type(self).__name__, _tensor(X)
+        if isinstance(self.feature_bounds, str):
+            remedy = (
+                "give public bounds (low, high) of raw columns; or feature_bounds=None for rows that were prepared "
+            )
+            remedy += "without the data, such as embeddings and one-hot codes, which are divided by their norms"
+            raise expected(function, "feature_bounds", "to be given", None, remedy)
         if self.feature_bounds is None and X.shape[1] == 1:
             remedy = "give public bounds (low, high): without them, only the sign of each number counts"
             raise expected(function, "feature_bounds", "to be given for a single column", None, remedy)
@@ -113,7 +168,7 @@ class _Linear(_Private):
             return rows, None
         low, high = self.feature_bounds
         # A small data set has too few rows for the weights of many codes.
-        knots = table_knots(self._count)
+        knots = knots_of(self._count, X.shape[1])
         has_enough = knots * X.shape[1] <= self._count / 10
         extractor = Splines(low, high, knots) if has_enough else Scaled(low, high)
         features = extractor(rows)
@@ -124,19 +179,36 @@ class _Linear(_Private):
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs of the fitted head for rows of as many columns as in training."""
-        check_is_fitted(self)
-        return self.head_(_tensor(_checked(self, X, reset=False)))
+        check_is_fitted(self, "head_")
+        return self.head_(_tensor(checked(self, X, reset=False)))
 
 
 class _Classifier(ClassifierMixin):
-    """The predictions of both classifiers."""
+    """The class weights and the predictions of both classifiers."""
 
+    class_weight: Any
     classes_: Array
     _outputs: Callable[[Any], torch.Tensor]
 
+    def _rates(self) -> Array | None:
+        """Return the rate of each class, the largest one 1; None without class_weight."""
+        function, given = type(self).__name__, self.class_weight
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            remedy = "give such as {0: 1, 1: 5}, from public numbers or release_histogram: the shares in y are private"
+            raise expected(function, "class_weight", "to be a dict of weights", described(given), remedy)
+        classes = self.classes_.tolist()
+        weights = np.array([given.get(name, 1) for name in classes], dtype=float)
+        if not given.keys() <= {*classes} or not (weights >= 0).all() or not 0 < weights.max() < np.inf:
+            condition = f"to have classes among {classes}, and weights that are finite and >= 0, one of them above 0"
+            raise expected(function, "class_weight", condition, described(dict(given)))
+        return weights / weights.max()
+
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the likeliest class of each row, (n,). A table may be a list of rows by column name, too."""
-        return self.classes_[self._outputs(X).argmax(1).numpy()]
+        likely = self._outputs(X).argmax(1).numpy()
+        return self.classes_[likely]
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
         """Return the probability of each class, (n, classes), in the order of classes_."""
@@ -155,12 +227,17 @@ class PrivateLogisticRegression(_Classifier, _Linear):
         num_examples: as in fit_head; in cross-validation, of the rows in the training part of a fold. None with a
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
-            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, or
-            with 5 if num_examples is below 10,000. If that makes more codes than num_examples / 10, columns are moved
+            and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, with
+            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more codes than
+            num_examples / 10, columns are moved
             to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
             age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
-            are features that were prepared without the data, such as embeddings, of at least 2 columns. Each row is
-            divided by its norm, and there is no constant.
+            are features that were prepared without the data, such as embeddings or one-hot codes, of at least 2
+            columns. Each row is divided by its norm, and there is no constant. There is no default: raw columns without
+            bounds would give the most frequent class.
+        class_weight: public weights by class, such as {"no": 1, "yes": 5}; a class without one has weight 1. Each
+            example is drawn at the rate of its weight over the largest, which keeps epsilon (`ClassRates`). Not
+            "balanced", which reads the private shares of the classes. Probabilities are those of the weighted classes.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
         output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
@@ -168,21 +245,35 @@ class PrivateLogisticRegression(_Classifier, _Linear):
         seed: a research seed, which voids the privacy guarantee. None for the operating system's entropy.
     Attributes:
         classes_: the classes, sorted.
-        head_: the Head; `head_.save(folder)` writes it, and `head_.epsilon` is the cost.
+        coef_: the weights of the columns, (1, width) for two classes, else (classes, width). With hat codes, width
+            counts knots: those of the first column from its low to its high, then those of the next one.
+        intercept_: the weight of the constant, (1,) or (classes,), or 0. Scores are as in scikit-learn, divided by the
+            norm of the row of features.
+        n_iter_: the number of steps.
+        epsilon_: the cost of the last training, at `delta`.
+        head_: the Head; `head_.save(folder)` writes it.
     Privacy:
         As fit_head. See the module for habits of scikit-learn that void it.
     """
 
-    classes: Sequence[Any]
+    classes: Sequence[Any] | None = None
+    class_weight: Mapping[Any, float] | None = None
 
-    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:  # noqa: N803
         """Train on rows X, (n, width), and their classes y, (n,).
 
+        Args:
+            X: finite numbers.
+            y: the classes.
+            sample_weight: from 0 to 1, (n,): each row is drawn at its weight times the plan's rate, which keeps epsilon
+                (`ClassRates`). Each must follow from its own row and public numbers alone. Only their ratios count.
         Raises:
-            PrivacyError: X has a value that is not finite or is text, a class of y is not among `classes`, X has one
-                column and no feature_bounds, or fit_head refuses; nothing was spent.
+            PrivacyError: a public fact is missing, X has a value that is not finite or is text, a class of y is not
+                among `classes`, X has one column and no feature_bounds, a weight is out of its range, or fit_head
+                refuses; nothing was spent.
         """
-        rows, named = _checked(self, X, y, ensure_min_samples=2)
+        self._require("classes")
+        rows, named = checked(self, X, y, ensure_min_samples=2)
         check_classification_targets(named)
         self.classes_ = np.unique(np.asarray(self.classes))
         known = np.isin(named, self.classes_)
@@ -190,7 +281,10 @@ class PrivateLogisticRegression(_Classifier, _Linear):
             condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known].tolist()[0])
             raise expected("fit", "y", condition, got, "add it to classes if it is public, or leave its rows out")
         labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
-        self._fit_head(rows, labels, classes=self.classes_.tolist())
+        weights, rates = _weights_of(self, sample_weight, rows), self._rates()
+        if rates is not None:
+            weights = rates[labels] * (1 if weights is None else weights)
+        self._fit_head(rows, labels, weights, classes=self.classes_.tolist())
         return self
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803
@@ -211,21 +305,23 @@ class PrivateLinearRegression(RegressorMixin, _Linear):
         target_epsilon, delta, num_examples, feature_bounds, steps, expected_batch_size, max_grad_norm, noise_step,
             schedule, budget, output_dir, seed: as in PrivateLogisticRegression.
     Attributes:
-        head_: the Head.
+        coef_, intercept_: as in PrivateLogisticRegression, (width,) and a number, in the unit of the labels.
+        n_iter_, epsilon_, head_: as in PrivateLogisticRegression.
     Privacy:
         As PrivateLogisticRegression.
     """
 
-    label_bounds: tuple[float, float]
+    label_bounds: tuple[float, float] | None = None
 
-    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
-        """Train on rows X, (n, width), and their numbers y, (n,).
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:  # noqa: N803
+        """Train on rows X, (n, width), and their numbers y, (n,); `sample_weight` is as in PrivateLogisticRegression.
 
         Raises:
             PrivacyError: as in PrivateLogisticRegression; nothing was spent.
         """
-        rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
-        self._fit_head(rows, numbers, bounds=self.label_bounds)
+        self._require("label_bounds")
+        rows, numbers = checked(self, X, y, y_numeric=True, ensure_min_samples=2)
+        self._fit_head(rows, numbers, _weights_of(self, sample_weight, rows), bounds=self.label_bounds)
         return self
 
     def predict(self, X: Any) -> Array:  # noqa: N803
@@ -238,32 +334,39 @@ class PrivateLinearRegression(RegressorMixin, _Linear):
 class _Tabular(_Private):
     """The declaration, the training and the outputs of both models of a table."""
 
-    columns: Mapping[str, Mapping[str, Any]] | str | os.PathLike[str]
-    unit: str
+    columns: Mapping[str, Mapping[str, Any]] | str | os.PathLike[str] | None = None
+    unit: str | None = None
     max_rows: int | None = None
     hidden: int | None = None
     verbose: bool = True
 
-    def _fit_table(self, X: Table, y: Any, **target: Any) -> None:  # noqa: N803
+    def _fit_table(self, X: Table, y: Any, rates: Array | None = None, **target: Any) -> None:  # noqa: N803
         """Train a head on the codes of X, and tell what was chosen."""
-        function = type(self).__name__
+        function, unit = type(self).__name__, {"unit": self.unit, "max_rows": self.max_rows}
         cells, label = _by_name(function, X), f"{y if isinstance(y, str) else getattr(y, 'name', None) or _LABEL}"
         if not isinstance(y, str):
             if getattr(y, "ndim", 1) != 1 or not hasattr(y, "__len__"):
                 got = described(y) if not hasattr(y, "shape") else f"shape {tuple(y.shape)}"
                 raise expected(function, "y", "to be the labels, (n,), or the name of their column", got)
             cells |= {label: y}
-        unit = {"unit": self.unit, "max_rows": self.max_rows}
+        floats = {name: np.asarray(own) for name, own in cells.items() if getattr(own, "dtype", None) in (float, "f4")}
+        warn_of_fitted_scale(function, {f"column {name}": own for name, own in floats.items() if name != label})
         data = table(cells, columns=self._declared(function), label=label, **unit, **target)
         assert data.schema is not None
         bounds, width = data.schema.bounds, width_of(data.schema)
         hidden, why = self.hidden, "as given"
         if hidden is None:
-            hidden, why = table_hidden(self._count, of_numbers=bounds is not None)
+            # Not what a budget has left: that differs when a training resumes.
+            total = self.target_epsilon or (0.0 if self.budget is None else self.budget.total_epsilon)
+            hidden, why = table_hidden(self._count, total, of_numbers=bounds is not None)
         of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
         source = "codes of the declared columns"
         options = {"classes": data.classes, "schema": data.schema, "source": source, "hidden": hidden}
-        self._train(*data.train.tensors, **of_target, **options)
+        codes, labels = data.train.tensors
+        if rates is not None and labels.ndim > 1:
+            raise expected(function, "class_weight", "to be None for persons, whose rows may differ in class", "a dict")
+        weights = None if rates is None else rates[labels.numpy()]
+        self._train(codes, labels, **of_target, **options, weights=weights)
         plan, epsilon = self.head_.privacy, self.head_.epsilon
         assert self.head_.result is not None
         steps = self.head_.result.ledger.releases
@@ -285,13 +388,13 @@ class _Tabular(_Private):
                 found = tomllib.loads(Path(found).read_text(encoding="utf-8"))
         if not isinstance(found, Mapping):
             return found  # `table` refuses it
-        made = with_knots({f"{name}": one for name, one in found.items()}, table_knots(self._count))
+        made = with_knots({f"{name}": one for name, one in found.items()}, self._count)
         is_coded = {name for name, one in made.items() if isinstance(one, Mapping) and one.get("kind") in _CODED}
         return {name: {"missing": "category", **one} if name in is_coded else one for name, one in made.items()}
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return the outputs for a table, or for a list of rows by column name."""
-        check_is_fitted(self)
+        check_is_fitted(self, "head_")
         is_rows = isinstance(X, list) or (isinstance(X, Mapping) and not any(map(_is_column, X.values())))
         return self.head_(X if is_rows else records_of(_by_name(type(self).__name__, X)))
 
@@ -301,14 +404,17 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
     """Classes from the columns of a table, with differential privacy: a declaration and one epsilon, and no tuning.
 
     Computes: codes of the declared columns (`data.table`), and a model on them (`fit_head`) that a public rule chooses:
-        a linear one, with a layer of hidden units where many rows predict a number. `choices_` says what it chose.
+        a linear one, with a layer of hidden units for a number if num_examples times epsilon is
+        at least 40,000. `choices_` says what it chose.
 
     Args:
         columns: the declaration of each input column, as in `data.table`, or the path of a TOML file with a table for
-            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, or 5 if
-            num_examples is below 10,000, unless a column names its own. Missing values get a code, unless it has
+            each column. Take ranges and values from a codebook, not from the rows. Numbers have 16 knots, 5 if
+            num_examples is below 10,000, or 2 if it is also below 25 for each number, unless a column names its own.
+            Missing values get a code, unless it has
             missing = "error". Columns that are not declared are not read.
         classes: the public classes, in any order. They are not taken from y.
+        class_weight: as in PrivateLogisticRegression, for unit = "row".
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
             person together, and needs max_rows.
         max_rows: for persons: the most rows of a person, a public number. Later rows are not used.
@@ -319,12 +425,14 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
     Attributes:
         classes_: the classes, sorted.
         choices_: what was chosen, one text each. All of it is public.
+        n_iter_, epsilon_: as in PrivateLogisticRegression.
         head_: the Head, which takes rows by column name; `head_.save(folder)` writes it, for `privgrad predict`.
     Privacy:
         As fit_head. See the module for habits of scikit-learn that void it.
     """
 
-    classes: Sequence[Any]
+    classes: Sequence[Any] | None = None
+    class_weight: Mapping[Any, float] | None = None
 
     def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
         """Train on a table, a DataFrame or columns by name, and the classes of its rows: (n,), or the column's name.
@@ -333,8 +441,9 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
             PrivacyError: the declaration is incomplete, a value does not fit it, or fit_head refuses; nothing was
                 spent.
         """
+        self._require("columns", "classes", "unit")
         self.classes_ = np.unique(np.asarray(self.classes))
-        self._fit_table(X, y, classes=self.classes_.tolist())
+        self._fit_table(X, y, self._rates(), classes=self.classes_.tolist())
         return self
 
 
@@ -348,12 +457,12 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
         columns, unit, max_rows, hidden, verbose, target_epsilon, delta, num_examples, steps, expected_batch_size,
             max_grad_norm, noise_step, schedule, budget, output_dir, seed: as in PrivateTabularClassifier.
     Attributes:
-        choices_, head_: as in PrivateTabularClassifier.
+        choices_, n_iter_, epsilon_, head_: as in PrivateTabularClassifier.
     Privacy:
         As PrivateTabularClassifier.
     """
 
-    label_bounds: tuple[float, float]
+    label_bounds: tuple[float, float] | None = None
 
     def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
         """Train on a table and the numbers of its rows: (n,), or the column's name.
@@ -361,6 +470,7 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
         Raises:
             PrivacyError: as in PrivateTabularClassifier; nothing was spent.
         """
+        self._require("columns", "label_bounds", "unit")
         self._fit_table(X, y, bounds=self.label_bounds)
         return self
 
@@ -385,42 +495,15 @@ def _is_column(values: Any) -> bool:
     return hasattr(values, "__len__") and not isinstance(values, str | bytes)
 
 
-def _checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
-    """Return X, or X and y, as `validate_data` does. No error shows a value, or advises a private step."""
-    validated: Any = validate_data
-    function = type(estimator).__name__
-    try:
-        found = validated(estimator, X, *y, ensure_all_finite=False, **options)
-        rows, *named = found if y else (found,)
-        if rows.dtype.kind in "mM":  # as numbers, they would be nanoseconds
-            raise TypeError("The DType is one of dates")
-        rows = np.asarray(rows, dtype=None if rows.dtype.kind in "biuf" else np.float64)
-        named = [np.asarray(one, dtype=np.float64) if options.get("y_numeric") else one for one in named]
-    except (ValueError, TypeError) as error:
-        if not f"{error}".startswith(("could not convert", "dtype='numeric'", "The DType ")):
-            raise
-        got = f"{column[1]} in {_named(X, column[0])}" if (column := _of_text(X)) else "text"
-        of_y = column is None and not f"{error}".startswith(("dtype", "The DType "))
-        raise expected(function, "y" if of_y else "X", "to be numbers", got, "" if of_y else _CODE) from None
-    finite = np.isfinite(rows).all(axis=0)
-    if not finite.all():
-        raise expected(function, "X", "to be finite", f"NaN or inf in {_named(X, int(finite.argmin()))}", _FILL)
-    return (rows, *named) if y else rows
-
-
-def _of_text(X: Any) -> tuple[int, str] | None:  # noqa: N803
-    """Return the first column with a text that is no number, or with a date, and which of the two; else None."""
-    for column, values in enumerate(np.asarray(X, dtype=object).T):
-        try:
-            values.astype(np.float64)
-        except (ValueError, TypeError) as error:
-            return column, "text" if isinstance(error, ValueError) else "a date or an object"
-    return None
-
-
-def _named(X: Any, column: int) -> str:  # noqa: N803
-    """Return a column for errors: its name in a table, or its number from 0."""
-    return f"column {X.columns[column]!r}" if hasattr(X, "columns") else f"column {column}"
+def _weights_of(estimator: Any, sample_weight: Any, rows: Array) -> Array | None:
+    """Return the weights of rows; raise PrivacyError unless they are from 0 to 1."""
+    if sample_weight is None:
+        return None
+    weights: Array = _check_sample_weight(sample_weight, rows, dtype=np.float64)
+    if not ((weights >= 0) & (weights <= 1)).all():
+        got, remedy = "a weight outside", "divide them by the largest that a row can have, a public number"
+        raise expected(type(estimator).__name__, "sample_weight", "to be from 0 to 1", got, remedy)
+    return weights
 
 
 def _tensor(rows: Array) -> torch.Tensor:

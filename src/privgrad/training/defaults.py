@@ -29,11 +29,14 @@ _NUMBER = 0.016  # of a linear head for a number between -1 and 1
 _PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
 _HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear one
 _UNITS = 32
-_FEW_FOR_UNITS, _FEW_FOR_KNOTS = 5_000, 10_000  # examples
+_ENOUGH_FOR_UNITS = 40_000  # examples times epsilon
 _NETWORK = 0.16
+# Times log(classes) over the root of the steps: of a network for classes, whose weights meet a row once.
+_ROWS = 0.1 * math.sqrt(200) / math.log(10)
 _NETWORK_NUMBER = 0.011
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
+_CLIPPED_OF_ROWS = ((0.02, 3.0), (0.04, 1.0))  # the same of such a network, up to a noise in the mean gradients
 _EXAMPLES = 32  # whose gradient norms are measured
 _FAR = 1e5  # from a label, where the slope of a cross-entropy is constant, and that of a square still grows
 _MOMENTUM = 0.9
@@ -84,9 +87,12 @@ def suggest(
         view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
         a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
         constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
-        linearly to zero. If the loss is that of one number for each example, such as a squared error, u is multiplied
-        by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1. C is 0.3 times
-        the median gradient norm of 32 public examples. Most gradients are then clipped, and u does not depend on C.
+        linearly to zero. For k classes of rows, with one place in each layer, 0.1 log10(k) sqrt(200 / steps) takes the
+        place of 0.16, where it is smaller. If the loss is that of one number for each example, such as a squared error,
+        u is multiplied by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1.
+        C is 0.3 times the median gradient norm of 32 public examples, so that most gradients are clipped. For a network
+        and classes of rows, it is 3 times this norm if sigma sqrt(weights / steps) / B is at most 0.02, or once up to
+        0.04. u does not depend on C.
 
     Args:
         model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
@@ -122,33 +128,41 @@ def suggest(
     require_integer("suggest", "the number of public examples", examples, 1)
     norms = _input_norms(model, public_batch, loss_fn, examples)
     matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
+    classes, spread = (0, None) if loss_fn is None else _labels(model, public_batch, loss_fn)
+    is_linear = len(norms) == matrices == 1
+    of_rows = classes > 0 and not is_linear and max(places for _, places in norms.values()) <= 1
     # The layer whose outputs the noise moves most decides.
     name = max(norms, key=lambda key: norms[key][0] * norms[key][1] ** _PLACES)
     norm, places = norms[name]
     whose = name or "of the model"
-    if len(norms) == matrices == 1:
+    if is_linear:
         step, schedule = _LINEAR / norm, Schedule("constant")
         why = f"One layer is trained. Noise moves outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
         of_schedule = "Constant rate: for one layer, decay changed our results by -2 to 0 points."
     else:
-        step, schedule = _NETWORK / (norm * places**_PLACES), Schedule("linear")
+        of_classes = _ROWS * math.log(classes) / math.sqrt(plan.steps) if of_rows else math.inf
+        of_network = min(_NETWORK, float(f"{of_classes:.2g}"))
+        step, schedule = of_network / (norm * places**_PLACES), Schedule("linear")
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
-        why = f"The layer {whose} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
+        why = f"The layer {whose} has the largest inputs: {of_network:g} / ({norm:.3g}{of_places})."
+        why += f" {of_network:g} is for {classes} classes of rows, in {plan.steps:,} steps." if of_rows else ""
         of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
-    if loss_fn is not None and (spread := _spread_of_numbers(model, public_batch, loss_fn)) is not None:
-        of_number = _NUMBER / _LINEAR if len(norms) == matrices == 1 else _NETWORK_NUMBER / _NETWORK
+    if spread is not None:
+        of_number = _NUMBER / _LINEAR if is_linear else _NETWORK_NUMBER / _NETWORK
         share = min(1.0, of_number * spread * math.sqrt(3))  # 1 / sqrt(3): of numbers drawn from -1 to 1
         step *= share
         why += f" The loss is that of a number, with a standard deviation of {spread:.2g}: times {share:.2g}."
     step = float(f"{step:.2g}")
-    clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples)
+    clip, chosen, of_clip = _clipping(model, plan, public_batch, loss_fn, examples, of_rows=of_rows)
     reasons = (f"Noise step {step:g}. {why}", of_schedule, of_clip)
     inputs = {name: norm for name, (norm, _) in norms.items()}
     return Suggestion(step, _MOMENTUM, chosen, clip, schedule, inputs, reasons)
 
 
-def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> float | None:
-    """Return the standard deviation of the labels of a loss of one number; None if it is 0, or another kind of loss.
+def _labels(model: nn.Module, public_batch: Any, loss_fn: LossFunction) -> tuple[int, float | None]:
+    """Return the number of classes, and the standard deviation of labels that are one number each, unless it is 0.
+
+    The number is 0 if labels are no classes, and 2 for one output.
 
     Far from the labels, the slope of such a loss in the output still grows, and that of a cross-entropy does not.
     """
@@ -170,28 +184,27 @@ def _spread_of_numbers(model: nn.Module, public_batch: Any, loss_fn: LossFunctio
     try:
         with evaluating(model), preserved(model), seeded(0):
             loss_fn(model, public_batch)
-            if not placed or placed[0].numel() != count_examples(public_batch):
-                return None
+            if not placed:
+                return 0, None
+            outputs = placed[0].numel() / count_examples(public_batch)
             near, far = (float((slopes(by) - slopes(-by)).mean()) / (2 * by) for by in (0.1, _FAR))
+            if not far > near / 2 or not near > 0:
+                # NaN: the loss does not depend on this output.
+                return max(2, round(outputs)) if math.isfinite(near) else 0, None
             at_0 = slopes(0.0)
-            are_equal = bool(at_0.max() == at_0.min())
-            return float(at_0.std(correction=0)) / near if near > 0 and far > near / 2 and not are_equal else None
+            are_one = outputs == 1 and bool(at_0.max() > at_0.min())
+            return 0, float(at_0.std(correction=0)) / near if are_one else None
     finally:
         handle.remove()
 
 
-def table_knots(num_examples: int) -> int:
-    """Return the number of knots of each number of a table: few rows do not find the weights of many codes."""
-    return 16 if num_examples >= _FEW_FOR_KNOTS else 5
-
-
-def table_hidden(num_examples: int, *, of_numbers: bool) -> tuple[int, str]:
+def table_hidden(num_examples: int, epsilon: float, *, of_numbers: bool) -> tuple[int, str]:
     """Return the number of hidden units of a head on a table, and why."""
     if not of_numbers:
         return 0, "which is rarely behind for classes"
-    if num_examples < _FEW_FOR_UNITS:
-        return 0, f"for a number from fewer than {_FEW_FOR_UNITS:,} examples"
-    return _UNITS, f"for a number from at least {_FEW_FOR_UNITS:,} examples"
+    is_enough = num_examples * epsilon >= _ENOUGH_FOR_UNITS
+    how = "at least" if is_enough else "fewer than"
+    return _UNITS if is_enough else 0, f"for a number, from {how} {_ENOUGH_FOR_UNITS:,} / epsilon examples"
 
 
 def head_noise_step(decay: Decay, *, of_numbers: bool, hidden: int = 0) -> float:
@@ -207,15 +220,26 @@ def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool, hid
     """
     if hidden:  # gradients are longer, because outputs have more weights of about the same slope
         return 0.3 if of_numbers else 3.0
-    noise = plan.noise_multiplier * math.sqrt(weights / plan.steps) / plan.expected_batch_size
+    noise = _noise_of_means(plan, weights)
     if of_numbers:
         return 0.3 if noise < 0.005 else 0.1
     large, small = (1.0, 0.3) if weights <= 5_000 else (0.3, 0.1)  # the latter: features, not columns of a table
     return large if noise < 0.02 else small
 
 
+def _noise_of_means(plan: PrivacyPlan, weights: int) -> float:
+    """Return the norm of the noise in the mean of all mean gradients of so many weights, over C."""
+    return plan.noise_multiplier * math.sqrt(weights / plan.steps) / plan.expected_batch_size
+
+
 def _clipping(
-    model: nn.Module, plan: PrivacyPlan, public_batch: Any, loss_fn: LossFunction | None, examples: int
+    model: nn.Module,
+    plan: PrivacyPlan,
+    public_batch: Any,
+    loss_fn: LossFunction | None,
+    examples: int,
+    *,
+    of_rows: bool,
 ) -> tuple[Clipping, PrivacyPlan, str]:
     if loss_fn is None:
         return Automatic(), plan, "clip.Automatic(): without loss_fn, no public gradient norm is known."
@@ -228,12 +252,16 @@ def _clipping(
     if not finite:
         return Automatic(), plan, "clip.Automatic(): no public example has a finite gradient that is not zero."
     middle = statistics.median(finite)
-    largest = max(float(f"{_CLIPPED * middle:.1g}"), 1e-10)
+    noise = _noise_of_means(plan, sum(parameter.numel() for parameter in trainable(model).values()))
+    shares = (share for most, share in _CLIPPED_OF_ROWS if of_rows and noise <= most)
+    share = next(shares, _CLIPPED)
+    largest = max(float(f"{share * middle:.1g}"), 1e-10)
     chosen = replace(plan if plan.simulates is None else plan.simulates, max_grad_norm=largest)
     if plan.simulates is not None:
         factor = plan.expected_batch_size / plan.simulates.expected_batch_size
         chosen = chosen.scaled(factor, num_examples=plan.num_examples)
-    reason = f"C = {largest:g}, {_CLIPPED:g} times the median public gradient norm ({middle:.3g}): most are clipped."
+    reason = f"C = {largest:g}, {share:g} times the median public gradient norm ({middle:.3g})"
+    reason += ": most are clipped." if share == _CLIPPED else f", for good probabilities at little noise ({noise:.2g})."
     return Flat(), chosen, f"{reason} The noise step does not depend on C."
 
 
