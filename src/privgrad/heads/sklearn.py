@@ -228,13 +228,12 @@ class PrivateLogisticRegression(_Classifier, _Linear):
             budget.
         feature_bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows
             and a list of the highs, one per column. Columns become hat codes (`features.Splines`), with 16 knots, with
-            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more codes than
-            num_examples / 10, columns are moved
-            to [-1, 1] in their place, and a constant is added (`features.Scaled`). Give bounds for raw columns, such as
-            age and income. One pair for columns of very different size flattens the small ones. None: the rows of X
-            are features that were prepared without the data, such as embeddings or one-hot codes, of at least 2
-            columns. Each row is divided by its norm, and there is no constant. There is no default: raw columns without
-            bounds would give the most frequent class.
+            5 if num_examples is below 10,000, or with 2 if it is also below 25 for each column. If that makes more
+            codes than num_examples / 10, columns are moved to [-1, 1] in their place, and a constant is added
+            (`features.Scaled`). Give bounds for raw columns, such as age and income. One pair for columns of very
+            different size flattens the small ones. None: the rows of X are features that were prepared without the
+            data, such as embeddings or one-hot codes, of at least 2 columns. Each row is divided by its norm, and there
+            is no constant. There is no default: raw columns without bounds would give the most frequent class.
         class_weight: public weights by class, such as {"no": 1, "yes": 5}; a class without one has weight 1. Each
             example is drawn at the rate of its weight over the largest, which keeps epsilon (`ClassRates`). Not
             "balanced", which reads the private shares of the classes. Probabilities are those of the weighted classes.
