@@ -16,7 +16,7 @@ from pages import ROOT
 pytest.importorskip("proselint")
 pytest.importorskip("yaml")
 
-import yaml  # noqa: E402
+import yaml
 
 CHECK_PROSE = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
 LOOKED_UP = ("Reference", "Evidence")
