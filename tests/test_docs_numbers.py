@@ -160,7 +160,9 @@ def test_the_gains_on_the_page_on_choosing_stand_in_the_records():
 
 
 def test_what_choosing_says_in_words_stands_in_its_table():
-    titles = "What a comparison prints|Scales of every few steps|Defaults without tuning|"
+    titles = (
+        "What a comparison prints|What heads on texts gained from|Scales of every few steps|Defaults without tuning|"
+    )
     titles += "Fine-tuning a pretrained model|A C that moves.*?"
     own = rf"(?s)##+ ({titles})\n.*?(?=##+ |\Z)"
     text = re.sub(own, "", CHOOSING.read_text())  # other tests read these sections
