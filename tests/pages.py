@@ -367,6 +367,8 @@ GIVEN = {
     "docs/commands.md": Given(
         smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "}, files=_own_model
     ),
+    "docs/own-data.md": Given(packages=("pandas", "sklearn")),
+    "docs/papers/README.md": Given(packages=("sklearn",)),
     "docs/audit.md": Given(
         smaller={
             "privgrad audit  ": "privgrad audit --trials 2000 --method vmap --epsilon 3  ",
@@ -408,8 +410,6 @@ GIVEN = {
     "docs/images-and-texts.md": Given(packages=("sklearn",)),
     "docs/loop.md": Given(packages=("sklearn",)),
     "docs/methods.md": Given(names={"": _methods}),
-    "docs/own-data.md": Given(packages=("pandas", "sklearn")),
-    "docs/papers/README.md": Given(packages=("sklearn",)),
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Several texts per person": _tickets, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),

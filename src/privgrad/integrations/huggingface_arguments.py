@@ -23,7 +23,7 @@ from privgrad.training.external_loop import (
 )
 
 NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
-POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing-evidence.md gives the evidence
+POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
 _KIND = {True: "noise_step", False: "learning_rate"}
 _LOG = logging.get_logger(__name__)
