@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything from a fresh clone; the rest is for who works on the code.
+# `make demo`, `make dist` and `make test` do everything from a fresh clone; the rest is for who works on the code.
 PYTHON ?= python3
 TORCH ?= newest # that of pyproject.toml's group `torch`; or oldest, its lower bound for users
 VENV := .venv$(if $(filter oldest,$(TORCH)),-oldest)
@@ -17,6 +17,7 @@ torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject
 
 help:
 	@echo "make demo     install into .venv, train privately on real data, write report/index.html"
+	@echo "make dist     the wheel -> dist/, in seconds and without .venv"
 	@echo "make test     install into .venv, run the tests; TORCH=oldest: with the oldest torch, in .venv-oldest; JOBS=4: in four processes"
 	@echo "make pages    the commands of all pages, as they stand there"
 	@echo "make lint     format, style, types, layers, prose"
@@ -43,8 +44,7 @@ help:
 	@echo "make bench-accuracy  accuracy of other libraries at equal epsilon; takes hours, and continues -> docs/peers.md"
 	@echo "make lock     newest versions of the packages for development -> requirements-dev.txt"
 	@echo "make docs-version VERSION=0.1  the documentation of a version -> branch gh-pages, not pushed"
-	@echo "make dist     wheel and source distribution -> dist/"
-	@echo "make sbom     what the wheel brings with it -> privgrad.cdx.json"
+	@echo "make sbom     wheel and source distribution -> dist/, and what the wheel brings with it -> privgrad.cdx.json"
 	@echo "make release TAG=v1.2.3  what release.yml builds"
 
 # Every file is held to its hash, so pip resolves nothing. Only torch is not: each kind of machine has its own build.
@@ -172,12 +172,15 @@ docs-version: $(VENV)/installed
 	$(BIN)/mike deploy --update-aliases $(VERSION) latest
 	$(BIN)/mike set-default latest
 
-dist: $(VENV)/installed
+# pip builds it in an environment of its own, with the two packages of pyproject.toml's [build-system].
+dist:
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-sbom: dist
-	rm -rf .venv-wheel
+# What is released is built with the locked packages.
+sbom: $(VENV)/installed
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m venv --without-pip .venv-wheel
 	grep -oE '^[^ ]+==[^ ]+' requirements-dev.txt > .venv-wheel/constraints.txt
 	$(BIN)/python -m pip --python .venv-wheel install --quiet --constraint .venv-wheel/constraints.txt \

@@ -28,28 +28,28 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3665,  # plans in epochs, whose batch size is their mean, and for an attack's success
+        "(root)": 3667,  # `fix`; plans in epochs, whose batch size is their mean, and for an attack's success
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
-        "checks": 1740,  # one gradient at a time; switches; rare rows; what collate keeps; scales of the very rows
+        "checks": 1849,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 629,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1544,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
+        "data": 1553,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
         "diagnostics": 685,
-        "engine": 7230,  # blocks of shards; views, derivatives within the loss, the fallback; sums in parts
+        "engine": 7266,  # problems of a model in `explain`; rules without a graph, named first if they are wrong
         "features": 1853,  # hat codes
-        "gradient": 2990,  # gradients that are handed over; `novelty`, `state`, hooks in copies; canaries
-        "heads": 1505,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
+        "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
+        "heads": 1509,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
         "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
-        "optim": 1807,  # checks of decays and shares
+        "optim": 1812,  # the remedy of an optimizer without a noise step
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 951,  # epochs, trade-off curves, NIST, the registry
-        "training": 2303,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
+        "training": 2308,  # a loop's own checkpoint is no damaged one
     },
     "privgrad_lab": {
         "(root)": 3859,  # labels that are numbers: their metrics, paid score and clipping norm; knots by rows

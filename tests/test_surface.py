@@ -23,11 +23,11 @@ NAMES = {
     "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger "
     "NoisyGradient PrivacyError "
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
-    "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head freeze_unused noise optim "
+    "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head fix freeze_unused noise optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
     "side_information suggest save load ledgers_of",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
-    "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
+    "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor widened",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
@@ -119,6 +119,7 @@ SIGNATURES = {
     pg.precondition.public_adam: "gradient betas keep noise_eps eps schedule every",
     pg.precondition.public_adagrad: "gradient noise_eps eps schedule every",
     pg.side_information.frequencies: "counts parameter dim source provenance cap division power",
+    pg.fix: "model",
     pg.explain: "model loss_fn public_batch engine",
     pg.freeze_unused: "model loss_fn public_batch",
     pg.suggest: "model plan public_batch loss_fn",

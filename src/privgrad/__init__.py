@@ -98,6 +98,7 @@ class _Aliases(MetaPathFinder, Loader):
 sys.meta_path.append(_Aliases())
 
 from privgrad import audit, checks, clip, gradient, noise, optim, perturb, precondition
+from privgrad.checks.fixing import fix
 from privgrad.checks.randomness import require_equal_alone
 from privgrad.engine import explanation
 from privgrad.engine.compiled import Compiled
@@ -182,6 +183,7 @@ __all__ = [
     "filters",
     "fit",
     "fit_head",
+    "fix",
     "freeze_unused",
     "ledgers_of",
     "load",

@@ -1,7 +1,7 @@
 """explain() says how each gradient is computed, what the loss does not use, and what a step costs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,11 +115,58 @@ def test_private_batches_and_refused_models():
             function(model, dense_losses, (torch.randn(0, 6),))
     with pytest.raises(pg.PrivacyError, match="to be public"):
         pg.explain(model, dense_losses, next(iter(plan.batches(data))))
-    with pytest.raises(pg.UnsupportedModuleError, match="GroupNorm"):
-        pg.explain(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), dense_losses, (torch.randn(5, 6),))
+    with pytest.raises(pg.PrivacyError, match="expected public_batch to be given, got None"):
+        pg.explain(model, dense_losses)
     with pytest.raises(pg.PrivacyError, match="own example"):
         pg.explain(model, lambda m, b: dense_losses(m, b) / dense_losses(m, b).sum(), (torch.randn(5, 6),))
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_model_alone_has_all_its_problems_listed():
+    hooked = nn.Linear(8, 8)
+    hooked.weight.register_hook(lambda grad: grad)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), hooked, nn.BatchNorm1d(8))
+    for found in (pg.explain(model), pg.explain(model, dense_losses, (torch.randn(5, 6),))):
+        assert [problem.path for problem in found.problems] == ["1", "2", "3"]
+        first, second, last = str(found).splitlines()
+        assert first.startswith("- 1, 3: BatchNorm1d mixes the examples")
+        assert "privgrad.fix(model)" in first
+        assert second.startswith("- 2: Linear has a hook on weight")
+        assert last == "3 modules prevent private training"
+    (line,) = str(pg.explain(nn.Linear(6, 8))).splitlines()
+    assert line.startswith("nothing in the model's structure prevents private training; explain(model, loss_fn, ")
+
+
+class Sign(torch.autograd.Function):
+    """The sign of a weight, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Signs(nn.Linear):
+    """A linear layer of signs, by an autograd.Function or by torch functions."""
+
+    own = True
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight = self.weight
+        signs = cast(Tensor, Sign.apply(weight)) if self.own else weight + (weight.sign() - weight).detach()
+        return F.linear(x, signs, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+def test_an_autograd_function_is_named_and_its_remedy_is_fast():
+    model = nn.Sequential(Signs(6, 8), nn.ReLU(), nn.Linear(8, 8))
+    (slow,) = pg.explain(model, dense_losses, (torch.randn(5, 6),)).slow
+    assert slow.why == "parameter '0.weight' must not be used in an autograd.Function"
+    cast(Signs, model[0]).own = False
+    assert pg.explain(model, dense_losses, (torch.randn(5, 6),)).slow == []
 
 
 class Computes(nn.Module):

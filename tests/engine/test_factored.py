@@ -267,8 +267,35 @@ def test_a_wrong_rule_is_caught_by_the_first_batch():
         def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
             return super().factor(layer, name, parameters, x, 1.2 * grad)
 
-    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+    told = r"above 0\.005, relative; correct the rule that you registered, _Wrong; if it is right, use engine='vmap'"
+    with pytest.raises(pg.UnsupportedModuleError, match=told):
         Factored(nn.Sequential(Doubling(5, 3)), loss_fn)(make_data().tensors)
+
+
+def test_a_rule_may_read_a_number_from_a_weight():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale.square()
+
+    @register_rule(Scaled)
+    class _Rule(Rule):
+        parameters = ("scale",)
+
+        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
+            return x * parameters["scale"].square()
+
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Dense:
+            assert not torch.is_grad_enabled()
+            return Dense((x * grad).flatten(1).sum(1) * (2 * float(parameters["scale"])))  # torch warns with a graph
+
+    model, x = nn.Sequential(nn.Linear(5, 3), Scaled()), torch.randn(6, 5)
+    rows = one_by_one(model, x)
+    for name, factor in Factored(model, losses_of)(x).items():
+        assert_equal_to_loop(factor, rows[name], 1e-4)
 
 
 def test_a_registered_rule_is_used():

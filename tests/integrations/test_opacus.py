@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
-from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from conftest import account_by_rdp, first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import epsilon
 from privgrad.statement import statement
 from scripts import example
@@ -341,24 +341,56 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch):
     assert 0 <= ours <= 1
 
 
-def test_the_documents_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_opacus_trained_counts_both_trainings(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(privacy_engine, "get_noise_multiplier", lambda **_: SIGMA)
-    document = Path(__file__).parents[2] / "docs" / "migration.md"
-    before, bridged, moved, alone = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
-    names: dict[str, Any] = {"train_set": make_data(200)}
-    small = {"256": "20", "60_000": "200", "2_350": "100", "epochs=10": "epochs=2", "range(10)": "range(2)"}
-    small |= {"plan, train_set)": "plan, train_set, progress=False)"}
-    for code in (before, bridged, moved, alone):
-        for old, new in small.items():
-            code = code.replace(old, new)
-        if "make_private_with_epsilon" in code:
-            names["model"] = make_model()
-        exec(code, names)
-    theirs, bridged_epsilon, ours, together = map(float, capsys.readouterr().out.split()[-4:])
-    both = [release for ledger in pg.ledgers_of(names["model"]) for release in ledger.charged]
+    model, data, engine = make_model(), make_data(200), cast(Any, PrivacyEngine())
+    private_model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=pg.optim.AdamBC(model.named_parameters(), noise_step=0.005),
+        data_loader=DataLoader(data, batch_size=20),
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+    connect(optimizer)
+    for _ in range(2):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(private_model(inputs), labels).backward()
+            optimizer.step()
+    plan = plan_of(optimizer, loader, num_examples=200, epochs=2, delta=1e-5)
+    model = private_model.to_standard_module()
+    own = pg.optim.AdamBC(model.named_parameters(), noise_step=0.005)
+    ours = pg.fit(pg.PrivateGradient(model, loss_fn, plan), own, data, progress=False).ledger.epsilon(delta=1e-5)
+    both = [release for ledger in pg.ledgers_of(model) for release in ledger.charged]
     assert [release.count for release in both] == [20, 20]
+    together = statement(pg.ledgers_of(model)).numbers["epsilon"]
     assert together == pytest.approx(epsilon(both, delta=1e-5))
     assert together > 1.2 * ours
-    assert theirs == bridged_epsilon
-    assert ours == pytest.approx(theirs, rel=0.05)
-    assert names["plan"].expected_batch_size == 20
+    assert ours == pytest.approx(engine.get_epsilon(1e-5), rel=0.05)
+    assert plan.expected_batch_size == 20
+
+
+def test_the_documents_script_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    account_by_rdp(monkeypatch)
+    document = Path(__file__).parents[2] / "docs" / "migration.md"
+    script = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[0]
+    text = "EPOCHS, BATCH_SIZE, STOP_AT = 20, 120, 3.0"
+    assert text in script
+
+    def ran(stop: float) -> tuple[list[str], dict[str, Any]]:
+        names: dict[str, Any] = {}
+        exec(script.replace(text, f"EPOCHS, BATCH_SIZE, STOP_AT = 3, 120, {stop}"), names)
+        names["ledger"].close()
+        return re.findall(r"^epoch (\d):", capsys.readouterr().out, re.MULTILINE), names
+
+    epochs, before = ran(1.5)
+    assert epochs == ["1"]
+    epochs, after = ran(3.0)
+    assert epochs == ["2", "3"]
+    assert after["statement"].numbers["releases"] == 36
+    assert not torch.equal(before["model"][9].weight, after["model"][9].weight)

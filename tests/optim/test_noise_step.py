@@ -121,7 +121,8 @@ def test_an_optimizer_that_does_not_say_its_noise_step_has_none():
                     parameter.data.add_(gradient[name].sign(), alpha=-group["lr"])
 
     assert not Signs.has_noise_step()
-    with pytest.raises(pg.PrivacyError, match=r"Signs: expected noise_step to be absent .*, got Signs; give lr"):
+    told = r"got a class without _noise_step_per_lr; give lr in its place, or define _noise_step_per_lr\(self, group"
+    with pytest.raises(pg.PrivacyError, match=rf"Signs: expected noise_step to be absent .*, {told}"):
         made(Signs, noise_step=0.1)
     optimizer, parameter = made(Signs, lr=0.5)
     optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, 1.0))

@@ -304,7 +304,14 @@ def test_weights_are_compared_with_the_checkpoint_of_their_ledger(tmp_path: Path
         pg.save(weights, tmp_path / "changed", ledger=ledger)
     said = pg.save(weights, tmp_path / "changed", ledger=ledger, post_processing="added\n\n1")
     assert "After the training, the weights were changed, as declared: added 1." in str(said)
-    (tmp_path / "run" / "checkpoint.pt").unlink()
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-40])
+    with pytest.raises(pg.PrivacyError, match=r"to be a complete checkpoint of this run"):
+        pg.save(weights, tmp_path / "damaged", ledger=ledger)
+    torch.save({"epoch": 3}, checkpoint)  # of a loop of your own
+    said = pg.save(weights, tmp_path / "own", ledger=ledger)
+    assert "only the word of the person who saved them" in str(said)
+    checkpoint.unlink()
     said = pg.save(weights, tmp_path / "alone", ledger=ledger)
     assert "That these weights belong to this record is only the word of the person who saved them." in str(said)
     assert str(tmp_path) not in (tmp_path / "alone" / "statement.json").read_text()

@@ -49,7 +49,11 @@ from privgrad.gradient.probes import (
 )
 from privgrad.types import LossFunction, map_examples
 
-_FROZEN = "has no trainable parameter"
+# `fix` asks for these.
+FROZEN = "has no trainable parameter"
+KEEPS = "keeps running statistics of private examples without clipping and noise"
+MIXES = "mixes the examples of a batch, so one example's gradient depends on the others"
+SHORTENS = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 
 
@@ -78,7 +82,7 @@ def find_problems(model: nn.Module | Structure) -> list[Problem]:
     problems = [Problem(path, type(module).__name__, *problem) for path, module, problem in found]
     if not structure.trained:
         remedy = "set requires_grad_(True) on the parameters to train, such as model.requires_grad_(True)"
-        problems.append(Problem("", type(structure.model).__name__, _FROZEN, remedy))
+        problems.append(Problem("", type(structure.model).__name__, FROZEN, remedy))
     return problems
 
 
@@ -88,14 +92,12 @@ def _problems_of(module: nn.Module) -> Iterator[tuple[str, str]]:
     has_statistics = getattr(module, "running_mean", None) is not None
     if isinstance(module, _InstanceNorm):
         if module.training and has_statistics:
-            what = "keeps running statistics of private examples without clipping and noise"
-            yield what, "set track_running_stats=False, or call .eval() on it"
+            yield KEEPS, "set track_running_stats=False, or call .eval() on it"
     elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
-        what = "mixes the examples of a batch, so one example's gradient depends on the others"
-        yield what, "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
+        replaced = "replace it by GroupNorm or LayerNorm, as privgrad.fix(model) does in a copy"
+        yield MIXES, f"{replaced}, or call .eval() on it if its statistics are public"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
-        yield what, "set max_norm=None, and shorten its output rows if necessary"
+        yield SHORTENS, "set max_norm=None, and shorten its output rows if necessary"
     is_wrapper = type(module).__name__ == "ParamWrapper"
     if is_wrapper and not any(getattr(module, off, False) for off in ("merged", "disable_adapters")):
         what = "adds peft's adapter to a parameter by writing to it in each forward pass"
@@ -145,8 +147,8 @@ def require_supported(model: nn.Module | Structure) -> None:
     """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
     if problems := structure_of(model).once(find_problems):
         first = problems[0]
-        condition = "to have trainable parameters" if first.what == _FROZEN else "to keep examples apart"
-        more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
+        condition = "to have trainable parameters" if first.what == FROZEN else "to keep examples apart"
+        more = f" (and {len(problems) - 1} more; print(privgrad.explain(model)) lists all)" if len(problems) > 1 else ""
         place = f" at '{first.path}'" if first.path else ""
         got = f"{first.module}{place}, which {first.what}{more}"
         raise expected("PrivateGradient", "model", condition, got, first.remedy, UnsupportedModuleError)
@@ -178,7 +180,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
         (_, fewer), (_, more) = (losses_on_copies(model, tried, some, reach, parameters) for some in others)
         if not fewer == unused == more:
             if unused := [name for name in unused if name in more]:
-                what = f"no example of the first batch reaches {_listed(unused)}: until one does, noise alone moves"
+                what = f"no example of the first batch reaches {listed(unused)}: until one does, noise alone moves"
                 warnings.warn(f"{what} them; if none ever will, freeze them with requires_grad_(False)", stacklevel=2)
             unused = list[str]()
     if unused:
@@ -186,7 +188,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Random
             "freeze them by privgrad.freeze_unused, or use them in the loss; call experts that only some examples "
             "reach with zero rows too; with gradient checkpointing, pass use_reentrant=False"
         )
-        got = f"no gradient for {_listed(unused)}"
+        got = f"no gradient for {listed(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     seen = [first._replace(losses=losses)]
     randomness = find_randomness(model, loss_fn, few) if first.is_random else Randomness()
@@ -208,7 +210,8 @@ def _reach(
         return losses.detach(), unreached(losses, parameters)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return up to eight names as text, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -228,7 +231,7 @@ def _warn_of_foreign(model: nn.Module, loss_fn: LossFunction, losses: Tensor, pa
     kept = [leaf for leaf in leaves if id(leaf) in names or isinstance(leaf, nn.Parameter)]
     foreign = {shown(names.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")) for leaf in kept}
     if foreign:
-        what = f"loss_fn uses {_listed(sorted(foreign))}, which PrivateGradient does not train, because the model does"
+        what = f"loss_fn uses {listed(sorted(foreign))}, which PrivateGradient does not train, because the model does"
         remedy = "put all that is to be trained into one module, as the model; or detach them"
         warnings.warn(f"{what} not hold them: {remedy}", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""explain(): say how the gradient of each parameter is computed, what is slow, and what a step costs."""
+"""explain(): say what prevents private training, how each gradient is computed, what is slow, and what a step costs."""
 
 import os
 import time
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from privgrad.checks.model_and_loss import check_loss, require_supported
+from privgrad.checks.model_and_loss import Problem, check_loss, find_problems
 from privgrad.clip.clipping import ClippingAccumulator, Flat
 from privgrad.engine.factored import Factored
-from privgrad.errors import require_choice
+from privgrad.errors import expected, require_choice
 from privgrad.gradient.contribution import OwnExamples, Use
 from privgrad.gradient.functional import advanced, preserved, require_losses, seeded, trainable
 from privgrad.gradient.probes import unused_parameters
@@ -30,6 +30,9 @@ _FEW = 0.01  # a share of all parameters, trained and frozen, that is cheap to c
 _NAMES = 4  # names that are written out
 _WIDE = 1.5  # a ratio of two quartiles that is worth a note
 REMEDY_OF_UNUSED = "privgrad.freeze_unused, or give examples that reach them"
+_NEXT = (
+    "nothing in the model's structure prevents private training; explain(model, loss_fn, public_batch) tries examples"
+)
 WAYS = {"rule": "by a rule", "copies": "by a copy for each example", "whole": "each example by itself"}
 
 
@@ -52,11 +55,12 @@ class Explanation:
     """How a model's per-example gradients are computed, and at what cost.
 
     Attributes:
-        parts: the modules with trainable parameters, the slowest way first.
+        parts: the modules with trainable parameters, the slowest way first; empty if examples were not tried.
         unused: names of the trainable parameters that the loss does not reach; `freeze_unused` freezes them.
         seconds: the median over some steps of each kind on the given batch: "ordinary" (forward and backward) and
             "private" (clipping too), both without noise and optimizer; empty if they were not measured.
         ratios: the lower and the upper quartile of the ratio of a private step to the ordinary one next to it.
+        problems: all in the model's structure that prevents private training: path, class, what, remedy.
         peak_mb: the memory that these two hold at most, besides the model and the batch, in MiB.
         examples: the number of examples of that batch.
     """
@@ -67,6 +71,7 @@ class Explanation:
     peak_mb: Mapping[str, float] = field(default_factory=dict[str, float])
     examples: int = 0
     ratios: tuple[float, float] = (1.0, 1.0)
+    problems: list[Problem] = field(default_factory=list[Problem])
 
     @property
     def slow(self) -> list[Part]:
@@ -74,7 +79,10 @@ class Explanation:
         return [part for part in self.parts if part.way != "rule"]
 
     def __str__(self) -> str:
-        rows = list[str]()
+        places = dict[tuple[str, str, str], list[str]]()
+        for one in self.problems:
+            places.setdefault((one.module, one.what, one.remedy), []).append(one.path or "the model")
+        rows = [f"- {', '.join(paths)}: {kind} {what}; {do}" for (kind, what, do), paths in places.items()]
         for row in self.rows():
             remedy = f"; {row['remedy']}" if row["remedy"] else ""
             rows.append(f"- {row['names']}, {row['share']}: {row['computed']}: {row['why']}{remedy}")
@@ -101,6 +109,9 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """Return the sums over all parts as lines of text: shares, unused parameters, time and memory."""
+        if not self.parts:
+            found = len({problem.path for problem in self.problems})
+            return [f"{found} modules prevent private training" if found else _NEXT]
         lines = list[str]()
         for way, words in WAYS.items():
             share = sum(part.share for part in self.parts if part.way == way)
@@ -142,28 +153,38 @@ def _milliseconds(seconds: float) -> str:
 
 
 def explain(
-    model: nn.Module, loss_fn: LossFunction, public_batch: Any, *, engine: Literal["factored", "vmap"] = "factored"
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    public_batch: Any = None,
+    *,
+    engine: Literal["factored", "vmap"] = "factored",
 ) -> Explanation:
-    """Say how the gradient of each parameter would be computed, by a step on some public examples.
+    """List what prevents private training; if nothing does, say how each gradient would be computed.
 
-    It measures an ordinary and a private step too, both without noise and optimizer, and takes some seconds. The answer
-    holds for examples like these. Others may reach other parameters, or need other layers.
+    `explain(model)` lists all layers that private training refuses. With public examples, it tries a step. It measures
+    an ordinary and a private step too, both without noise and optimizer, and takes some seconds. The answer holds for
+    examples like these. Others may reach other parameters, or need other layers.
 
     Args:
         model: the module, in the mode that it will be trained in. It is not changed.
-        loss_fn: (model, examples) -> losses, shape (B,).
+        loss_fn: (model, examples) -> losses, shape (B,). Give it with public_batch, or neither.
         public_batch: public examples, as loss_fn takes them, with leading dimension B >= 1; best as many as a step has.
         engine: as in PrivateGradient.
     Returns:
-        See `Explanation`; `print` shows it.
+        See `Explanation`; `print` shows it. If the model's structure has problems, it holds these alone.
     Raises:
-        PrivacyError: public_batch is a batch of a plan or holds no examples, or PrivateGradient would refuse the model
-            or the loss. A parameter that the loss does not reach is no error here.
+        PrivacyError: public_batch is a batch of a plan or holds no examples, or PrivateGradient would refuse the loss.
+            A parameter that the loss does not reach is no error here.
     Privacy:
         It uses the model and public examples only.
     """
     require_choice("explain", "engine", engine, ("factored", "vmap"))
-    require_supported(model)
+    if (loss_fn is None) != (public_batch is None):
+        missing = "loss_fn" if loss_fn is None else "public_batch"
+        raise expected("explain", missing, "to be given", None, "give loss_fn and public_batch, or the model alone")
+    problems = find_problems(model)
+    if problems or loss_fn is None:
+        return Explanation([], problems=problems)
     unused = unused_parameters("explain", model, loss_fn, public_batch)
     own = trainable(model)
     for name in unused:

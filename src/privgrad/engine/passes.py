@@ -22,12 +22,18 @@ from privgrad.engine.layouts import CallRecord, Calls, LayoutCache
 from privgrad.engine.shared_values import FunctionsHiddenError
 from privgrad.engine.units import HvpTerms, Tap, Tapped, units, use_of
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import AccumulateGrad, gradients_at, refuse_reentrant, refusing_in_place
+from privgrad.gradient.autograd_graph import (
+    AccumulateGrad,
+    gradients_at,
+    own_function_of,
+    refuse_reentrant,
+    refusing_in_place,
+)
 from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Dense, Factor, added_up, at_least_float32
 from privgrad.gradient.functional import Structure, differentiable, preserved, require_losses, streams_kept
 from privgrad.gradient.reference import shares
-from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, misplaced, refused, unseen
+from privgrad.gradient.refusals import REMEDY, CallSequenceChangedError, first_line, hidden, misplaced, refused, unseen
 from privgrad.processes import is_on_processor, without_autocast
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -442,10 +448,13 @@ def _added_up(parts: list[Factor]) -> Factor:
 
 def _require_seen(losses: Tensor, capture: Capture, *, sees_all: bool) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture, which detaches all, missed a use."""
-    leaves = {id(losses), *(id(node.variable) for node in refuse_reentrant(losses) if node.__class__ is AccumulateGrad)}
+    graph = refuse_reentrant(losses)
+    leaves = {id(losses), *(id(node.variable) for node in graph if node.__class__ is AccumulateGrad)}
     if not leaves.isdisjoint(capture.structure.by_id):
-        name = next(name for key, (name, _) in capture.structure.by_id.items() if key in leaves)
+        key, name = next((key, name) for key, (name, _) in capture.structure.by_id.items() if key in leaves)
         unit = name.rpartition(".")[0]
         if not sees_all:  # no earlier batch called a function with parameters there
             raise FunctionsHiddenError(unit)
+        if function := own_function_of(key, graph):
+            raise hidden(name, function)
         raise unseen(name, capture.record.unattributed(unit))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from privgrad.engine.layers.base import Rule, find_rule, is_built_in
 from privgrad.engine.passes import Found, Passes, Point
 from privgrad.errors import PrivacyError
 from privgrad.gradient.factor import Factor
@@ -66,8 +67,11 @@ def require_single(passes: Passes, examples: Any, point: Point, found: Found, ro
         if change > allowed + rounding or (math.isnan(change) and math.isfinite(allowed)):
             remedy = (  # the losses are apart, so each example alone gives the right gradients
                 f"{REMEDY}; or keep examples in dimension 0 and in one order in every layer (two views of each as "
-                "torch.stack((a, b), 1).flatten(0, 1)), and correct a rule that you registered"
+                "torch.stack((a, b), 1).flatten(0, 1))"
             )
+            rules = {type(find_rule(module)) for _, module in structure.modules}
+            if own := [rule.__name__ for rule in rules if issubclass(rule, Rule) and not is_built_in(rule)]:
+                remedy = f"correct the rule that you registered, {', '.join(sorted(own))}; if it is right, {remedy}"
             condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
             suspect = passes.shared()  # its place in the model can be the cause
             raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)

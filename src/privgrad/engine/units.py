@@ -396,7 +396,9 @@ class LayerCall:
         rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
         condition = f"to return a Factor with the gradients of {name!r}, shape (B, *{shape})"
         try:
-            found = cast("object", self._rule.factor(self._layer, name, self._detached, x, grad))
+            with torch.no_grad():  # as its docstring promises; a number may be read from a weight
+                weights = {own: weight.detach() for own, weight in self._detached.items()}
+                found = cast("object", self._rule.factor(self._layer, name, weights, x, grad))
         except Exception as error:
             raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), "") from error
         if not isinstance(found, Factor) or (found.examples, tuple(found.shape)) != (len(grad), shape):

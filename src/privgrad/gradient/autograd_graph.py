@@ -106,6 +106,13 @@ def nodes(tensors: Sequence[Tensor], ends: Collection[Any] = ()) -> list[Any]:
     return list(seen)[left_out:]
 
 
+def own_function_of(parameter: int, graph: Collection[Any]) -> str:
+    """Return the name of the autograd.Function that takes the parameter with this id; empty if none does."""
+    own = (node for node in graph if isinstance(node, BackwardCFunction))
+    takes = (node for node in own if any(id(getattr(x, "variable", None)) == parameter for x, _ in node.next_functions))
+    return next((type(node).__name__.removesuffix("Backward") for node in takes), "")
+
+
 def refuse_reentrant(loss: Tensor) -> list[Any]:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing; return its nodes."""
     # Its backward pass writes gradients of parameters to `.grad`: these would be neither clipped nor noised.

@@ -63,6 +63,16 @@ def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
     return refused(name, "to keep examples apart", got, f"{remedy}, or {REMEDY}", unit=unit)
 
 
+def hidden(parameter: str, function: str) -> UnsupportedModuleError:
+    """Return the error for a parameter in an autograd.Function, whose backward pass the engine does not see."""
+    remedy = (
+        "register a rule for the module that calls it, or write it in torch functions (a straight-through gradient as "
+        f"w + (rounded - w).detach()), or {REMEDY}"
+    )
+    name, unit = f"parameter {parameter!r}", parameter.rpartition(".")[0]
+    return refused(name, "not to be used in an autograd.Function", function, remedy, unit=unit)
+
+
 def written_to(names: str, kind: str = "parameters") -> UnsupportedModuleError:
     """Return the error for a forward pass that writes to tensors of this kind, given their names."""
     remedy = f"do not write to {kind} in training; the model now holds private values: load it again"

@@ -1,7 +1,7 @@
 """Optimizers for released gradients: real torch optimizers, pure post-processing."""
 
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
-from privgrad.optim.base import PrivateOptimizer
+from privgrad.optim.base import PrivateOptimizer, widened
 from privgrad.optim.contrib import AdamPub, MicroAdam, MirrorDescent, RMSpropPub
 from privgrad.optim.debiased import debias, noise_floor
 from privgrad.optim.matrix import Muon, MuonBC
@@ -31,6 +31,7 @@ __all__ = [
     "Yogi",
     "debias",
     "noise_floor",
+    "widened",
 ]
 
 # By the name that a TOML file gives; audits attack each of them.

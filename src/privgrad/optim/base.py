@@ -13,6 +13,7 @@ from privgrad.types import NoisyGradient
 
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # by torch's schedulers
+_UNDEFINED = "a class without _noise_step_per_lr"
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
 
 
@@ -51,7 +52,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Here, because the constructor of a subclass may not know the argument: torch's message would not say why.
         if kwargs.get("noise_step") is not None and not cls.has_noise_step():
-            raise _no_noise_step(cls.__name__, cls._without_noise_step or cls.__name__)
+            raise _no_noise_step(cls.__name__, cls._without_noise_step)
         return super().__new__(cls)
 
     def __init__(self, params: NamedParameters, *args: Any, noise_step: float | None = None, **kwargs: Any) -> None:
@@ -228,7 +229,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
         """Return why the optimizer with these options has no noise step; an empty string if it has one."""
-        return "" if self.has_noise_step() else self._without_noise_step or type(self).__name__
+        return "" if self.has_noise_step() else self._without_noise_step or _UNDEFINED
 
     def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:
         """Return the one of lr and noise_step that is given, or None; raise PrivacyError for both."""
@@ -328,7 +329,10 @@ def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by
 
 
 def _no_noise_step(function: str, why: str) -> PrivacyError:
-    return expected(function, "noise_step", "to be absent for an optimizer without one", why, "give lr in its place")
+    remedy = "give lr in its place"
+    if why in ("", _UNDEFINED):
+        remedy += ", or define _noise_step_per_lr(self, group, noise_std) in your class (docs/extending.md)"
+    return expected(function, "noise_step", "to be absent for an optimizer without one", why or _UNDEFINED, remedy)
 
 
 def widened(parameter: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
 from privgrad.private_gradient import require_model
 from privgrad.processes import ALONE
 from privgrad.statement.text import About, Section, Statement, budget_statement, public_facts, statement
-from privgrad.training.checkpoint import damage_refused, read_checkpoint
+from privgrad.training.checkpoint import damage_refused, is_plain, read_checkpoint
 
 _FORMAT = 1  # of statement.json
 WEIGHTS, TEXT, FACTS = "model.safetensors", "statement.txt", "statement.json"
@@ -224,7 +224,7 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
 def _is_at_checkpoint(model: nn.Module, ledgers: Sequence[Path | None], remedy: str) -> bool:
     """Return whether checkpoints lie next to ledgers; raise PrivacyError unless the model has the weights of one."""
     beside = [path.with_name("checkpoint.pt") for path in ledgers if path is not None]
-    checkpoints = [path for path in beside if path.exists()]
+    checkpoints = [path for path in beside if path.exists() and not is_plain(path)]
     if checkpoints and not any(_is_of(model, checkpoint) for checkpoint in checkpoints):
         condition = f"to have the weights of {' or '.join(map(str, checkpoints))}"
         raise expected("save", "model", condition, "different weights", remedy)

@@ -43,6 +43,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(BytesIO(content), weights_only=True)
 
 
+def is_plain(path: Path) -> bool:
+    """Return whether torch.save alone wrote a file, as in a loop of your own: its last bytes end an archive."""
+    return path.read_bytes()[-22:].startswith(b"PK\5\6")
+
+
 def damage_refused(function: str, what: object) -> AbstractContextManager[None]:
     """Return a context that reads and restores the checkpoint `what`: its exceptions become PrivacyErrors."""
     remedy = f"restore this file from a copy, never the ledger, or {NEW_FOLDER}"
