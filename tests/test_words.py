@@ -20,7 +20,9 @@ import yaml
 
 CHECK_PROSE = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
 LOOKED_UP = ("Reference", "Evidence")
-DOORS = [f"docs/{name}.md" for name in ("own-data", "images-and-texts", "loop", "scikit-learn", "papers/README")]
+DOORS = [
+    f"docs/{name}.md" for name in ("own-data", "images-and-texts", "loop", "migration", "scikit-learn", "papers/README")
+]
 LIMITS = {
     "README.md": 900,
     "docs/choosing.md": 1_500,
