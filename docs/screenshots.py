@@ -18,10 +18,10 @@ RESULTS = ("section[aria-labelledby=results]", "section[aria-labelledby=results]
 # Name, folder, width of the window, what is shown: from the top of the first to the bottom of the second.
 PICTURES = (
     ("report-results", "report", 1280, RESULTS),
-    ("report-tuning", "report", 1280, ("section[aria-labelledby=results] figure >> nth=1",) * 2),
+    ("report-tuning", "report", 1280, ("section[aria-labelledby=results] figure >> nth=2",) * 2),
     ("report-privacy", "report", 1280, ("section[aria-labelledby=privacy]",) * 2),
     ("report-diagnostics", "report", 1280, ("section[aria-labelledby=diagnostics]",) * 2),
-    ("report-narrow", "report", 390, RESULTS),
+    ("report-narrow", "report", 360, RESULTS),
     ("lesson-report", "report-lesson", 1000, ("h1", RESULTS[1])),
 )
 

@@ -142,6 +142,7 @@ def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
         return bytes(24)
 
     monkeypatch.setattr(figures, "png", made)
+    monkeypatch.setattr(figures, "svg", made)
 
 
 @pytest.fixture

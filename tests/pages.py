@@ -280,7 +280,7 @@ def _saved_head() -> dict[str, Any]:
     }
     head = pg.fit_head(images.flatten(1), labels, **facts, steps=2, progress=False)
     head.model.input_dims = 3
-    head.save("runs/digits/runs/head-u0.15-final-seedNone/head")
+    head.save("runs/digits/head")
     return _features()
 
 

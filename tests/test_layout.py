@@ -34,7 +34,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1849,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 629,  # `privgrad predict`; calibrate takes epochs; epochs and rows of a person; NIST and registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1553,  # labels that are numbers; categories as pandas writes them; knots, and rows drawn from a schema
+        "data": 1556,  # few odd values; labels that are numbers; categories as pandas writes them; knots; rows of a schema
         "diagnostics": 685,
         "engine": 7266,  # problems of a model in `explain`; rules without a graph, named first if they are wrong
         "features": 1853,  # hat codes
@@ -48,16 +48,16 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 951,  # epochs, trade-off curves, NIST, the registry
-        "training": 2308,  # a loop's own checkpoint is no damaged one
+        "statement": 957,  # what to give for a folder; epochs, trade-off curves, NIST, the registry
+        "training": 2336,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
-        "(root)": 3859,  # labels that are numbers: their metrics, paid score and clipping norm; knots by rows
-        "cli": 627,
+        "(root)": 3825,  # differences of paired seeds; labels that are numbers: metrics, paid score, norm; knots
+        "cli": 617,
         "data": 1936,
         "models": 291,
-        "papers": 856,
-        "report": 1231,  # R2 is no share
+        "papers": 854,
+        "report": 1277,  # the metric asked for first, differences, runs without noise; plots as SVG
     },
 }
 

@@ -119,8 +119,7 @@ class RandomSource:
         if not RandomSource._warned:
             RandomSource._warned = True
             warnings.warn(
-                "a fixed seed makes the noise predictable: for research only; use seed=None to protect anyone",
-                stacklevel=2,
+                "a fixed seed makes the noise predictable: for research only, because it protects nobody", stacklevel=2
             )
 
     def stream(self, name: str) -> "Stream":

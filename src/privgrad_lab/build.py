@@ -129,7 +129,7 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
     by_unit = by_user or loaded.by_person
     if by_unit != (spec.privacy.privacy_unit == "user"):
         got = f"data by {'user' if by_unit else 'example'}"
-        remedy = f"count {'persons' if by_unit else 'examples'} in [privacy]"
+        remedy = f'set privacy_unit = "{"user" if by_unit else "example"}" in [privacy]'
         raise wrong(f"data {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
     for method in spec.methods:
         if by_unit and by_user != (method.local is not None):

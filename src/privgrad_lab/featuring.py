@@ -1,6 +1,5 @@
 """Features in experiments: the table [features], the model "head" and its defaults, and the saved head."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -191,7 +190,6 @@ def save_head(
     if not isinstance(model, UnitLinear):
         return None
     if not (folder / "head.json").exists():  # else it holds the head of the same training
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         facts: dict[str, Any] = {"classes": data.classes, "image_shape": data.image_shape}
         # A function of the user may have replaced the codes of a table by other inputs.
         if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):

@@ -220,12 +220,12 @@ def family(name: str) -> str:
 
 def title(name: str) -> str:
     """Return the name of a metric for tables: that of the function without its module."""
-    return {"r2": "R2", "absolute_error": "mean absolute error"}.get(name, name.rpartition(":")[2])
+    return {"auc": "AUC", "r2": "R2", "absolute_error": "mean absolute error"}.get(name, name.rpartition(":")[2])
 
 
 def reported(spec: Spec, data: DataSet) -> list[str]:
     """Return the metrics of final results: those of [run], and for numbers R2 and the mean absolute error."""
-    return list(dict.fromkeys([*(OF_NUMBERS if data.score == "r2" else []), *spec.run.metrics]))
+    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else [])]))
 
 
 def require_names(spec: Spec) -> None:
@@ -238,7 +238,7 @@ def require_names(spec: Spec) -> None:
             remedy = 'choose one, such as recall@3 for k = 3, or "package.module:function"'
             raise unknown("run.metrics", name, valid, remedy)
     titles = [title(name) for name in spec.run.metrics]
-    if double := [name for name in titles if titles.count(name) > 1]:
+    if double := [name for name in spec.run.metrics if titles.count(title(name)) > 1]:
         raise wrong("run.metrics", "to have different names", repr(double[0]))
     by = "loss" if spec.tuning is None else spec.tuning.by
     if by not in ("loss", "train_loss") and family(by) not in valid:

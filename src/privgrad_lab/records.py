@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t
+
 from privgrad.errors import PrivacyError, expected, readable
 from privgrad.ledger.file import is_in_use
 from privgrad.types import SHUFFLED
@@ -133,9 +135,52 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 
     Mean and standard deviation (ddof = 1) are over the final runs. A mean is None unless every final run has the
     number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon. The shares
-    raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs.
+    raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs. "lead" is the metric asked for
+    first, and "difference" compares it with that of the first method, as `difference` does.
     """
-    return [summary_row(method, runs) for method, runs in by_method(records).items()]
+    records = list(records)
+    methods, key = by_method(records), leading(records)
+    rows: list[dict[str, Any]] = [summary_row(method, runs) | {"difference": None} for method, runs in methods.items()]
+    judged = [row for row in rows if row["seeds"] and not row["non_private"]]
+    finals = [in_phase(methods[f"{row['method']}"], "final") for row in judged]
+    for row, runs in zip(judged[1:], finals[1:], strict=True):
+        row["difference"] = difference(runs, finals[0], key)
+    return rows
+
+
+def leading(records: Sequence[Record]) -> str:
+    """Return the key of the number that leads: the metric asked for first, else the score, or without one the loss."""
+    asked = (name for record in records for name in record.get("metrics") or () if ":" not in name)
+    is_scored = any(record.get("score", "accuracy") is not None for record in records)
+    name = next(asked, "test_accuracy" if is_scored else "test_loss")
+    return "test_accuracy" if any(record.get("score") == name for record in records) else name
+
+
+def lead_of(records: Sequence[Record]) -> str:
+    """Return the name for tables of the number that leads."""
+    key = leading(records)
+    return score_of(records) if key == "test_accuracy" else title(key.removeprefix("test_"))
+
+
+def difference(runs: Sequence[Record], others: Sequence[Record], key: str) -> dict[str, Any] | None:
+    """Return by how much final runs differ from those of another method with the same seeds, and a verdict in words.
+
+    The 95 % interval is that of Student's t over the differences of the seeds. None without two finite differences.
+    """
+    pairs = (zip((run.get("seed") for run in own), _led(own, key), strict=False) for own in (runs, others))
+    ours, theirs = map(dict[Any, float], pairs)
+    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or (gaps[0] and math.isclose(min(gaps), max(gaps))):
+        return None  # equal differences would claim certainty
+    center = statistics.fmean(gaps)
+    half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    verdict = "level" if abs(center) <= half else "better" if (center > 0) != is_cost(key) else "worse"
+    return {"to": others[0]["method"], "mean": center, "interval": [center - half, center + half], "verdict": verdict}
+
+
+def _led(runs: Sequence[Record], key: str) -> list[float]:
+    """Return the numbers that lead, by run; an empty list if any run lacks it."""
+    return numbers([{**(run.get("metrics") or {}), **run} for run in runs], key)
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
@@ -148,10 +193,13 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     measured: list[Record] = [run.get("metrics") or {} for run in finals]
+    led = _led(finals, leading(runs))
     metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
     return {
         "method": method,
         "score": score_of(runs),
+        "non_private": any(run.get("non_private") for run in runs),
+        "lead": {"metric": lead_of(runs), "mean": mean(led), "std": std(led)},
         **chosen,
         # How the rate was given or tuned; a noise_step together with an lr was measured.
         "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",

@@ -52,7 +52,10 @@ class Run:
 
     def folder(self, out: Path) -> Path:
         """Return the folder of the run's ledger and checkpoint."""
-        return out / "runs" / self.name if self.secret is None else out / "raw" / "runs" / f"{self.secret}"
+        if self.secret is not None:
+            return out / "raw" / "runs" / f"{self.secret}"
+        former = out / "runs" / f"{self.name}-seed{self.seed}"  # its name in earlier versions, without a seed
+        return former if former.exists() else out / "runs" / self.name
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ class Run:
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
         name, own = (quote(text, safe=" ,;+=()") for text in (self.method.name, recorded.own_text(self.candidate.own)))
         own = own and f"-{own}"  # quoted, so that no two runs share a folder
-        return f"{name}{norm}-{recorded.rate_text(self.candidate)}{radius}{local}{own}-{self.phase}-seed{self.seed}"
+        seed = "" if self.seed is None else f"-seed{self.seed}"
+        return f"{name}{norm}-{recorded.rate_text(self.candidate)}{radius}{local}{own}-{self.phase}{seed}"
 
 
 def find_record(records: Sequence[Record], run: Run) -> Record | None:
@@ -113,6 +117,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
     assert plan.delta is not None
     return {
         "method": run.method.name,
+        "non_private": run.method.non_private,
         **made.method.facts(),
         "bands": plan.bands,
         **run.candidate._asdict(),
@@ -165,6 +170,8 @@ def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool |
     for run in runs:
         if find_record(recorded.read_records(payer.out), run) is None:
             payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
+            if (bar := bars(shown=progress)).tasks and run.secret is None and not bar.console.is_terminal:
+                note(bar, f"trained {run.name}")  # a file shows no bars
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
@@ -224,12 +231,6 @@ class Free:
         result = fitted(evaluate=evaluate, num_evaluations=spec.run.num_evaluations, on_evaluate=board)
         if board is not None:
             board.close()
-        if run.phase == "final" and clipped.fraction is not None and clipped.fraction < recorded.FEW_CLIPPED:
-            warnings.warn(
-                f"NOT PRIVATE: {run.method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of "
-                f"its steps. The noise is made for norms that do not occur: lower max_grad_norm",
-                stacklevel=2,
-            )
         model, last = result.averaged or made.model, result.curve[-1]
         part = "validation" if validated else "test"
         record: Record = facts_of(run, made, data, result) | {
@@ -242,8 +243,6 @@ class Free:
             "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
             "data": build.sizes_text(spec.data, data, plan),
         }
-        if plan.seed is None and data.score is not None and not validated:
-            record["test_interval"] = intervals_of(model, data.test, data, [data.score])[data.score]
         if validated:
             assert spec.tuning is not None
             by, key = spec.tuning.by, measurement_of(spec.tuning.by)
@@ -252,8 +251,12 @@ class Free:
         elif names := reported(spec, data):
             known = {} if data.score is None else {data.score: record["test_accuracy"]}
             record["metrics"] = metrics_of(model, data.test, data, names, known)
+        if plan.seed is None and not validated and (name := recorded.leading([record])) != "test_loss":
+            name = data.score if name == "test_accuracy" else name
+            record["test_interval"] = intervals_of(model, data.test, data, [f"{name}"])[f"{name}"]
         if run.phase == "final":
-            record["head"] = save_head(model, data, folder / "head", privacy_of(plan, result.ledger), result)
+            place = (self.out if run.seed is None else folder) / "head"
+            record["head"] = save_head(model, data, place, privacy_of(plan, result.ledger), result)
         if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
             record["raw_train_loss"] = float(unit_values(model, data.train, data, ["loss"], by_label=True)[0].mean())
         return record

@@ -461,7 +461,7 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
         ONE.replace("steps = 6", "steps = 400").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
     )
     process = started(tmp_path)
-    ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
+    ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final/ledger.jsonl"
     while not ledger.exists() or len(ledger.read_bytes()) < 2000:
         assert process.poll() is None
         time.sleep(0.05)
@@ -631,14 +631,6 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
     assert last_json(here("doctor", "zoo:well", "--json")) == {"problems": []}
     for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word", "zoo:needy"):
         assert "factory" in here("doctor", wrong, code=2).stderr
-
-
-def test_doctor_prints_an_old_file_in_the_new_spelling(here: Here, tmp_path: Path):
-    old, new = (OLD_FILES / f"every_key{end}.toml" for end in ("", "_new"))
-    assert here("doctor", f"{old}", "--rewrite").stdout == new.read_text()
-    assert "spelling" in here("doctor", "--help").stdout
-    assert f"doctor {old} --rewrite" in here("train", f"{old}", code=2).stderr.replace("\n", "")
-    assert "TOML" in here("doctor", "zoo:ill", "--rewrite", code=2).stderr
 
 
 def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):

@@ -540,7 +540,7 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
     (spec({**TABLE, "folder": "xrays"}), "exactly one of use, file and folder, got file, folder"),
     (
         spec({**TABLE, "unit": "patient", "max_rows": 2}),
-        "data 'visits.csv' to be by example, got data by user; count persons",
+        "data 'visits.csv' to be by example, got data by user; set privacy_unit = \"user\"",
     ),
     (spec(TABLE, privacy=USERS), "data 'visits.csv' to be by user, got data by example; count examples"),
     (spec({k: v for k, v in TABLE.items() if k != "label"}), "data.label to be given, got None; add it"),

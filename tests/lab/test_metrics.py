@@ -22,7 +22,7 @@ from privgrad_lab import metrics, paid_runner, runner
 from privgrad_lab.build import make_data, make_model
 from privgrad_lab.comparison import report_of
 from privgrad_lab.load_spec import check_spec
-from privgrad_lab.metrics import intervals_of, measure, metrics_of, unit_scores
+from privgrad_lab.metrics import intervals_of, measure, metrics_of, title, unit_scores
 from privgrad_lab.report.texts import summary_table
 from privgrad_lab.spec import Spec
 
@@ -265,8 +265,8 @@ def test_research_records_tables_and_pages_show_the_metrics(tmp_path: Path):
     console.print(summary_table([record]))
     shown, page = console.export_text(), (out / "index.html").read_text()
     for name in ("auc", "f1", "recall@3", "squared_error"):
-        assert f"{name} {record['metrics'][name]:.3f}" in shown
-        assert f'<th scope="col">Test {name}</th>' in page
+        assert f"{title(name)} {record['metrics'][name]:.3f}" in shown
+        assert f'<th scope="col">Test {title(name)}</th>' in page
         assert f"<td>{record['metrics'][name]:.3f}</td>" in page
     assert "Test share" in page
 
@@ -298,8 +298,8 @@ def test_a_private_comparison_reports_metrics_with_intervals(tmp_path: Path, mon
     for name, (low, high) in outcome["intervals"].items():
         assert low < outcome["metrics"][name] < high
     page = (tmp_path / "out" / "index.html").read_text()
-    assert f"auc {outcome['metrics']['auc']:.3f} (95 % interval " in page
-    assert "Intervals of auc, f1, share are from a bootstrap of the test set." in page
+    assert f"AUC {outcome['metrics']['auc']:.3f} (95 % interval " in page
+    assert "Intervals of AUC, f1, share are from a bootstrap of the test set." in page
     assert pg.compare(paid_tables(paid_spec(ALL, tuning)), out=tmp_path / "out", progress=False) == outcome
 
 

@@ -115,7 +115,12 @@ def test_from_a_file_to_the_predictions_of_new_rows(folder: Path, tmp_path: Path
     assert answer["r2"] == pytest.approx(metrics.r2_score(labels, head.predict(inputs)))
     assert answer["absolute_error"] == pytest.approx(metrics.mean_absolute_error(labels, head.predict(inputs)))
     page = " ".join((out / "index.html").read_text().split())
-    for words in ("reaches a test R2 of", "95 % interval", "Test mean absolute error", "R2 and mean absolute error ag"):
+    for words in (
+        "A private model with R2 ",
+        "95 % interval",
+        "Test mean absolute error",
+        "R2 and mean absolute error ag",
+    ):
         assert words in page
     assert "ccurac" not in page
     (record,) = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
@@ -171,7 +176,7 @@ def test_tuning_and_training_within_a_total(way: str, folder: Path, tmp_path: Pa
     path.write_text(text)
     assert "Nothing was written" in command("compare", path, "--dry-run")
     told = command("compare", path, "--out", out)
-    assert "reaches a test R2 of" in told
+    assert "A private model with R2 " in told
     assert "; mean absolute error" in told
     assert told.count("95 % interval") == 2
     records = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]

@@ -55,6 +55,7 @@ def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Words are tested without drawing, which takes most of a report's time."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(figures, "png", lambda _: bytes(24))
+        monkeypatch.setattr(figures, "svg", lambda _: bytes(24))
 
 
 def tuned(records: list[dict[str, Any]], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
@@ -306,13 +307,13 @@ def test_the_page_shows_the_numbers_of_summarize(tmp_path: Path) -> None:
     records += [final("B", seed, 0.70 + seed / 50, lr=1e-3) for seed in range(3)] + [tuning("C")]
     table = cells(write(tmp_path, records))
     for row in summarize(records)[:2]:
-        accuracy, loss, epsilon, lr, seeds, _, seconds = table[row["method"]]
+        accuracy, _, loss, epsilon, lr, seeds, _, seconds = table[row["method"]]
         assert accuracy == f"{100 * row['test_accuracy_mean']:.1f} % ± {100 * row['test_accuracy_std']:.1f}"
         assert loss == f"{row['test_loss_mean']:.3f} ± {row['test_loss_std']:.3f}"
         assert (float(epsilon), float(lr), int(seeds)) == (row["epsilon"], row["lr"], row["seeds"])
         assert float(seconds) == pytest.approx(row["seconds"])
-    assert [table[name][5] for name in "AB"] == ["93 %", "–"]
-    assert table["C"] == ["–", "–", "–", "–", "0", "–", "–"]
+    assert [table[name][6] for name in "AB"] == ["93 %", "–"]
+    assert table["C"] == ["–", "–", "–", "–", "–", "0", "–", "–"]
 
 
 def test_the_terminal_table_is_whole_at_80_columns() -> None:
@@ -442,24 +443,86 @@ def test_headline_names_a_winner_only_beyond_the_spread(tmp_path: Path) -> None:
     near = [final("C", i, a) for i, a in enumerate((0.885, 0.895, 0.905))]
     clear = headline(tmp_path, narrow + far)
     assert clear.startswith("B has the best mean test accuracy, 90.0 % ± 1.0 over 3 seeds")
-    assert "10.0 points more than A, which is larger than the spread" in clear
-    assert "not a clear winner" not in clear
+    assert clear.endswith(": by these seeds, the lead may be chance.".replace(":", ";"))  # all differ by the same
+    far[0]["test_accuracy"], near[0]["test_accuracy"] = 0.888, 0.889
+    clear = headline(tmp_path, narrow + far)
+    assert clear.endswith(": better than A, by 95 % intervals over paired seeds.")
     close = headline(tmp_path, narrow + near + far)
-    assert close.endswith("within one standard deviation of C, not a clear winner.")
-    assert "larger" not in close
+    assert close.endswith(": level with C, by 95 % intervals over paired seeds.")
+    assert "better" not in close
 
 
 def test_headline_looks_at_the_wider_of_the_two_spreads(tmp_path: Path) -> None:
     tight = [final("A", i, a) for i, a in enumerate((0.899, 0.900, 0.901))]
     wide = [final("B", i, a) for i, a in enumerate((0.70, 0.85, 0.99))]
-    assert "not a clear winner" in headline(tmp_path, tight + wide)
+    assert "level with B" in headline(tmp_path, tight + wide)
 
 
 def test_headline_claims_nothing_from_one_seed(tmp_path: Path) -> None:
     pair = [final("A", 0, 0.9), final("B", 0, 0.5)]
-    assert "with one seed, 40.0 points more than B may be chance" in headline(tmp_path, pair)
+    assert "90.0 % over one seed; by these seeds, the lead may be chance." in headline(tmp_path, pair)
     assert "no other method" in headline(tmp_path, pair[:1])
     assert "none is best" in headline(tmp_path, [final("A", 0, None)])
+
+
+def test_differences_are_of_paired_seeds() -> None:
+    """The seeds differ by 10 points, and the methods by one: only pairs show it."""
+    accuracies = {"A": [0.60, 0.70, 0.80, 0.90], "B": [0.61, 0.71, 0.809, 0.911], "C": [0.65, 0.65, 0.85, 0.85]}
+    records = [final(name, seed, one) for name, ones in accuracies.items() for seed, one in enumerate(ones)]
+    a, b, c = (row["difference"] for row in summarize(records))
+    assert a is None
+    gaps = [0.01, 0.01, 0.009, 0.011]
+    half = 3.182446 * statistics.stdev(gaps) / 2  # Student's t with three degrees of freedom, at 97.5 %
+    assert (b["to"], b["verdict"], c["verdict"]) == ("A", "better", "level")
+    assert b["interval"] == pytest.approx([0.01 - half, 0.01 + half], rel=1e-5)
+    losses = [
+        record | {"score": None, "test_accuracy": None, "test_loss": record["test_accuracy"]} for record in records
+    ]
+    assert summarize(losses)[1]["difference"]["verdict"] == "worse"
+    assert [row["difference"] for row in summarize([final("A"), final("B")])] == [None, None]  # one seed
+    lost = [final("A", seed, 0.9) for seed in (0, 1)] + [final("B", 0, 0.8), final("B", 1, None)]
+    assert summarize(lost)[1]["difference"] is None
+    told = " ".join(printed(records).split())
+    assert "Differences are to A, paired by seed, with 95 % intervals (t)." in told
+    assert "better" in columns(printed(records))["accuracy"]
+
+
+def test_the_metric_asked_for_first_leads(tmp_path: Path) -> None:
+    record = final("M", metrics={"auc": 0.753, "accuracy": 0.9}, score="accuracy") | {"seed": None}
+    record["test_interval"] = [0.7, 0.8]
+    assert (
+        headline(tmp_path, [record]) == "A private model with AUC 0.753 at epsilon 2.99 (95 % interval 0.700 to 0.800)."
+    )
+    assert cells((tmp_path / "report/index.html").read_text())["M"][:3] == ["0.753", "0.300", "90.0 %"]
+    assert list(columns(printed([record])))[:2] == ["method", "AUC"]
+    first = record | {"metrics": {"accuracy": 0.9, "auc": 0.753}}
+    assert "with 90.0 % accuracy" in headline(tmp_path, [first])
+    ranked = [final("A", metrics={"squared_error": 0.2}), final("B", metrics={"squared_error": 0.1})]
+    assert headline(tmp_path, ranked).startswith("B has the lowest mean test squared_error, 0.100")
+
+
+def test_a_method_without_noise_is_no_part_of_the_statement(tmp_path: Path) -> None:
+    records = [final(name, seed, 0.8 + seed / 100) for name in "AB" for seed in range(3)]
+    records += [final("open", seed, 0.99, epsilon=None, non_private=True) for seed in range(3)]
+    page = words(write(tmp_path, records))
+    assert "not a comparison at equal privacy" not in page
+    assert "protects nobody" not in page
+    assert page.split("Results")[0].count("open") == 0
+    assert "open: trained without noise, so its results may reveal the data. No ε here counts it." in page
+    assert cells((tmp_path / "report/index.html").read_text())["open"][3] == "not private"
+    assert summarize(records)[2]["difference"] is None
+    axes: Any = figures.accuracy_figure(records).axes
+    (during, _) = axes
+    assert [list(line.get_ydata()) for line in during.lines if line.get_linestyle() == "--"] == [
+        pytest.approx([0.99, 0.99])
+    ]
+
+
+def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
+    page = write(tmp_path, [final(curve=final()["curve"][-1:])])
+    assert "<img" not in page
+    assert cells(page).keys() == {"DP-AdamBC"}
+    assert "Seeds" not in words(page)
 
 
 def test_unequal_budgets_are_said(tmp_path: Path) -> None:
@@ -556,7 +619,7 @@ def test_every_image_has_an_alternative_text_and_scrolling_boxes_take_the_keyboa
     attributes = Attributes(page)
     texts = attributes.values("alt")
     assert len(texts) == 2 == sum(name == "src" for _, name, _ in attributes.found)
-    assert "DP-AdamBC 91.2 %" in texts[0]
+    assert texts[0] == "Plots of test accuracy and loss against ε spent, one line per method."
     assert "DP-AdamBC 0.01" in texts[1]
     assert attributes.values("tabindex") == ["0", "0"]
     assert "@media print" in page
@@ -595,7 +658,8 @@ def test_one_private_training_has_its_interval_and_its_model(tmp_path: Path) -> 
     record = final("M", accuracy=0.9) | {"seed": None, "test_interval": [0.85, 0.935]}
     page = write_report([record], {"model": 'load it by privgrad.Head.load("h")'}, tmp_path)
     text = words(page.read_text(encoding="utf-8"))
-    assert "M reaches a test accuracy of 90.0 % (95 % interval 85.0 to 93.5) in one training." in text
+    assert "A private model with 90.0 % accuracy at epsilon 2.99 (95 % interval 85.0 to 93.5)." in text
+    assert "Results" in text.split("Privacy statement")[0]
     assert 'Model load it by privgrad.Head.load("h")' in text
     assert printed([record]).count("One training.") == 1
 
@@ -603,12 +667,12 @@ def test_one_private_training_has_its_interval_and_its_model(tmp_path: Path) -> 
 def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) -> None:
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
-    assert "M reaches a test accuracy of 50.0 % in one training." in words(page)
+    assert "A private model with 50.0 % accuracy at epsilon 1." in words(page)
     assert "The rows whose data these results use are protected by differential privacy with epsilon = 1" in words(page)
     assert "Mean ± one standard deviation over seeds" not in words(page)
     assert "not recorded" in page
     assert "None" not in page.split("</style>")[1]
-    assert sorted(path.name for path in (tmp_path / "deep" / "folder").iterdir()) == ["accuracy.png", "index.html"]
+    assert sorted(path.name for path in (tmp_path / "deep" / "folder").iterdir()) == ["index.html"]
 
 
 @pytest.mark.parametrize(
@@ -626,7 +690,11 @@ def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) ->
 def test_odd_records_still_make_a_report(tmp_path: Path, drawn: None, records: list[dict[str, Any]]) -> None:
     table = cells(write(tmp_path, records))
     assert list(table) == list(dict.fromkeys(record["method"] for record in records))
-    assert pixels(tmp_path / "report" / "accuracy.png").size[0] > 500
+    plots = [tmp_path / "report" / f"{name}.png" for name in ("accuracy", "seeds")]
+    finals = [record for record in records if record["phase"] == "final"]
+    several = [min(len(run["curve"]) for run in finals) > 1, len(finals) > len(table)]
+    assert [path.exists() for path in plots] == several
+    assert all(pixels(path).size[0] > 500 for path in plots if path.exists())
 
 
 def test_a_second_report_leaves_no_plot_of_the_first(tmp_path: Path) -> None:
@@ -756,8 +824,8 @@ def test_the_terminal_shows_noise_steps_and_drops_equal_seeds() -> None:
 
 def test_the_share_of_the_most_frequent_class_is_in_caption_and_headline(tmp_path: Path) -> None:
     records = [final(accuracy=0.853, most_frequent_class=0.848)]
-    assert "The most frequent class alone would have 84.8 %." in " ".join(printed(records).split())
-    assert "The most frequent class alone would have 84.8 %." in write(tmp_path, records)
+    assert "The most frequent class alone has accuracy 84.8 %." in " ".join(printed(records).split())
+    assert "The most frequent class alone has accuracy 84.8 %." in write(tmp_path, records)
     assert "most frequent" not in printed([final(accuracy=0.853)])
 
 
@@ -765,13 +833,18 @@ def test_a_loss_above_that_of_the_class_shares_is_named_with_its_remedy(tmp_path
     told = "The class shares alone would have a smaller loss, 0.569: the probabilities are far off, even if they rank"
     bad, good = final(test_loss=0.81, class_shares_loss=0.5691), final("B", test_loss=0.5, class_shares_loss=0.5691)
     assert told in " ".join(printed([bad]).split())
-    assert "try max_grad_norm = 1" in write(tmp_path, [bad])
+    price = "On public data, or at the cost of another training, try max_grad_norm = 1"
+    assert "max_grad_norm = 1" not in write(tmp_path, [bad])  # a network
+    assert price in write(tmp_path, [bad | {"head": "head", "max_grad_norm": 0.1}])
+    assert "max_grad_norm = 1" not in write(tmp_path, [bad | {"head": "head", "max_grad_norm": 1.0}])
     assert "the probabilities of DP-AdamBC are far off" in " ".join(printed([bad, good]).split())
     assert "class shares" not in printed([good])
     outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": None, "metrics": {}}
     outcome |= {"privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "none", "class_shares_loss": 0.5691}
-    assert told in result_text(outcome | {"loss": 0.81}, [bad])
-    assert "test loss of 0.5000. Total" in result_text(outcome | {"loss": 0.5}, [good])
+    assert told in result_text(outcome | {"loss": 0.81}, [bad | {"score": None}])
+    good |= {"score": None}
+    told = "A private model with loss 0.500 at epsilon 3. Trained by head. Total"
+    assert told in result_text(outcome | {"loss": 0.5}, [good])
 
 
 def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() -> None:
@@ -783,7 +856,7 @@ def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() 
     ]
     records = [*trials, final(accuracy=0.853, test_units=1400)]
     text = result_text(outcome | {"most_frequent_class": 0.848}, records)
-    assert "and the most frequent class alone 84.8 %, which is inside the interval" in text
+    assert "; the most frequent class alone has accuracy 84.8 %, which is inside the interval" in text
     assert "differ by less than their noise, so the choice may be chance." in text
     text = result_text(outcome | {"most_frequent_class": 0.7}, [trials[0], records[-1]])
     assert "inside the interval" not in text
@@ -832,11 +905,11 @@ def test_the_fullest_terminal_table_is_whole_at_80_columns() -> None:
 def test_few_clipped_gradients_are_warned_of(tmp_path: Path, share: float, shown: str, few: int) -> None:
     records = over_grid("A", INSIDE, raw_clip_fraction=share) + over_grid("B", INSIDE)
     page = write(tmp_path, records)
-    assert cells(page)["A"][5].startswith(shown)
-    assert ("⚠ lower C" in cells(page)["A"][5]) is bool(few)
-    assert cells(page)["B"][5] == "50 %"
+    assert cells(page)["A"][-2].startswith(shown)
+    assert ("⚠ lower C" in cells(page)["A"][-2]) is bool(few)
+    assert cells(page)["B"][-2] == "50 %"
     assert page.count('class="warning"') == few
-    said = "⚠ For A, lower C: the noise is made for norms that do not occur. In 5 of 5 final trainings, fewer than 2 %"
+    said = "⚠ Lower C: the noise is made for norms that do not occur. In a final training of A, fewer than 2 %"
     assert (said in words(page)) is bool(few)
     assert ("⚠ low" in printed(records)) is bool(few)
 
@@ -845,13 +918,13 @@ def test_one_seed_that_clips_few_gradients_is_enough_for_a_warning(tmp_path: Pat
     records = over_grid("A", INSIDE)
     records[-1]["raw_clip_fraction"] = 0.01
     page = words(write(tmp_path, records))
-    assert "lower C: the noise is made for norms that do not occur. In 1 of 5 final trainings, fewer than" in page
+    assert "Lower C: the noise is made for norms that do not occur. In a final training of A, fewer than" in page
     assert "40 % ⚠ lower C" in page
 
 
 def test_the_share_clipped_is_marked_not_private(tmp_path: Path) -> None:
     page = words(write(tmp_path, over_grid("A", INSIDE)))
-    assert "Seeds NOT PRIVATE Clipped On floor" in page
+    assert "Noise step u NOT PRIVATE Clipped Seconds" in page
     assert "NOT PRIVATE Clipped: share of gradients that were longer than C" in page
     assert "no ε covers it" in page
     statement = page.split("Privacy statement")[1]
@@ -879,15 +952,16 @@ def test_a_private_run_shows_no_raw_number(tmp_path: Path) -> None:
 def test_the_page_shows_noise_steps_own_values_and_trainings(tmp_path: Path) -> None:
     records = over_grid("A", INSIDE, own=[["momentum", 0.9]], options={"momentum": 0.9, "nesterov": True})
     page = write(tmp_path, records + over_grid("B", INSIDE))
-    assert cells(page)["A"][3] == "0.025 momentum 0.9 inside 0.01 to 0.06"
+    assert cells(page)["A"][4] == "0.025 momentum 0.9 inside 0.01 to 0.06"
     told = words(page)
-    assert "Noise step u Seeds" in told
+    assert "over 5 seeds" in told
+    assert "On floor" not in told
     assert "22 trainings, tuning included: 11 for each method. Trainings Tuning Final All" in told
     assert "A 6 5 11 B 6 5 11 Total 12 10 22" in told
     assert "A: AdamBC (momentum 0.9, nesterov True)" in told
     assert "Validation accuracy in tuning against noise step u; rings mark" in told
     assert "Each point is the best result over all other tuned values, own options included." in told
-    assert "A 0.025, momentum 0.9 (inside 0.01 to 0.06); B 0.025 (inside" in Attributes(page).values("alt")[1]
+    assert "A 0.025, momentum 0.9 (inside 0.01 to 0.06); B 0.025 (inside" in Attributes(page).values("alt")[2]
     mixed = write(tmp_path, [*records, final("B", lr=0.1, noise_step=0.0312, max_grad_norm=1.0)])
     assert cells(mixed)["A"][3].startswith("u 0.025 momentum 0.9")
     assert cells(mixed)["B"][3] == "lr 0.1 u 0.031, measured"
@@ -944,8 +1018,8 @@ def test_the_tuning_plot_of_learning_rates_and_many_values_is_readable() -> None
     figure = figures.tuning_figure(records)
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [
         "Noise step u",
-        "Learning rate",
         "As good as the best",
+        "Learning rate",
         "As good as the best",
     ]
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
@@ -967,6 +1041,7 @@ def test_the_records_of_the_repository_make_reports(
         return bytes(24)
 
     monkeypatch.setattr(figures, "png", made)
+    monkeypatch.setattr(figures, "svg", made)
     records = [json.loads(line) for line in (RESULTS / folder / "runs.jsonl").read_text().splitlines()]
     page = write(tmp_path, records)
     assert list(cells(page)) == list(dict.fromkeys(record["method"] for record in records))

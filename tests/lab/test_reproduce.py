@@ -91,7 +91,8 @@ def test_every_item_runs_small(
     assert found == json.loads((tmp_path / "out" / "table.json").read_text())
     assert json.loads((tmp_path / "out" / "spec.json").read_text())
     lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
-    monkeypatch.setattr(figures, "png", lambda _: bytes(24))  # drawn once will do
+    for form in ("png", "svg"):
+        monkeypatch.setattr(figures, form, lambda _: bytes(24))  # drawn once will do
     again = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--out", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output
     assert (tmp_path / "out" / "runs.jsonl").read_text().splitlines() == lines

@@ -9,7 +9,7 @@ import typer
 from privgrad.accounting import accountant as accounting
 from privgrad.accounting.accountant import Accountant, Release, rounded_up
 from privgrad.accounting.calibration import one_of, steps_of
-from privgrad.cli.console import STDOUT, AsJson, note, print_answer, print_json, print_table
+from privgrad.cli.console import STDOUT, AsJson, note, print_answer, print_json, print_table, tell
 from privgrad.errors import expected, require_integer, require_rate
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
@@ -103,7 +103,7 @@ def _note(facts: Facts, records: Mapping[Path, Ledger]) -> None:
     """Print what the statement says of the epsilon besides the number, and on files that lack something."""
     said = written(facts)
     if facts.privacy_unit == "user":
-        note("the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round")
+        note("the privacy unit is a person with all of their data: num examples and batch sizes count people")
     for sentence in said.sections[0].sentences[said.is_guarantee :]:
         note(sentence)
     for path, record in records.items():
@@ -237,6 +237,7 @@ def statement(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_html(), encoding="utf-8")
+        tell("page", "green", out)
     if form == "registry":
         note(f"a draft: complete what says {UNKNOWN!r}, and have it reviewed before you publish it")
         STDOUT.print_json(data=registry_record(found), indent=None if as_json else 1, highlight=False)

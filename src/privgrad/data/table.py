@@ -46,12 +46,14 @@ def row_codes(function: str, schema: Schema, rows: Mapping[str, Any] | Sequence[
             got = f"no column {', '.join(map(repr, lacking))}" if present else described(row)
             raise expected(function, f"row {number}", "to be a dict with the columns of the training", got, remedy)
     texts = {name: [schemas.text_of(row[name]) for row in given] for name in schema.inputs}
-    return _codes(schema, {name: _taken(function, "the rows", one, texts) for name, one in schema.columns.items()})
+    taken = {name: _taken(function, "the rows", one, texts, few=0.01) for name, one in schema.columns.items()}
+    return _codes(schema, taken)
 
 
-def _taken(function: str, source: str, column: Column, texts: Texts) -> list[Any]:
-    """Return the values of a column as `report` lets them pass."""
+def _taken(function: str, source: str, column: Column, texts: Texts, *, few: float = 0.0) -> list[Any]:
+    """Return the values of a column as `report` lets them pass, which warns if more than the share `few` are odd."""
     values, faults = column.read(texts)
+    faults = [fault for fault in faults if fault.level != "warning" or len(fault.rows) > few * len(values)]
     report(function, f"column {column.name!r} of {source}", faults, column.shown(texts))
     return values
 

@@ -166,6 +166,12 @@ def opened(record: Record) -> Ledger | Budget:
     if isinstance(record, Ledger | Budget):
         return record
     path = Path(record)
+    if path.is_dir():
+        found = " ".join(map(str, sorted(path.rglob("ledger.jsonl"))))
+        remedy = f"give {found or 'a ledger.jsonl, or the file of a budget'}"
+        if (path / TEXT).exists():
+            remedy = f"read {path / TEXT}; for a page, give the ledger of the training"
+        raise expected("privgrad statement", f"{path}", "to be a file", "a folder", remedy)
     return Budget(path) if is_budget(path) else Ledger(path, read_only=True)
 
 

@@ -274,9 +274,8 @@ def _progress_bar(
 ) -> Generator[Callable[[FitResult], None]]:
     """Show a progress bar, or a task in a given one: epsilon, speed and the first number of the last evaluation."""
     plan, bar = private_grad.plan, bars(shown=progress)
-    of_users = plan.privacy_unit == "user"
-    unit = "round" if of_users else "step"
-    task = bar.add_task(f"{unit}s", total=plan.steps, completed=start, note="")
+    unit = "people" if plan.privacy_unit == "user" else "examples"
+    task = bar.add_task("steps", total=plan.steps, completed=start, note="")
     live = bar.console.is_terminal and not bar.disable
     spent: float | None = None
     began, step, covered, warned = time.monotonic(), start, start, False
@@ -286,7 +285,7 @@ def _progress_bar(
         step += 1
         if result.raw_nonfinite_examples and not warned:
             warned = True
-            note(bar, f"NOT PRIVATE: gradients of {unit} {step:,} are not finite (NaN or inf) and count as zero")
+            note(bar, f"NOT PRIVATE: gradients of step {step:,} are not finite (NaN or inf) and count as zero")
         last: dict[str, Any] = result.curve[-1] if result.curve else {}
         if live and step > covered:
             # Accounting takes time. This computes the epsilon of a later step, which is an upper bound for now.
@@ -296,13 +295,13 @@ def _progress_bar(
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
         cost = _epsilon_note(private_grad, spent)
-        rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
+        rate = f"{result.examples_per_second:,.0f} {unit}/s"
         numbers = (f"{k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
         # A line has 80 columns. The words about a simulation take the room of the speed.
         parts = (cost, "" if "simulates" in cost else rate, next(numbers, ""))
         bar.update(task, advance=1, note="  ".join(filter(None, parts)))
 
-    done = f"{start:,} of {plan.steps:,} {unit}s"
+    done = f"{start:,} of {plan.steps:,} steps"
     if 0 < start < plan.steps:
         note(bar, f"resuming after {done}")
     elif start and bar is not progress:  # a comparison says by itself what is complete

@@ -52,7 +52,11 @@ def train(
         move_aside(folder)
     with stoppable(lambda: resuming(folder)):
         records = runner.train(loaded, folder, seed=seed, progress=notes_only() if as_json else True)
-    _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
+    record = records[-1]
+    score = {record["score"]: record["test_accuracy"]} if record["score"] else {}
+    rest = {name: record[name] for name in ("epsilon", "delta", "head", "seconds") if record.get(name) is not None}
+    headline = {**score, **record.get("metrics", {}), "loss": record["test_loss"], **rest}
+    _report(loaded, records, folder, as_json=as_json, headline=headline)
 
 
 def compare(
@@ -195,14 +199,6 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
     STDOUT.print(Text(result_text(outcome, records, with_norm=tunes_norm(spec))))
     head = f"Head: {outcome['head']} (pg.Head.load)\n" if outcome.get("head") else ""
     STDOUT.print(Text(f"Weights: {outcome['model']}\n{head}Report: {outcome['report']}"))
-
-
-def _headline(record: Record) -> dict[str, Any]:
-    """Return the result of one training for `--json`: its metrics by name, the loss, epsilon and delta, the head."""
-    score = {record["score"]: record["test_accuracy"]} if record["score"] else {}
-    names = ("epsilon", "delta", "head", "seconds")
-    rest = {name: record[name] for name in names if record.get(name) is not None}
-    return {**score, **record.get("metrics", {}), "loss": record["test_loss"], **rest}
 
 
 def _report(

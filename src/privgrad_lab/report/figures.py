@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from torch import Tensor
 
@@ -31,10 +31,13 @@ Measured = Callable[[Record], float | None]  # a number of a point of a curve
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MOST_LAYERS = 7
+WIDE, NARROW = 7.6, 3.7  # inches: at the widths of the page and of a phone, an inch is nearly 100 pixels
 # The settings that a user's matplotlibrc could break, and the style of our plots.
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "text.usetex": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "privgrad",
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.1,
     "axes.titlelocation": "left",
@@ -44,6 +47,8 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
 }
+
+_FONTS = b"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
 def _looks(names: Iterable[str], before: str = "") -> dict[str, dict[str, Any]]:
@@ -69,51 +74,59 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
         figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(lines) / columns))
 
 
-def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot score (if there is one) and loss, or mean absolute error, during training; below, each seed at the end."""
+def _measured(records: Sequence[Record]) -> dict[str, str]:
+    """Return what was measured along trainings: the score, if there is one, and the loss or mean absolute error."""
+    score, finals = recorded.score_of(records), recorded.in_phase(records, "final")
+    shown = {"accuracy": score} if any(run.get("test_accuracy") is not None for run in finals) else {}
+    return shown | ({"absolute_error": "mean absolute error"} if score == "R2" else {"loss": "loss"})
+
+
+def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: bool = False) -> Figure:
+    """Plot score (if there is one) and loss, or mean absolute error, along training, or of each seed `at_end`."""
     looks, finals = _looks(recorded.by_method(records)), recorded.by_method(recorded.in_phase(records, "final"))
-    is_scored = any(run.get("test_accuracy") is not None for runs in finals.values() for run in runs)
-    score = recorded.score_of(records)
-    shown = {"accuracy": score} if is_scored else {}
-    shown |= {"absolute_error": "mean absolute error"} if score == "R2" else {"loss": "loss"}
-    lines = sum(1 + look["label"].count("\n") for name, look in looks.items() if name in finals)
-    below, on = 0.9 + 0.28 * lines, recorded.measured_on(records)
-    if narrow or len(shown) == 1:
-        heights = [3.2] * len(shown) + [below] * len(shown)
-        figure = Figure(figsize=(4.8 if narrow else 7.2, sum(heights)))
-        axes = figure.subplots(2 * len(shown), 1, height_ratios=heights)
-    else:
-        figure = Figure(figsize=(10.4, 3.4 + below))
-        axes = figure.subplots(2, 2, height_ratios=[3.4, below]).flatten()
-    for (number, name), during, after in zip(shown.items(), axes, axes[len(shown) :], strict=False):
-        label = f"{on} {name}" + (" (NOT PRIVATE)" if on == "training" else "")
+    shown, lines = _measured(records), sum(1 + looks[method]["label"].count("\n") for method in finals)
+    height, rows = 0.9 + 0.28 * lines if at_end else 2.9, len(shown) if narrow else 1
+    on = recorded.measured_on(records)
+    figure = Figure(figsize=(NARROW if narrow else WIDE, height * rows))
+    axes = figure.subplots(rows, len(shown) // rows, squeeze=False).flatten()
+    for ax, (number, name) in zip(axes, shown.items(), strict=True):
+        label = f"{on} {name}{' (NOT PRIVATE)' * (on == 'training')}"
         for row, (method, runs) in enumerate(finals.items()):
-            _draw_curve(during, row, runs, looks[method], methodcaller("get", number), _along(records))
-            _draw_seeds(after, row, runs, looks[method], f"test_{number}")
-        if not during.lines:
-            during.text(0.5, 0.5, "no curve was recorded", ha="center", transform=during.transAxes)
-        along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
-        during.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
-        after.set(title="At the end, every seed", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
-        names = [looks[method]["label"] for method in finals] if narrow or after is axes[len(shown)] else []
-        after.set_yticks(range(len(finals)), names or [""] * len(finals))
-        after.locator_params(axis="x", nbins=5)
-        if number == "accuracy":
-            during.set_ylim(top=min(during.get_ylim()[1], 1.005))  # no tick above 100 %
-        if number == "accuracy" and score != "R2":
-            during.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-            after.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-        elif number == "loss":
-            drawn = [float(y) for line in during.lines for y in np.asarray(line.get_ydata())]
-            if drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
-                during.set_yscale("log")
-    add_legend(figure, axes[:1])
+            if at_end:
+                _draw_seeds(ax, row, runs, looks[method], f"test_{number}")
+                continue
+            _draw_curve(ax, row, runs, looks[method], methodcaller("get", number), _along(records))
+            if runs[0].get("non_private") and (ends := recorded.numbers(runs, f"test_{number}")):  # spends no epsilon
+                look = {"color": looks[method]["color"], "label": looks[method]["label"]}
+                ax.axhline(statistics.fmean(ends), **look, linestyle="--", zorder=1)
+        if at_end:
+            ax.set(title="At the end, every seed", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
+            names = [looks[method]["label"] for method in finals] if narrow or ax is axes[0] else []
+            ax.set_yticks(range(len(finals)), names or [""] * len(finals))
+            ax.locator_params(axis="x", nbins=4)
+        else:
+            along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
+            ax.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
+        if number == "accuracy" and name != "R2":
+            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(_percent)
+        drawn = [float(y) for line in ax.lines for y in np.asarray(line.get_ydata())]
+        if number == "loss" and not at_end and drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
+            ax.set_yscale("log")
+        if number == "accuracy" and not at_end:
+            ax.set_ylim(top=min(ax.get_ylim()[1], 1.005))  # no tick above 100 %
+    if not at_end:
+        add_legend(figure, axes[:1])
     return figure
 
 
+def _percent(share: float, _: object) -> str:
+    return f"{100 * share:.4g} %"
+
+
 def _along(records: Sequence[Record]) -> str:
-    """Return what curves are plotted against: "epsilon", or "step" for simulations, whose epsilon is infinite."""
-    return "epsilon" if recorded.simulated_epsilon(records) is None else "step"
+    """Return what curves are plotted against: "epsilon", or "step" if every epsilon is infinite."""
+    finals = recorded.in_phase(records, "final")
+    return "epsilon" if any(recorded.is_finite(run.get("epsilon")) for run in finals) else "step"
 
 
 def _draw_curve(ax: Axes, row: int, runs: Sequence[Record], look: Look, measured: Measured, along: str) -> None:
@@ -133,8 +146,8 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     shown = sorted({round(i * (len(groups) - 1) / 3) for i in range(4)}) if len(groups) > 4 else range(len(groups))
     columns: list[tuple[str, int | None]] = [("all examples", None)]
     columns += [(group_title(groups[index]), index) for index in shown]
-    figure = Figure(figsize=(4.8, 2.3 * len(columns)) if narrow else (2.7 * len(columns), 5))
-    axes = figure.subplots(len(columns), 2) if narrow else figure.subplots(2, len(columns)).T
+    figure = Figure(figsize=(NARROW if narrow else WIDE, 2.3 * len(columns) * (1 + narrow)))
+    axes = figure.subplots(len(columns) * (1 + narrow), 2 - narrow).reshape(len(columns), 2)
     for (title, index), pair in zip(columns, axes, strict=True):
         for ax, number in zip(pair, ("loss", "accuracy"), strict=True):
             measured = partial(_of_group, number, index)
@@ -143,7 +156,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
             ax.set_title(title, fontsize=9)
             ax.set(ylabel=number, xlabel={"epsilon": "ε", "step": "step"}[_along(records)])
             if number == "accuracy":
-                ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+                ax.yaxis.set_major_formatter(_percent)
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
     _warn(figure, "On training examples: NOT PRIVATE")
     add_legend(figure, axes[0][:1])
@@ -167,27 +180,16 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Look, key: str
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
     looks, names = _looks(recorded.by_method(records)), recorded.tuned_names(records)
-    columns = 1 if narrow or len(names) == 1 else 2
-    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
     found = {name: judged(records, name) for name in names}
-    lines = (sum(1 + looks[method]["label"].count("\n") for method in shown) for shown in found.values())
-    below = 0.6 + 0.28 * max(lines, default=0)
-    heights = [height for row in rows for height in ([3.6, below] if any(found[name] for name in row) else [3.6])]
-    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], sum(heights) + 0.4))
-    grid = iter(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights))
-    drawn: list[Axes] = []
-    for row in rows:
-        axes, strips = next(grid), next(grid) if any(found[name] for name in row) else []
-        for ax, name in zip(axes, row, strict=False):
-            _draw_tuned(ax, name, records, looks)
-            drawn.append(ax)
-        for strip, ax, name in zip(strips, axes, row, strict=False):
-            if found[name]:
-                _draw_plateaus(strip, found[name], looks, ax)
-                drawn.append(strip)
-    for ax in set(figure.axes) - set(drawn):
-        ax.remove()
-    add_legend(figure, drawn[:1])
+    lines = {name: sum(1 + looks[m]["label"].count("\n") for m in shown) for name, shown in found.items()}
+    heights = [height for name in names for height in ([3.4, 0.6 + 0.28 * lines[name]] if found[name] else [3.4])]
+    figure = Figure(figsize=(NARROW if narrow else WIDE, sum(heights) + 0.4))
+    axes = iter(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights).flatten())
+    for name in names:
+        _draw_tuned(above := next(axes), name, records, looks)
+        if found[name]:
+            _draw_plateaus(next(axes), found[name], looks, above)
+    add_legend(figure, figure.axes[:1])
     return figure
 
 
@@ -209,7 +211,7 @@ def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[s
         ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
     _mark_tried(ax, values)
     if by == "validation_accuracy" and recorded.score_of(records) != "R2":
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
 
 
 def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Look], above: Axes) -> None:
@@ -255,7 +257,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
             panels[method].remove("fraction_floored")
     columns = 1 if narrow else max(map(len, panels.values()))
     rows = sum(map(len, panels.values())) if narrow else len(panels)
-    figure = Figure(figsize=(4.8 if narrow else 3.46 * columns, 2.3 * rows))
+    figure = Figure(figsize=(NARROW if narrow else WIDE, 2.3 * rows))
     grid = figure.subplots(rows, columns, squeeze=False)
     places = iter(grid.flatten())
     compared: list[Axes] = []
@@ -301,7 +303,7 @@ def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mappin
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.axhline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
     else:
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
         ax.set_ylim(-0.05, 1.05)
 
 
@@ -322,7 +324,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
     shown = {method: counts for method, counts in found.items() if counts}
     columns = 1 if narrow else min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], 2.9 * rows + 0.3))
+    figure = Figure(figsize=(NARROW if narrow else WIDE, 2.9 * rows + 0.3))
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax, (method, found) in zip(axes, shown.items(), strict=False):
         for kind, (label, color, line) in _KINDS.items():
@@ -332,7 +334,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
         ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
         ax.set(title=method_label(method), xscale="log", ylabel="coordinates")
         ax.set_xlabel("second moment / variance of the noise")
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
     for ax in axes[len(shown) :]:
         ax.remove()
     _warn(figure)
@@ -344,13 +346,19 @@ def _warn(figure: Figure, text: str = "NOT PRIVATE") -> None:
     figure.suptitle(text, fontsize=9, ha="right", x=0.99)
 
 
-def png(draw: Callable[[], Figure]) -> bytes:
-    """Return the figure that `draw` makes as a PNG file, in the style of our plots."""
+def svg(draw: Callable[[], Figure]) -> bytes:
+    """Return the figure that `draw` makes as an SVG file, whose text is in the font of the reader's system."""
+    return png(draw, form="svg").replace(b"'DejaVu Sans'", _FONTS)
+
+
+def png(draw: Callable[[], Figure], form: str = "png") -> bytes:
+    """Return the figure that `draw` makes as a file, in the style of our plots."""
     buffer = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(_STYLE):
         # A method's name in a script that the font lacks is drawn as boxes; the page shows it correctly.
         warnings.filterwarnings("ignore", message="Glyph")
-        draw().savefig(buffer, format="png", dpi=170)
+        more: dict[str, Any] = {"metadata": {"Date": None}, "transparent": True} if form == "svg" else {"dpi": 170}
+        draw().savefig(buffer, format=form, **more)
     return buffer.getvalue()
 
 

@@ -30,7 +30,10 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
     norms |= {m: f"{norms[m]}, moved by {rule}" for m, rule in moved.items() if rule != "none"}
     averages = {m: _described("filter", record) for m, record in finals.items()}
     groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
-    ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
+    private = [record for record in records if not record.get("non_private")] or records
+    others = {_run(spec, record).folder(out).name for record in records if record not in private}
+    paths = (path for path in sorted(out.glob("runs/*/ledger.jsonl")) if path.parent.name not in others)
+    ledgers = {path.parent.name: Ledger(path, read_only=True) for path in paths}
     facts = [ledger.plan_facts for ledger in ledgers.values()]
     drawn_by = {name for fact in facts for name in str(fact["noise_generator"]).split("; ")}
     statistics = {str(fact["norm_statistic"]) for fact in facts if fact.get("norm_statistic")}
@@ -56,7 +59,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "privacy_unit": plan.privacy_unit,
         }
         | ({"norm_statistic": "; ".join(sorted(statistics))} if statistics else {}),
-        "total_epsilon": _total_epsilon(spec, records, ledgers),
+        "total_epsilon": _total_epsilon(spec, private, out, ledgers),
         "doubts": doubts(list(ledgers.values())),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -67,10 +70,13 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
 def _model(spec: Spec, record: Record, out: Path) -> str:
     if record.get("head") is not None:
         return f'load it by privgrad.Head.load("{record["head"]}")'
-    (method,) = (method for method in spec.methods if method.name == record["method"])
-    name = Run(method, candidate_of(record), record["seed"], record["phase"]).name
-    key = "averaged" if spec.run.ema_decay else "model"
-    return f'torch.load("{out / "runs" / name / "checkpoint.pt"}")["{key}"] is its state dict; the file is private'
+    path, key = _run(spec, record).folder(out) / "checkpoint.pt", "averaged" if spec.run.ema_decay else "model"
+    return f'torch.load("{path}")["{key}"] is its state dict; the file is private'
+
+
+def _run(spec: Spec, record: Record) -> Run:
+    method = next(method for method in spec.methods if method.name == record["method"])
+    return Run(method, candidate_of(record), record["seed"], record["phase"])
 
 
 def _described(part: str, record: Record) -> str:
@@ -117,19 +123,18 @@ def _by_method(values: Mapping[str, str]) -> str:
     return next(iter(values.values()), "")
 
 
-def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
+def _total_epsilon(spec: Spec, records: Sequence[Record], out: Path, ledgers: Mapping[str, Ledger]) -> Record | None:
     """Return the total cost of all trainings in a folder, from their ledgers; None if that of a record is missing."""
-    methods = {method.name: method for method in spec.methods}
     for record in records:
-        run = Run(methods[record["method"]], candidate_of(record), record["seed"], record["phase"])
+        run = _run(spec, record)
         tuned = replace(run, phase="tuning")  # a final run that repeats a tuning run has no folder of its own
-        if not {run.name, tuned.name} & ledgers.keys():
+        if not {run.folder(out).name, tuned.folder(out).name} & ledgers.keys():
             return None
     releases = [release for ledger in ledgers.values() for release in ledger.charged]
     return {
         "value": epsilon(releases, delta=spec.privacy.delta),
         "runs": len(ledgers),
-        "covered": True,
+        "others": any(method.non_private for method in spec.methods),
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
         "simulated": "all" if spec.privacy.simulate > 1 else "tuning" if spec.tuning_scale > 1 else None,
     }

@@ -18,13 +18,12 @@ from privgrad.statement.facts import Facts
 from privgrad.statement.text import written
 from privgrad.types import SHUFFLED
 from privgrad_lab import records as recorded
-from privgrad_lab.metrics import title
 from privgrad_lab.records import Record
 from privgrad_lab.report import figures, texts
 
 
 def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
+    """Write index.html; write accuracy, seeds, tuning, groups, diagnosis and moments.png if there is what they show.
 
     `metadata` is that of `metadata_of`; each of its entries may be missing. The result is the path of index.html, which
     embeds its plots and needs no other file. The results on it are NOT private for the examples on which they were
@@ -45,24 +44,29 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     if total is not None:
         given = {key: value for key, value in total.items() if value is not None or key == "value"}
         total = texts.total_text({"runs": privacy["runs"]} | given, tuned=bool(names))
+    told = texts.method_texts(records)
+    said = written(_facts(records, metadata, privacy))
+    headline = _headline(records, rows, protects=said.is_guarantee and privacy["covered"] is not False)
     page = template("page.html.j2").render(
         metadata=metadata,
         plan=plan,
         on=recorded.measured_on(records),
-        score=score,
+        score=recorded.lead_of(records),
         measured=f"{score} and {'mean absolute error' if score == 'R2' else 'loss'}",
-        headline=f"{_headline(records, rows)} {texts.constants_text(records)}".rstrip(),
-        rows=texts.method_texts(records),
+        headline=headline,
+        constants=texts.constants_text(records),
+        differences=texts.differences_text(rows),
+        without_noise=texts.open_text(rows),
+        rows=told,
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],
         trainings=texts.trainings_text(rows),
-        few_clipped=_few_clipped(records),
         images=_draw_into(folder, records),
         privacy=privacy,
-        said=written(_facts(records, metadata, privacy)),
+        said=said,
         simulated=texts.SIMULATED,
         total=total,
-        metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
+        metrics=list(dict.fromkeys(name for row in told for name in row["metrics"])),
         tuned_by=by[0].upper() + by[1:],
         tuned=[texts.TUNED_TITLES[name] for name in names],
         of_users=any(map(recorded.trains_locally, records)),
@@ -73,15 +77,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
-
-
-def _few_clipped(records: Sequence[Record]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for method, runs in recorded.by_method(recorded.in_phase(records, "final")).items():
-        shares = [run["raw_clip_fraction"] for run in runs if run.get("raw_clip_fraction") is not None]
-        if few := [share for share in shares if share < recorded.FEW_CLIPPED]:
-            found[method] = f"{len(few)} of {len(runs)} final trainings" if len(runs) > 1 else "its final training"
-    return found
 
 
 def _optimizer(record: Record) -> str | None:
@@ -122,10 +117,12 @@ def _second_moment(optimizer: str | None) -> SecondMoment:
 
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """Draw plots and write the wide ones; return, by plot, "wide" and "narrow" as base64, and its "size" there."""
-    watched = recorded.diagnosed(records)
+    """Draw plots and write the wide ones as PNG; return, by plot, "wide" and "narrow" as SVG in base64."""
+    watched, finals = recorded.diagnosed(records), recorded.by_method(recorded.in_phase(records, "final")).values()
+    moves = any(all(len(run.get("curve") or ()) > 1 for run in runs) for runs in finals)
     draws = {
-        "accuracy": (True, figures.accuracy_figure),
+        "accuracy": (moves, figures.accuracy_figure),
+        "seeds": (any(len(runs) > 1 for runs in finals), partial(figures.accuracy_figure, at_end=True)),
         "tuning": (recorded.tuned_names(records), figures.tuning_figure),
         "groups": (recorded.groups_of(records), figures.groups_figure),
         "diagnosis": (watched, figures.diagnosis_figure),
@@ -136,14 +133,10 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
         # A plot of an earlier report in this folder would show other runs.
         (folder / f"{name}.png").unlink(missing_ok=True)
         if is_shown:
-            wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
-            (folder / f"{name}.png").write_bytes(wide)
-            images[name] = {
-                "wide": base64.b64encode(wide).decode(),
-                "narrow": base64.b64encode(narrow).decode(),
-                # A plot with one column gets the width of one column of the other plots.
-                "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
-            }
+            (folder / f"{name}.png").write_bytes(figures.png(partial(draw, records)))
+            sizes = {"wide": False, "narrow": True}
+            drawn = {size: figures.svg(partial(draw, records, narrow=narrow)) for size, narrow in sizes.items()}
+            images[name] = {size: base64.b64encode(image).decode() for size, image in drawn.items()}
     return images
 
 
@@ -157,37 +150,33 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
-    on, score = recorded.measured_on(records), recorded.score_of(records)
-    finite = (row for row in rows if recorded.is_finite(row["test_accuracy_mean"]))
-    ranked = sorted(finite, key=lambda row: -row["test_accuracy_mean"])
+def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], *, protects: bool) -> str:
+    """Return the result in a sentence: that of a private training, or the best mean and what is level with it."""
+    on, key, name = recorded.measured_on(records), recorded.leading(records), recorded.lead_of(records)
+    private = [row for row in rows if not row["non_private"]] or rows
+    finite = (row for row in private if recorded.is_finite(row["lead"]["mean"]))
+    ranked = sorted(finite, key=lambda row: row["lead"]["mean"], reverse=not recorded.is_cost(key))
     if not ranked:
-        scored = any(record.get("score", "accuracy") is not None for record in records)
-        losses = [row for row in rows if recorded.is_finite(row["test_loss_mean"])]
-        if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
-            best = min(losses, key=lambda row: row["test_loss_mean"])
-            return f"{best['method']} has the lowest mean {on} loss, {texts.row_texts(best)['loss']}; see the spread."
-        return f"No method has a {on} {score} for all of its final runs, so none is best."
+        return f"No method has a {on} {name} for all of its final runs, so none is best."
     best, *rest = ranked
-    reached = texts.row_texts(best)["accuracy"]
-    over = f"{reached} over one seed" if best["seeds"] == 1 else f"{reached} over {best['seeds']} seeds"
+    text = texts.row_texts(best)
     if len(records) == 1 and records[0].get("seed") is None:  # a single training without a research seed
         ends = records[0].get("test_interval")
-        within = "" if ends is None else f" ({texts.interval_text(ends, score)})"
-        return f"{best['method']} reaches a {on} {score} of {reached}{within} in one training."
+        within = "" if ends is None else f" ({texts.interval_text(ends, text['score'])})"
+        if protects:
+            return f"{texts.private_text(name, text['lead'], best['epsilon'])}{within}."
+        return f"{best['method']} reaches a {on} {name} of {text['lead']}{within} in one training."
+    over = f"{text['lead']} over {best['seeds'] if best['seeds'] > 1 else 'one'} seed{'s' * (best['seeds'] > 1)}"
     if not rest:
-        return f"{best['method']} reaches a {on} {score} of {over}; there is no other method to compare it with."
-    lead, second = f"{best['method']} has the best mean {on} {score}, {over}", rest[0]["method"]
-    gaps = [best["test_accuracy_mean"] - row["test_accuracy_mean"] for row in rest]
-    ahead = f"{texts.number_text(gaps[0], score, ' points')} more than {second}"
-    if best["test_accuracy_std"] is None or rest[0]["test_accuracy_std"] is None:
-        return f"{lead}; with one seed, {ahead} may be chance."
-    stds = [max(best["test_accuracy_std"], row["test_accuracy_std"] or 0.0) for row in rest]
-    if close := [row["method"] for row, gap, std in zip(rest, gaps, stds, strict=True) if gap <= std]:
-        return f"{lead}: within one standard deviation of {' and '.join(close)}, not a clear winner."
-    std = texts.number_text(stds[0], score, " points")
-    return f"{lead}: {ahead}, which is larger than the spread over seeds (one standard deviation is at most {std})."
+        return f"{best['method']} reaches a {on} {name} of {over}; there is no other method to compare it with."
+    lead = f"{best['method']} has the {'lowest' if recorded.is_cost(key) else 'best'} mean {on} {name}, {over}"
+    finals = recorded.by_method(recorded.in_phase(records, "final"))
+    found = {row["method"]: recorded.difference(finals[best["method"]], finals[row["method"]], key) for row in rest}
+    if None in found.values():
+        return f"{lead}; by these seeds, the lead may be chance."
+    if close := [method for method, gap in found.items() if gap and gap["verdict"] != "better"]:
+        return f"{lead}: level with {' and '.join(close)}, by 95 % intervals over paired seeds."
+    return f"{lead}: better than {' and '.join(found)}, by 95 % intervals over paired seeds."
 
 
 def _short(value: Any) -> str:
@@ -198,6 +187,8 @@ def _short(value: Any) -> str:
 
 
 def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    records = [record for record in records if not record.get("non_private")] or records
+    rows = [row for row in rows if not row["non_private"]] or rows
     epsilon = recorded.summary_row("all", records)["epsilon"]
     fixed = [row["method"] for row in rows if row["sampling"] == SHUFFLED]
     budgets = {row["epsilon"] for row in rows if row["seeds"]}
@@ -208,7 +199,6 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         "fixed": ", ".join(fixed),
         # Runs of one plan differ in epsilon at most by rounding.
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
-        "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
         # None: not recorded
         "covered": False if fixed else all(row["sampling"] is not None for row in rows) or None,
         "runs": sum(row["trainings"] for row in rows),

@@ -12,9 +12,9 @@ from privgrad.accounting.mechanisms import Release, Selection, Split
 from privgrad.statement.text import Statement
 from privgrad_lab.metrics import is_paid, title
 from privgrad_lab.prices import Price, Way, public_count, tunes_norm
-from privgrad_lab.records import Record, own_text, score_of
+from privgrad_lab.records import Record, lead_of, own_text, score_of
 from privgrad_lab.report.page import template
-from privgrad_lab.report.texts import epsilon_text, interval_text, losses_text, number_text
+from privgrad_lab.report.texts import clips_hard, epsilon_text, interval_text, losses_text, number_text, private_text
 from privgrad_lab.spec import Spec, TuningTable
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
@@ -40,34 +40,35 @@ def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
 
 
 def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_norm: bool = False) -> str:
-    """Return the result as one or two sentences, for the terminal and for the page; with C if `with_norm`."""
+    """Return the result in sentences, for the terminal and for the page; with C if `with_norm`."""
     last = next(record for record in records if record["phase"] == "final")
     chosen = [f"C {outcome['max_grad_norm']:g}"] if with_norm else []
     chosen += [f"u {outcome['noise_step']:g}"] if outcome["noise_step"] is not None else []
     chosen += filter(None, [own_text(outcome["own"])])
-    text = f"{outcome['method']} ({', '.join(chosen)})" if chosen else str(outcome["method"])
-    score, ends, reached = score_of(records), outcome.get("interval"), outcome.get("r2", outcome.get("accuracy"))
-    if reached is None:
-        text += f" has a test loss of {outcome['loss']:.4f}"
-    else:
-        unit = "persons" if outcome["privacy_unit"] == "user" else "examples"
-        text += f" reaches a test {score} of {number_text(reached, score)} "
-        text += f"({interval_text(ends, score)}, from {last['test_units']:,} test {unit})"
+    score, lead, reached = score_of(records), lead_of([last]), outcome.get("r2", outcome.get("accuracy"))
+    found = {"loss": (outcome["loss"], None)} if reached is None else {score: (reached, outcome.get("interval"))}
+    found |= {title(name): (one, outcome["intervals"][name]) for name, one in outcome["metrics"].items()} | found
+    kinds = {name: name if name == score else "" for name in found}
+    shown = {name: number_text(value, kinds[name]) for name, (value, _) in found.items()}
+    text = f"{private_text(lead, shown[lead], outcome['epsilon'])}. Trained by {outcome['method']}"
+    text += f" ({', '.join(chosen)})" if chosen else ""
+    if reached is not None:
+        unit = "people" if outcome["privacy_unit"] == "user" else "examples"
+        told = (f"{name} {shown[name]} ({interval_text(ends, kinds[name])})" for name, (_, ends) in found.items())
+        text += f". On {last['test_units']:,} test {unit}: {'; '.join(told)}"
         if (share := outcome.get("most_frequent_class")) is not None:
-            text += f", and the most frequent class alone {100 * share:.1f} %"
-            text += ", which is inside the interval" if ends and ends[0] <= share <= ends[1] else ""
-    for name, value in outcome["metrics"].items():
-        shown = f"; {title(name)} {number_text(value)} ({interval_text(outcome['intervals'][name])})"
-        text += "" if title(name) == score else shown
+            text += f"; the most frequent class alone has accuracy {100 * share:.1f} %"
+            low, high = outcome.get("interval") or (1.0, 0.0)
+            text += ", which is inside the interval" if low <= share <= high else ""
     tuned_by = sorted((r["tuning_score"] for r in records if r["phase"] == "tuning"), reverse=True)
     noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
         text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
-    constant = outcome.get("class_shares_loss")
-    text += "." if constant is None or outcome["loss"] <= constant else f". {losses_text(constant)}"
+    if (constant := outcome.get("class_shares_loss")) is not None and outcome["loss"] > constant:
+        text += f". {losses_text(constant, of_head=clips_hard(outcome))[:-1]}"
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     cost = f"ε = {epsilon_text(outcome['epsilon'])} at δ = {rounded_up(outcome['delta'])}"
-    return f"{text} Total {cost}{tuned[outcome['way']]}."
+    return f"{text}. Total {cost}{tuned[outcome['way']]}."
 
 
 def write_page(
@@ -94,9 +95,11 @@ def write_page(
         if record["phase"] == "tuning"
     ]
     last = next(record for record in records if record["phase"] == "final")
+    headline, _, result = result_text(outcome, records, with_norm=tunes_norm(spec)).partition(". ")
     page = template("paid.html.j2").render(
         title=spec.title,
-        headline=result_text(outcome, records, with_norm=tunes_norm(spec)),
+        headline=headline,
+        result=result,
         with_norm=tunes_norm(spec),
         way=WAYS[price.way],
         paid=[line for release in price.releases for line in _lines(release, spec)],
@@ -114,8 +117,8 @@ def write_page(
             "Data": last["data"],
             "Optimizer": last["optimizer"],
             "Clipping norm C": f"{last['max_grad_norm']:g}",
-            "Noise step u": "–" if last["noise_step"] is None else f"{last['noise_step']:g}",
-            "Own options": own_text(last["own"]) or "–",
+            **({} if last["noise_step"] is None else {"Noise step u": f"{last['noise_step']:g}"}),
+            **({"Own options": own_text(last["own"])} if last["own"] else {}),
             "Noise multiplier σ": f"{price.noise_multiplier:.4g}",
             "Expected batch size B": spec.privacy.expected_batch_size,
             "Steps T": spec.privacy.steps,

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from privgrad.accounting.accountant import two_decimals_up
+from privgrad.accounting.accountant import rounded_up, two_decimals_up
 from privgrad.types import SHUFFLED
 from privgrad_lab import records as recorded
 from privgrad_lab.metrics import title
@@ -102,11 +102,18 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
     cost, simulated = epsilon_text(row["epsilon"]), row["simulates_epsilon"]
     if recorded.is_finite(simulated):
         cost = f"∞ (simulates {epsilon_text(simulated)})"
+    reached = _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], row["score"])
+    metrics = {title(name): _spread_text(found["mean"], found["std"]) for name, found in row["metrics"].items()}
+    metrics |= {} if row["test_accuracy_mean"] is None else {row["score"]: reached}
+    loss = _spread_text(row["test_loss_mean"], row["test_loss_std"])
+    score = row["score"] if row["lead"]["metric"] == row["score"] else ""  # as `number_text` takes it
     return {
         "method": row["method"],
-        "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], row["score"]),
-        "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"]),
-        "metrics": {title(name): _spread_text(found["mean"], found["std"]) for name, found in row["metrics"].items()},
+        "lead": {**metrics, "loss": loss}.get(row["lead"]["metric"], reached),
+        "loss": loss,
+        "metrics": {name: text for name, text in metrics.items() if name != row["lead"]["metric"]},
+        "score": score,
+        "difference": difference_texts(row["difference"], score),
         "epsilon": cost if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == SHUFFLED,
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
@@ -130,6 +137,14 @@ def number_text(value: float, score: str = "", unit: str = " %") -> str:
     if score not in ("", "R2"):
         return f"{100 * value:.1f}{unit}"
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.1f}"  # an error in the units of a label may be large
+
+
+def difference_texts(found: Mapping[str, Any] | None, score: str = "") -> list[str]:
+    """Return a difference of two methods, its interval and its verdict; an empty list for None."""
+    if found is None:
+        return []
+    center, low, high = (number_text(one, score, "") for one in (found["mean"], *found["interval"]))
+    return [center, f"({low} to {high})", found["verdict"]]
 
 
 def interval_text(ends: Sequence[float] | None, score: str = "") -> str:
@@ -180,6 +195,25 @@ def epsilon_text(epsilon: float | None) -> str:
     return two_decimals_up(epsilon)
 
 
+def private_text(name: str, reached: str, epsilon: float) -> str:
+    """Return the result of a private training in words: "A private model with 94.0 % accuracy at epsilon 3", say."""
+    what = f"{reached} {name}" if reached.endswith("%") else f"{name} {reached}"
+    return f"A private model with {what} at epsilon {rounded_up(epsilon, 3)}"
+
+
+def differences_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the differences of `summarize` rows are, in one sentence; "" without any."""
+    found = next((row["difference"] for row in rows if row["difference"] is not None), None)
+    what = "paired by seed, with 95 % intervals (t). Level: the interval holds 0."
+    return "" if found is None else f"Differences are to {found['to']}, {what}"
+
+
+def open_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on the methods of `summarize` rows that train without noise; "" without any."""
+    names = " and ".join(row["method"] for row in rows if row["non_private"])
+    return f"{names}: trained without noise, so its results may reveal the data. No ε here counts it." if names else ""
+
+
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     """Describe the total cost of all trainings on the same data, from `metadata_of`, in one or two sentences."""
     runs, cost = total["runs"], epsilon_text(total["value"])
@@ -193,8 +227,9 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
         return f"Only this training is counted here: it cost ε = {cost}{given}."
     tuning = ", tuning included" if tuned else ""
     save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
+    what = f"{runs} trainings{' with noise' if total.get('others') else ''}"
     return (
-        f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
+        f"These {what} used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
         f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
     )
 
@@ -203,21 +238,26 @@ def constants_text(records: Sequence[Record]) -> str:
     """Return what models without inputs would reach, in one or two sentences; "" if that is not recorded."""
     finals = recorded.in_phase(records, "final")
     shares = {share for record in finals if (share := record.get("most_frequent_class")) is not None}
-    texts = [f"The most frequent class alone would have {100 * shares.pop():.1f} %."] if len(shares) == 1 else []
+    texts = [f"The most frequent class alone has accuracy {100 * shares.pop():.1f} %."] if len(shares) == 1 else []
     for constant in sorted({record["class_shares_loss"] for record in finals if "class_shares_loss" in record})[:1]:
-        worse = {record["method"] for record in finals if (record["test_loss"] or 0.0) > constant}
+        worse = [record for record in finals if (record["test_loss"] or 0.0) > constant]
+        names = sorted({record["method"] for record in worse})
         several = len({record["method"] for record in finals}) > 1
-        texts += [losses_text(constant, sorted(worse) if several else [])] if worse else []
+        texts += [losses_text(constant, names if several else [], of_head=any(map(clips_hard, worse)))] if worse else []
     return " ".join(texts)
 
 
-def losses_text(constant: float, methods: Sequence[str] = ()) -> str:
+def clips_hard(record: Mapping[str, Any]) -> bool:
+    """Return whether a run trained a head with so small a C that its probabilities cannot follow."""
+    return record.get("head") is not None and (record.get("max_grad_norm") or 1.0) < 1.0
+
+
+def losses_text(constant: float, methods: Sequence[str] = (), *, of_head: bool) -> str:
     """Return a sentence for a test loss (of `methods`, if there are several) above that of the class shares."""
     of = f" of {', '.join(methods)}" if methods else ""
-    return (
-        f"The class shares alone would have a smaller loss, {constant:.3f}: the probabilities{of} are far off, even if "
-        "they rank well. For a head, try max_grad_norm = 1 (docs/before-training.md, Probabilities)."
-    )
+    text = f"The class shares alone would have a smaller loss, {constant:.3f}: the probabilities{of} are far off"
+    advice = " On public data, or at the cost of another training, try max_grad_norm = 1 (docs/before-training.md)."
+    return f"{text}, even if they rank well.{advice if of_head else ''}"
 
 
 _LEAST_ROOM = 16  # for the names of methods, if they are as long; with less room, other columns become narrower
@@ -227,12 +267,12 @@ def summary_table(records: Iterable[Record]) -> Table:
     """Return the rows of `summarize` as a table for a terminal of 80 columns, NOT private as the records."""
     records = list(records)
     rows, texts = recorded.summarize(records), method_texts(records)
-    title, score = rate_title(rows), recorded.score_of(records)
+    title = rate_title(rows)
     columns = {
         "method": [row["method"] for row in texts],
-        score: [row["accuracy"] for row in texts],
+        recorded.lead_of(records): ["\n".join([row["lead"], *row["difference"][:0:-1]]) for row in texts],
         "loss": [row["loss"] for row in texts],
-        "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items() if k != score) for row in texts],
+        "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items()) for row in texts],
         "ε": [row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "") for row in texts],
         title: ["\n".join([row["rate"], *row["others"], *row["own"], *row["marks"]]) for row in texts],
         "seeds": [row["seeds"] for row in texts],
@@ -269,7 +309,7 @@ def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]
         columns["clipped\nfloored"] = ["\n".join((one.replace("\n⚠ low", " ⚠"), other)) for one, other in both]
     for name in [*(name for name in columns if name not in ("method", "metrics", title)), "metrics", title]:
         if not fits() and name in columns:  # a spread, a metric or a tuned value has a line of its own
-            breaks = r"() (?=±|\()|(?<=not|ver) |(?<=simulates) "
+            breaks = r"() (?=±|\(|to )|(?<=not|ver) |(?<=simulates) "
             breaks = r"^(mean absolute error|[\w@]+) " if name in ("metrics", title) else breaks
             columns[name] = [re.sub(breaks, r"\1\n", cell, flags=re.MULTILINE) for cell in columns[name]]
     return columns
@@ -288,15 +328,15 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
     over = {0: "", 1: one} if len(counts) == 1 else {}
     seeds = over.get(next(iter(counts), 0), spread)
-    lines = [f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these."]
-    lines += filter(None, [constants_text(records)])
-    if recorded.simulated_epsilon(records) is not None:
-        lines.append(SIMULATED)
-    if any(row["rate"] == "noise_step" for row in rows):
-        lines.append("u: noise step.")
-    if any(row["clipped"] != "–" for row in texts):
-        low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
-        lines.append(f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}.")
-    used = {mark for row in texts for mark in row["marks"]}
-    lines += [f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if mark in used]
-    return "\n".join([*lines, *filter(None, [trainings_text(rows)])]).strip()
+    low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
+    clipped = f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}."
+    lines = (
+        f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these.".lstrip(),
+        *(constants_text(records), differences_text(rows), open_text(rows)),
+        SIMULATED if recorded.simulated_epsilon(records) is not None else "",
+        "u: noise step." if any(row["rate"] == "noise_step" for row in rows) else "",
+        clipped if any(row["clipped"] != "–" for row in texts) else "",
+        *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if any(mark in row["marks"] for row in texts)),
+        trainings_text(rows),
+    )
+    return "\n".join(filter(None, lines))
