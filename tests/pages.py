@@ -165,10 +165,12 @@ def _flower() -> dict[str, Any]:
     return {"make_model": make_model, "loss_fn": loss_fn, "data_of": None, "registered": None}
 
 
-def _huggingface() -> dict[str, Any]:
-    from test_huggingface import bert, texts
-
-    return {"pg": pg, "plan": make_plan(steps=2), "model": bert(), "train_set": texts(), "folder": "hf"}
+def _sentences() -> dict[str, Any]:
+    """The page's texts of three classes, which begin with different letters, and a small encoder."""
+    texts = ["abc"[k % 3] * 9 + f" text {k}" for k in range(80)]
+    labels = torch.arange(80) % 3
+    held = {"held_texts": texts[60:], "held_labels": labels[60:]}
+    return _encoder() | held | {"texts": texts[:60], "labels": labels[:60]}
 
 
 def _tickets() -> dict[str, Any]:
@@ -210,11 +212,19 @@ def _one_ledger_covers_both_networks(names: dict[str, Any], printed: str) -> Non
 
 
 def _each_bridge_states_what_it_trained(names: dict[str, Any], printed: str) -> None:
-    _, of_tickets, of_lightning = map(float, re.findall(r"^\d+\.\d+(?:e-?\d+)?$", printed, re.MULTILINE)[-3:])
+    of_tickets, of_lightning = map(float, re.findall(r"^\d+\.\d+(?:e-?\d+)?$", printed, re.MULTILINE)[-2:])
     for model, delta, stated in ((names["model"], 1e-3, of_tickets), (names["module"], 1e-5, of_lightning)):
         (ledger,) = pg.ledgers_of(model)
         assert ledger.releases == max(ledger.planned_steps)
         assert stated == ledger.epsilon(delta=delta)
+
+
+def _head_and_trainer_state_what_they_cost(names: dict[str, Any], printed: str) -> None:
+    trainer, target = names["trainer"], names["budget"]["target_epsilon"]
+    assert 0.98 * target < trainer.epsilon <= target
+    assert printed.split()[-1] == str(trainer.epsilon)
+    assert len(pg.ledgers_of(trainer.model)) == 2
+    assert {"README.md", "statement.txt"} <= {path.name for path in Path("published").iterdir()}
 
 
 def _quick_start_has_learned(names: dict[str, Any], printed: str) -> None:
@@ -413,8 +423,14 @@ GIVEN = {
     "docs/images-and-texts.md": Given(packages=("sklearn",)),
     "docs/loop.md": Given(packages=("sklearn",)),
     "docs/methods.md": Given(names={"": _methods}),
+    "docs/hugging-face.md": Given(
+        names={"": _sentences},
+        smaller={'"minilm"': '"encoder"', "2000": "60", "1e-4": "1e-2", '"trained", ': '"trained", use_cpu=True, '},
+        packages=("accelerate", "peft", "transformers"),
+        check=_head_and_trainer_state_what_they_cost,
+    ),
     "docs/integrations.md": Given(
-        names={"Hugging Face": _huggingface, "Several texts per person": _tickets, "Lightning": _lightning},
+        names={"Several texts per person": _tickets, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),
         check=_each_bridge_states_what_it_trained,
     ),

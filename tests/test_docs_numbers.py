@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
-from benchmarks import epochs, images, tables, texts, untuned
+from benchmarks import epochs, images, tables, texts, trainer_texts, untuned
 from benchmarks.claims.__main__ import read, table
 from benchmarks.table_sets import halves
 from pages import ROOT, blocks
@@ -761,3 +761,7 @@ def test_the_tables_of_defaults_are_those_of_their_records():
         for name, shown in (("accuracy", lambda mean: f"{100 * mean:.1f} %"), ("log_loss", lambda mean: f"{mean:.3f}")):
             means = [statistics.mean(one[name] for one in norms[norm]) for norm in sorted(norms)]
             assert f"| {' | '.join([name.replace('_', ' '), *map(shown, means)])} |" in CHOOSING.read_text()
+
+
+def test_the_ways_to_train_on_texts_are_those_of_the_record():
+    assert trainer_texts.table() in (ROOT / "docs/integrations.md").read_text()

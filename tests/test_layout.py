@@ -37,10 +37,10 @@ ROOMS: dict[str, dict[str, int]] = {
         "data": 1556,  # few odd values; labels that are numbers; categories as pandas writes them; knots; rows of a schema
         "diagnostics": 685,
         "engine": 7266,  # problems of a model in `explain`; rules without a graph, named first if they are wrong
-        "features": 1853,  # hat codes
+        "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
         "heads": 1509,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
-        "integrations": 1830,  # the task for which a head has no known loss; the nodes of a resumed run
+        "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here

@@ -263,7 +263,7 @@ OPTIONS = {
     "statement": "ledger --delta --title --model --purpose --data --out --for --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --training --canaries --trials --confidence --out --json",
-    "doctor": "factory --batch --engine --json",
+    "doctor": "factory --batch --engine --json --rewrite",
     "predict": "head file --json --keep --out --table",
     "data": "--json",
     "data fetch": "names --again",

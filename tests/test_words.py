@@ -21,7 +21,8 @@ import yaml
 CHECK_PROSE = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
 LOOKED_UP = ("Reference", "Evidence")
 DOORS = [
-    f"docs/{name}.md" for name in ("own-data", "images-and-texts", "loop", "migration", "scikit-learn", "papers/README")
+    f"docs/{name}.md"
+    for name in ("own-data", "images-and-texts", "loop", "migration", "hugging-face", "scikit-learn", "papers/README")
 ]
 LIMITS = {
     "README.md": 900,
@@ -30,7 +31,7 @@ LIMITS = {
     "docs/promise.md": 1_500,
     "docs/tuning.md": 1_200,
 } | dict.fromkeys(DOORS, 500)
-TOTAL, OF_REFERENCE = 30_000, 16_000
+TOTAL, OF_REFERENCE = 30_000, 18_000
 
 
 class Loader(yaml.SafeLoader):

@@ -14,7 +14,7 @@ from privgrad.clip.norm_statistics import require_bins
 from privgrad.errors import PrivacyError, expected, file_problem, readable
 from privgrad.parts import Parts
 from privgrad.precondition.public_gradient import PublicGradient
-from privgrad_lab import build
+from privgrad_lab import build, old_spelling
 from privgrad_lab.calls import arguments, find, missing, problem, require_option, wrong
 from privgrad_lab.featuring import require_features, with_head_defaults, with_norm_of_table
 from privgrad_lab.metrics import require_names
@@ -38,6 +38,7 @@ def read_tables(path: str | Path) -> dict[str, Any]:
 
 def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     """Convert the tables of a TOML file into a Spec; `path` is the file's, for relative paths."""
+    old_spelling.refuse(raw, path)
     given, raw = raw, with_head_defaults(raw)
     model: Any = raw.get("model")
     use: Any = model.get("use") if isinstance(model, dict) else model

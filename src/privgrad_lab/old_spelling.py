@@ -1,11 +1,16 @@
-"""The spelling of spec.json before tables were calls: records in it are read as those of today.
+"""The spelling of experiments before tables were calls: it is refused with the new one, and can be rewritten.
 
 Until then, `name` and `rule` stood for `use`. The optimizer's options, its rate and the values to try were keys of the
-method.
+method. This file can go when nobody has such files any more.
 """
 
-from collections.abc import Mapping
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from privgrad.errors import expected
 
 Raw = dict[str, Any]
 _CALLS = ("perturb", "precondition", "adaptive_clip", "filter")
@@ -14,11 +19,20 @@ _WIDTH = ("language-model", "resnet9", "word-lstm")  # their `hidden` is called 
 _ACTIVATED = ("cnn-small", "cnn5", "mlp")  # only these models used `activation`
 
 
+def refuse(raw: Mapping[str, Any], path: object) -> None:
+    """Raise PrivacyError, with the new spelling, for the first table in the old one."""
+    for place, table, new in _tables(raw):
+        if new != table:
+            lines = [f"{key} = {to_toml(value)}" for key, value in new.items() if table.get(key) != value]
+            old = next(key for key in table if key not in new or table[key] != new[key])
+            remedy = f"print the new file by `privgrad doctor {path} --rewrite`"
+            got = f"{old} = {to_toml(table[old])}"
+            raise expected("load_spec", place, f"to have {', '.join(lines) or 'no such key'}", got, remedy)
+
+
 def canonical(raw: Mapping[str, Any]) -> Raw:
     """Return the tables of a spec.json of any version in one form, without values that were defaults of old tables."""
-    made = dict(raw) | _parts(raw)
-    if isinstance(raw.get("methods"), list):
-        made["methods"] = [_method(method) if isinstance(method, dict) else method for method in raw["methods"]]
+    made = _modern(raw)
     for table in (made, *made.get("methods", [])):
         for name, defaults in (("model", {"depth": 1, "activation": "tanh"}), ("local", {"epochs": 1})):
             if isinstance(table.get(name), dict):
@@ -32,9 +46,27 @@ def canonical(raw: Mapping[str, Any]) -> Raw:
     return made
 
 
+def _modern(raw: Mapping[str, Any]) -> Raw:
+    made = dict(raw) | _parts(raw)
+    if isinstance(raw.get("methods"), list):
+        made["methods"] = [_method(method) if isinstance(method, dict) else method for method in raw["methods"]]
+    return made
+
+
 def _parts(raw: Mapping[str, Any]) -> Raw:
     made = {"data": _data, "model": _model, "features": _features}
     return {name: new(raw[name]) for name, new in made.items() if isinstance(raw.get(name), dict)}
+
+
+def _tables(raw: Mapping[str, Any]) -> Iterator[tuple[str, Raw, Raw]]:
+    """Yield each table that may have the old spelling: its place, as it is, and in the new spelling."""
+    new = _modern(raw)
+    for name in _parts(raw):
+        yield name, raw[name], new[name]
+    methods: Any = raw.get("methods")
+    for index, method in enumerate(methods if isinstance(methods, list) else []):
+        if isinstance(method, dict):
+            yield f"methods.{method.get('name', '')}", method, new["methods"][index]
 
 
 def _dict(value: Any) -> Raw:
@@ -87,3 +119,53 @@ def _method(old: Raw) -> Raw:
         table = new.get(part, {})
         new[part] = ({"use": table} if isinstance(table, str) else _dict(table)) | {option: value}
     return new | _parts(old)
+
+
+def to_toml(value: Any) -> str:
+    """Return a value as TOML on one line; a call without arguments is a name."""
+    if isinstance(value, bool):
+        return f"{value}".lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, dict):
+        if list(value) == ["use"]:
+            return to_toml(value["use"])
+        items = (
+            f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else json.dumps(key)} = {to_toml(one)}"
+            for key, one in value.items()
+        )
+        return f"{{ {', '.join(items)} }}" if value else "{}"
+    return f"{value}".replace("e-0", "e-")
+
+
+# The path of a header of a table; and a comment, after strings.
+_HEADER = re.compile(r"\s*\[{1,2}([\w.\"' -]+)\]{1,2}\s*(#.*)?")
+_COMMENT = re.compile(r"""^(?:[^"'#\n]|"(?:\\.|[^"\\\n])*"|'[^'\n]*')*(#.*)$""", re.MULTILINE)
+
+
+def rewritten(text: str) -> str:
+    """Return the text of a TOML file in the new spelling. Tables in it stay; other ones begin with their comments."""
+    groups: list[list[str]] = [[]]  # what comes before the first header, then the lines of each table
+    for line in text.splitlines():
+        header = _HEADER.fullmatch(line)
+        if header and not header[1].startswith(("methods.", "features.")):  # they belong to the table above
+            groups.append([])
+            while groups[-2] and re.fullmatch(r"\s*(#.*)?", groups[-2][-1]):
+                groups[-1].insert(0, groups[-2].pop())
+        groups[-1].append(line)
+    return "\n".join(line for group in groups for line in _group(group)).rstrip("\n") + "\n"
+
+
+def _group(lines: list[str]) -> list[str]:
+    raw = tomllib.loads("\n".join(lines))
+    if all(table == new for _, table, new in _tables(raw)):
+        return lines
+    first = next((index for index, line in enumerate(lines, start=1) if _HEADER.fullmatch(line)), 0)
+    new: Any = _modern(raw)
+    if first and (header := _HEADER.fullmatch(lines[first - 1])):
+        for part in header[1].split("."):
+            new = new[part.strip(" \"'")]
+    keys = [f"{key} = {to_toml(value)}" for key, value in (new[0] if isinstance(new, list) else new).items()]
+    return [*lines[:first], *_COMMENT.findall("\n".join(lines[first:])), *keys]

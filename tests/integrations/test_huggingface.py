@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import os
 import signal
 import warnings
@@ -211,8 +210,6 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
     plan, optimizer = make_plan(steps=STEPS, seed=5), pg.optim.SGD(model.named_parameters(), lr=0.1)
     with pytest.raises(pg.PrivacyError, match=r"got Weighted\.compute_loss; give loss_fn too"):
         Weighted(model, args, plan=plan, train_dataset=texts(), optimizers=(optimizer, None))
-    with pytest.raises(pg.PrivacyError, match=r"labels to be integers, got torch\.float32"):
-        classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
     balanced: Any = gpt2()
     balanced.config.output_router_logits = True
     with pytest.raises(pg.PrivacyError, match="one loss per example, got output_router_logits=True"):
@@ -602,7 +599,7 @@ def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):
     assert [row["step"] for row in history if "eval_loss" in row] == [4, 8, 12]  # 1 / sample_rate steps an epoch
     rates = [row["learning_rate"] for row in history if "learning_rate" in row]
     assert rates == pytest.approx([0.01 * (STEPS - step + 1) / STEPS for step in (3, 6, 9, 12)])
-    assert math.isnan(result.training_loss)
+    assert result.training_loss is None
 
 
 def test_nothing_private_is_logged_or_saved(tmp_path: Path):
@@ -622,11 +619,9 @@ def test_what_a_saved_folder_holds(tmp_path: Path):
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     weights = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert {path.name for path in (tmp_path / "final").iterdir()} == weights | {"statement.txt", "training_args.bin"}
+    assert {path.name for path in (tmp_path / "final").iterdir()} == weights | {"statement.txt"}
     state = {"optimizer.pt", "privgrad.pt", "scheduler.pt", "trainer_state.json"}
-    assert {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()} == (
-        weights | {"training_args.bin"} | state
-    )
+    assert {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()} == weights | state
     assert read_checkpoint(tmp_path / "run" / "checkpoint-2" / "privgrad.pt").keys() == {
         "version", "seed", "settings", "private_grad", "ledger", "trained",
     }  # fmt: skip
@@ -716,6 +711,7 @@ def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
 
 
 def test_defaults_that_the_plan_replaces_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     plan = make_plan(steps=20, sample_rate=0.5, expected_batch_size=16, delta=1e-3, max_grad_norm=0.5)
     typed: dict[str, Any] = {"num_train_epochs": 3, "per_device_train_batch_size": 8, "max_grad_norm": 1.0}
 
@@ -735,6 +731,8 @@ def test_defaults_that_the_plan_replaces_are_named(tmp_path: Path, caplog: pytes
 
 
 def test_a_pooler_has_a_rate_of_its_own_if_the_encoder_is_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+
     def rates(folder: str, *frozen: str, **options: Any) -> dict[str, float]:
         model = bert()
         for name in frozen:
@@ -750,7 +748,8 @@ def test_a_pooler_has_a_rate_of_its_own_if_the_encoder_is_frozen(tmp_path: Path,
     found = rates("frozen", "bert.embeddings", "bert.encoder", **logged)
     assert {"noise_step_pooler": POOLER_NOISE_STEP, "noise_step_head": HEAD_NOISE_STEP}.items() <= found.items()
     assert "noise_step_layers" not in found
-    assert "PrivateTrainer: noise step pooler 0.025, noise step head 0.06. These are guesses" in caplog.text
+    assert "PrivateTrainer: noise step pooler 0.025, noise step head 0.06. Random weights" in caplog.text
+    assert "pg.fit_head on stored states" in caplog.text
     card = (tmp_path / "frozen" / "README.md").read_text()
     assert "AdamWBC, noise step pooler 0.025, noise step head 0.06" in card
     more = rates("last", "bert.embeddings", **logged)  # the encoder's layer is trained too
@@ -759,6 +758,7 @@ def test_a_pooler_has_a_rate_of_its_own_if_the_encoder_is_frozen(tmp_path: Path,
 
 
 def test_a_learning_rate_is_translated_to_a_noise_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     planned = {"seed": None, "steps": 2}
     arguments = {"learning_rate": 2e-5, "lr_scheduler_type": "constant"}
     trainer = make_trainer(tmp_path, bert(), texts(), optimizers=(None, None), planned=planned, arguments=arguments)
@@ -1228,7 +1228,7 @@ def test_what_would_be_made_or_run_again_is_refused(tmp_path: Path):
     model = bert()
     with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(Adam, None\)"):
         make_trainer(tmp_path / "b", model, texts(), optimizer=torch.optim.Adam(model.parameters()))
-    with pytest.raises(pg.PrivacyError, match="a causal language model or a classifier of texts, got Linear"):
+    with pytest.raises(pg.PrivacyError, match=r"images or languages, got Linear; give loss_fn"):
         make_trainer(tmp_path / "c", nn.Linear(2, 2), texts())
     with pytest.raises(pg.PrivacyError, match="got BertForSequenceClassification for multi label classif"):
         make_trainer(tmp_path / "d", bert(problem_type="multi_label_classification"), texts())

@@ -1,6 +1,5 @@
-"""The losses of docs/integrations.md for heads that PrivateTrainer does not know: each is the model's own."""
+"""The losses that PrivateTrainer takes for each task: each is the model's own, for each example by itself."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ from torch.utils.data import Dataset
 
 import privgrad as pg
 from conftest import make_plan
-from pages import ROOT
 
 transformers = pytest.importorskip("transformers")
+models = pytest.importorskip("privgrad.integrations.huggingface_models")
 WIDTHS = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IDS = torch.randint(2, 20, (32, 6), generator=torch.Generator().manual_seed(0))
@@ -50,16 +49,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
         lambda: bert("BertForSequenceClassification", num_labels=1),
         {"input_ids": IDS, "labels": TAGS[:, 0].double()},
     ),
+    "several numbers": (
+        lambda: bert("BertForSequenceClassification", num_labels=3, problem_type="regression"),
+        {"input_ids": IDS, "labels": TAGS[:, :3].double().contiguous()},
+    ),
     "images (ViT)": (vit, {"pixel_values": torch.randn(32, 3, 8, 8).double(), "labels": TAGS[:, 0]}),
 }
-
-
-def documented() -> dict[str, Callable[..., Tensor]]:
-    text = (ROOT / "docs/integrations.md").read_text()
-    (block,) = re.findall(r"```python\n([^`]*losses = \{.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    return names["losses"]
 
 
 class Rows(Dataset[Any]):
@@ -74,22 +69,27 @@ class Rows(Dataset[Any]):
 
 
 def test_every_task_is_tried():
-    assert documented().keys() == CASES.keys()
+    tried = {models.losses_of(make()) for make, _ in CASES.values()}
+    assert tried | {models.causal_lm_losses} == set(models._LOSSES.values())
+
+
+def test_a_model_without_a_known_loss_is_refused_by_name():
+    with pytest.raises(pg.PrivacyError, match=r"got BertForMultipleChoice; give loss_fn"):
+        models.losses_of(bert("BertForMultipleChoice"))
 
 
 @pytest.mark.filterwarnings("ignore:privgrad computes", "ignore:.*each example by itself")
 @pytest.mark.parametrize("task", CASES)
-def test_the_documented_loss_of_a_task_is_the_models_own_for_each_example(task: str):
+def test_the_loss_of_a_task_is_the_models_own_for_each_example(task: str):
     make, columns = CASES[task]
-    loss_fn = documented()[task]
     torch.manual_seed(0)
     model = make()
+    loss_fn = models.losses_of(model)
     pg.freeze_unused(model, loss_fn, {name: column[:4] for name, column in columns.items()})
     model.train()
     batch = {name: column[:1] for name, column in columns.items()}
     own = loss_fn(model, batch)
-    share = 2.0 if task == "question answering" else 1.0  # transformers halves the sum of both places
-    assert torch.allclose(own, share * model(**batch).loss, rtol=0, atol=1e-8)
+    assert torch.allclose(own.double(), model(**batch).loss, rtol=0, atol=1e-6)
     plan = make_plan(steps=2)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     assert sum(len(private_grad(batch)) > 0 for batch in plan.batches(Rows(columns))) == 2

@@ -1,4 +1,4 @@
-"""Experiments as they were spelled before tables were calls, as in the spec.json of older folders."""
+"""Experiments as they were spelled before tables were calls: refused, rewritten, and then the same trainings."""
 
 import json
 import tomllib
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import privgrad as pg
 from privgrad_lab import old_spelling
-from privgrad_lab.load_spec import check_spec
+from privgrad_lab.load_spec import check_spec, load_spec
 from privgrad_lab.spec import MethodTable, Spec
 
 FILES = Path(__file__).parents[1] / "old_files" / "experiments"
@@ -63,13 +64,43 @@ def described(spec: Spec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_old_tables_are_those_of_the_same_trainings(name: str):
+def test_an_old_file_is_refused_and_rewritten_to_the_same_trainings(name: str):
     path = FILES / f"{name}.toml"
-    new = old_spelling.canonical(tomllib.loads(path.read_text()))
-    assert json.loads(json.dumps(described(check_spec(new, path)))) == TOLD[name]
-    assert old_spelling.canonical(new) == new
+    with pytest.raises(pg.PrivacyError, match=r"to have .*use = .*; print the new file by `privgrad doctor .*rewrite`"):
+        load_spec(path)
+    new = old_spelling.rewritten(path.read_text())
+    assert json.loads(json.dumps(described(check_spec(tomllib.loads(new), path)))) == TOLD[name]
+    assert old_spelling.rewritten(new) == new
+
+
+def test_comments_and_what_was_new_already_are_kept():
+    old, new = ((FILES / f"every_key{end}.toml").read_text() for end in ("", "_new"))
+    assert old_spelling.rewritten(old) == new
+    assert new.count("#") == old.count("#")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('data = { name = "digits" }', 'data to have use = "digits", got name = "digits"'),
+        ('model = { name = "resnet9", hidden = 8 }', 'model to have use = "resnet9", width = 8, got name = "resnet9"'),
+        (
+            '[[methods]]\nname = "first"\noptimizer = "SGD"\nlr = 0.1\noptions = { momentum = 0.9 }',
+            r'methods.first to have optimizer = { use = "SGD", lr = 0.1, momentum = 0.9 }, got ',
+        ),
+        (
+            '[[methods]]\nname = "first"\nfilter = { rule = "EMA", options = { weight = 0.3 } }',
+            r'methods.first to have .*filter = { use = "EMA", weight = 0.3 }, got filter = { rule = "EMA"',
+        ),
+        ('features = { blocks = [{ name = "hog" }] }', r'features to have blocks = \["hog"\], got blocks = \[{ name'),
+    ],
+)
+def test_the_error_has_the_new_spelling(table: str, message: str):
+    with pytest.raises(pg.PrivacyError, match=message):
+        check_spec(tomllib.loads(table), "old.toml")
 
 
 def test_an_argument_called_name_is_no_old_spelling():
-    tables = {"data": {"use": "mine:rows", "name": "a"}, "model": {"use": "mine:net", "name": "b"}}
-    assert old_spelling.canonical(tables) == tables
+    old_spelling.refuse(
+        {"data": {"use": "mine:rows", "name": "a"}, "model": {"use": "mine:net", "name": "b"}}, "a.toml"
+    )

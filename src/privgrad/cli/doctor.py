@@ -35,6 +35,9 @@ def doctor(
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="The engine that --batch tries: factored or vmap.")] = "factored",
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="Print FILE.toml in the spelling of this version; check nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List what blocks private training, in a model or in data.
@@ -53,7 +56,9 @@ def doctor(
     if factory.endswith(".toml"):
         if batch is not None:
             raise expected(_SELF, "batch", "to be absent for a TOML file", repr(batch))
-        raise typer.Exit(from_lab("examine")(Path(factory), as_json=as_json))
+        raise typer.Exit(from_lab("examine")(Path(factory), as_json=as_json, rewrite=rewrite))
+    if rewrite:
+        raise expected(_SELF, "--rewrite", "to be given with a TOML file", repr(factory))
     model = _made("factory", factory)
     if not isinstance(model, nn.Module):
         raise expected(_SELF, "factory", "to return an nn.Module", type(model).__name__)

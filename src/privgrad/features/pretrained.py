@@ -14,7 +14,7 @@ from privgrad.errors import readable
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _FOUND = "to be a folder, installed, or on the hub"
-_REMEDY = "give its folder, go online, or pip install 'privgrad[hf]'"
+_SHORT = {"minilm": MINILM, "smollm2": SMOLLM2}
 
 
 class _Package(NamedTuple):
@@ -39,21 +39,25 @@ def pretrained(name: str) -> str:
 
     Args:
         name: a folder, or a name on the hub. MINILM (an encoder, 22.7 million parameters) and SMOLLM2 (a causal
-            language model, 134.5 million) also exist as packages, which are used if they are installed. The package of
-            SMOLLM2 has weights of four bits. They are unpacked to float32 once, into
-            ${XDG_CACHE_HOME:-~/.cache}/privgrad/smollm2 (540 MB).
+            language model, 134.5 million) also exist as packages, which are used if they are installed. "minilm" and
+            "smollm2" name them too, in letters of any case. The package of SMOLLM2 has weights of four bits. They are
+            unpacked to float32 once, into ${XDG_CACHE_HOME:-~/.cache}/privgrad/smollm2 (540 MB).
     Raises:
         PrivacyError: the model is not available; the error says how to get it.
     """
     if Path(name).is_dir():
         return name
+    name = _SHORT.get(name.lower(), name)
     package = _PACKAGES.get(name)
     found = importlib.util.find_spec(package.module) if package else None
     if package is not None and found is not None and found.submodule_search_locations:
         inside = Path(found.submodule_search_locations[0]) / package.folder
         return str(inside if package.gguf is None else _unpacked(inside, package, cache("smollm2")))
-    other = "" if package is None else f", or {package.install}"
-    with readable("pretrained", f"the model {name!r}", _FOUND, f"{_REMEDY}{other}"):
+    remedy = f"give a folder, {' or '.join(map(repr, _SHORT))}, or go online and give a name on the hub"
+    remedy = remedy if package is None else f"{package.install}; or go online"
+    if importlib.util.find_spec("huggingface_hub") is None:
+        remedy = f"pip install 'privgrad[hf]'; then {remedy}"
+    with readable("pretrained", f"the model {name!r}", _FOUND, remedy):
         return import_module("huggingface_hub").snapshot_download(name)
 
 

@@ -1,6 +1,5 @@
 """A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others."""
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,18 +14,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, default_data_collator
 from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
-from transformers.utils import logging
 from transformers.utils.import_utils import is_peft_available
 
+from privgrad.accounting.accountant import epsilon
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations import huggingface_models as models
+from privgrad.integrations import huggingface_start as start
 from privgrad.ledger.ledger import Ledger
 from privgrad.ledger.lineage import note_folder
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.datasets import ask_about_rows
 from privgrad.sampling.loading import Collate
 from privgrad.statement.model_card import write_privacy
@@ -36,7 +38,6 @@ from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"  # the state of the private step, in the folder of a checkpoint
-_LOG = logging.get_logger(__name__)
 
 
 if is_peft_available():
@@ -67,17 +68,26 @@ class PrivateTrainer(Trainer):
             numbers. An explicit num_train_epochs must be the plan's steps times its sample_rate. One error lists all
             arguments that contradict the plan. A default of transformers counts as not set, also if you typed it; a
             line of the log says which ones the plan replaces, and by which of its numbers.
-        plan: the public numbers.
+        plan: the public numbers. Give it, or the next three.
+        target_epsilon: > 0, what the training may cost. The batch is then that of `args`, if you typed it, or a tenth
+            of num_examples; the steps are those of num_train_epochs or max_steps; and the clipping norm is 0.1, unless
+            you typed another max_grad_norm.
+        delta: in (0, 1), at most 1 / num_examples.
+        num_examples: the public number of examples, at most the true one.
+        head_first: with target_epsilon, for texts of several classes: a private head is trained first, on the states
+            of the model as it was given. It takes half of epsilon, has a ledger in output_dir/head, and the classifier
+            starts from its weights. False: all of epsilon goes to the fine-tuning.
         train_dataset: the private examples, map-style: dicts of columns.
         noise_step: u > 0, the noise step of the default optimizer; see optimizers.
         optimizers: an optimizer of privgrad.optim over model.named_parameters(), and a scheduler; None takes the
             scheduler of `args`. Without an optimizer, it is AdamWBC with the betas and the weight decay of `args`, and
             with noise_step or the learning_rate of `args`. If neither is set, the noise step is 0.0025, which suits
-            pretrained layers, 0.025 for the pooler of a frozen encoder, and 0.06 for the head of a sequence classifier.
-            A learning_rate of 5e-5, the default of transformers, counts as not set.
-        loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
-            of sequence classification, or of causal language models (the mean over an example's own tokens). The loss
-            of an evaluation is its mean over the rows; for persons (privacy_unit="user") it is the model's own.
+            pretrained layers, 0.025 for the pooler of a frozen encoder, 0.06 for the head of a classifier, and 0.01 for
+            one that starts from a private head. A learning_rate of 5e-5, transformers' default, counts as not set.
+        loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the loss of
+            transformers, for each example by itself: of classes, several labels or numbers, for texts and images; of
+            tokens (the mean over an example's own ones); of spans of answers. The loss of an evaluation is its mean
+            over the rows; for persons (privacy_unit="user") it is the model's own.
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
             EarlyStopping. Required with EarlyStoppingCallback, load_best_model_at_end and save_strategy="best".
@@ -94,6 +104,7 @@ class PrivateTrainer(Trainer):
     Attributes:
         private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
         private_step: the ExternalLoopStep that connects it to the Trainer's loop.
+        ledgers: of this training, and of the head that it starts from, if there is one: `pg.save` takes them.
     """
 
     def __init__(
@@ -101,7 +112,11 @@ class PrivateTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         *,
-        plan: PrivacyPlan,
+        plan: PrivacyPlan | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        num_examples: int | None = None,
+        head_first: bool = True,
         train_dataset: Any,
         noise_step: float | None = None,
         optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -111,6 +126,17 @@ class PrivateTrainer(Trainer):
         private_options: Mapping[str, Any] | None = None,
         **trainer_options: Any,
     ) -> None:
+        self._layer: start.Layer | None = None
+        self._head_plan: PrivacyPlan | None = None
+        self._head_ledger: Ledger | None = None
+        if plan is None:
+            numbers = start.Numbers(**_given(target_epsilon=target_epsilon, delta=delta, num_examples=num_examples))
+            has_head = head_first and loss_fn is None and not isinstance(train_dataset, ClassRates)
+            self._layer = start.last_layer(model) if has_head else None
+            plan, self._head_plan = start.planned(numbers, self._layer, **arguments.sizes(args, numbers.num_examples))
+        elif target_epsilon is not None or delta is not None or num_examples is not None:
+            got = f"plan next to {target_epsilon}, {delta} and {num_examples}"
+            raise expected("PrivateTrainer", "plan", "to replace target_epsilon, delta and num_examples", got)
         settled = arguments.settled(args, plan)
         callbacks = trainer_options.get("callbacks") or ()
         refuse(
@@ -163,7 +189,9 @@ class PrivateTrainer(Trainer):
         if cast(object, self.optimizer) is None:
             trained = cast(nn.Module, self.model if model is None else model)
             decayed = self.get_decay_parameter_names(trained) if self.args.weight_decay else ()
-            self.optimizer = arguments.make_optimizer(trained, self.args, self._plan, self._noise_step, decayed)
+            self.optimizer = arguments.make_optimizer(
+                trained, self.args, self._plan, self._noise_step, decayed, is_started=self._layer is not None
+            )
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -182,6 +210,8 @@ class PrivateTrainer(Trainer):
         model.train()
         with self.compute_loss_context_manager():
             self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
+        if self._layer is not None and self._head_ledger is not None:  # after the first release, which warns of others
+            start.note_head(self.private_step.model, self._layer, self._head_ledger)
         if self.private_step.is_spent:
             self.state.max_steps = self.state.global_step + 1  # fewer than planned if an interruption lost steps
         return torch.zeros((), device=self.args.device)
@@ -216,8 +246,7 @@ class PrivateTrainer(Trainer):
             else:
                 self.private_step.require_unspent()
             self._updates_of_best = None
-            slower = "steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
-            _LOG.warning(f"PrivateTrainer: {slower}")
+            self._say_and_start(is_resumed=bool(resume_from_checkpoint))
             giving = self.private_step.optimizer.register_step_pre_hook(
                 lambda optimizer, args, kwargs: ((optimizer,), {"grad": self.private_step.take()})
             )
@@ -230,7 +259,40 @@ class PrivateTrainer(Trainer):
         finally:
             self.private_grad.ledger.close()  # now another trainer may resume it
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
-        return TrainOutput(output.global_step, math.nan, public)
+        return TrainOutput(output.global_step, cast(Any, None), public)
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """The ledger of the head that the training starts from, if there is one, and that of the training."""
+        return [*([] if self._head_ledger is None else [self._head_ledger]), self.private_grad.ledger]
+
+    @property
+    def epsilon(self) -> float:
+        """The cost of the training so far, with its head, at the plan's delta; PrivacyError without one."""
+        delta = self.private_grad.plan.delta
+        if delta is None:
+            raise expected("PrivateTrainer.epsilon", "the plan", "to have a delta", None, "give delta to PrivacyPlan")
+        return epsilon([one for ledger in self.ledgers for one in ledger.charged], delta=delta)
+
+    def _say_and_start(self, *, is_resumed: bool) -> None:
+        """Log what a head would bring, and train one first if it was planned."""
+        model, head = self.private_step.model, models.head_of(self.private_step.model)
+        own = [parameter for name, parameter in model.named_parameters() if name not in head]
+        if head and not all(parameter.requires_grad for parameter in own):
+            told = "pg.fit_head on stored states of the encoder is often as accurate, and trains in seconds"
+            arguments.tell(f"{told}: docs/hugging-face.md shows it.")
+        arguments.tell("steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples.")
+        if self._layer is None or self._head_plan is None:
+            return
+        folder = Path(cast(str, self.args.output_dir)) / "head"
+        if not is_resumed:
+            arguments.tell("a private head on the states of all examples comes first, for half of epsilon.")
+            collate = _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
+            self._head_ledger = start.start_from_head(
+                model, self._layer, self.train_dataset, collate, self._head_plan, folder
+            )
+        else:
+            self._head_ledger = Ledger(folder / "ledger.jsonl", read_only=True)
 
     def _selection_conflicts(self) -> Iterator[Conflict]:
         optimizers = (self.optimizer, cast(object, self.lr_scheduler))
@@ -273,10 +335,9 @@ class PrivateTrainer(Trainer):
             public |= self._rates
         if "train_runtime" in logs:  # the Trainer's last line, which tells the epsilon of all that counts
             self._charge_stop()
-        ledger, rare = self.private_grad.ledger, any(name.endswith("_runtime") for name in logs)
-        delta = self.private_grad.plan.delta
-        if rare and ledger.releases and self.is_in_train and delta is not None:
-            public["epsilon"] = ledger.epsilon(delta=delta)  # may take seconds
+        private_grad, rare = self.private_grad, any(name.endswith("_runtime") for name in logs)
+        if rare and private_grad.ledger.releases and self.is_in_train and private_grad.plan.delta is not None:
+            public["epsilon"] = self.epsilon  # may take seconds
         super().log(public, start_time)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -294,6 +355,11 @@ class PrivateTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
         if not _internal_call:  # in a checkpoint, the computation of epsilon would cost time at each save
             self._write_privacy(self.args.output_dir if output_dir is None else output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model as the Trainer does, without training_args.bin: it has paths, and no loading needs it."""
+        super()._save(output_dir, state_dict)
+        (Path(cast(str, output_dir or self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's draft of README.md to output_dir, with the privacy of the training."""
@@ -374,6 +440,14 @@ class _Epoch(IterableDataset[Any]):
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
         }
         yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
+
+
+def _given(**numbers: float | None) -> dict[str, Any]:
+    """Return the numbers that replace a plan; raise PrivacyError if one is missing."""
+    if missing := [name for name, value in numbers.items() if value is None]:
+        remedy = f"give {', '.join(numbers)}, or plan=pg.PrivacyPlan.for_budget(...): they decide the privacy"
+        raise expected("PrivateTrainer", ", ".join(missing), "to be given without a plan", None, remedy)
+    return numbers
 
 
 def _last_checkpoint(folder: Path) -> str:

@@ -1,13 +1,15 @@
 """The arguments of a PrivateTrainer: those that follow from the plan, and one error for all that contradict it."""
 
 import copy
+import logging
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
-from transformers.utils import logging
 
 from privgrad.errors import require_positive
 from privgrad.integrations.huggingface_models import head_of, pooler_of
@@ -22,11 +24,15 @@ from privgrad.training.external_loop import (
     unknown_options,
 )
 
-NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
-POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
+NOISE_STEP = 0.0025  # for pretrained layers; docs/choosing.md gives the evidence for layers and poolers
+ADAPTER_NOISE_STEP = 0.03  # for adapters; docs/integrations.md gives the evidence
+POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
+STARTED_NOISE_STEP = 0.01  # for a head that begins with the weights of a private one
+EPOCH_STEPS = 10  # of a training without a plan; MAX_GRAD_NORM too
+MAX_GRAD_NORM = 0.1
 _KIND = {True: "noise_step", False: "learning_rate"}
-_LOG = logging.get_logger(__name__)
+_LOG = logging.getLogger("privgrad")
 _LONGEST = ("True", "longest", "PaddingStrategy.LONGEST")
 _IN_PLACE_OF = {
     "model_init": "model",
@@ -48,6 +54,26 @@ _NOT_REDEFINED = {
     "_inner_training_loop": "leave it out, or write a loop with pg.PrivateGradient, as docs/guide.md does",
 }
 _BY_METRIC = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}  # schedulers that follow evaluations
+
+
+def tell(message: str) -> None:
+    """Log a normal fact at INFO, or write it to stderr where nobody has chosen a level, which would hide it."""
+    if _LOG.level or _LOG.isEnabledFor(logging.INFO):
+        _LOG.info(f"PrivateTrainer: {message}")
+    else:
+        sys.stderr.write(f"PrivateTrainer: {message}\n")
+
+
+def sizes(args: TrainingArguments, num_examples: int) -> dict[str, Any]:
+    """Return the numbers of a plan that decide no epsilon: those that were typed, and measured ones for the others."""
+    size = max(1, num_examples // EPOCH_STEPS)
+    size = size if _is_default(args, "per_device_train_batch_size") else args.per_device_train_batch_size
+    epochs = math.ceil(args.num_train_epochs * num_examples / size)
+    return {
+        "expected_batch_size": size,
+        "steps": epochs if _is_default(args, "max_steps") else args.max_steps,
+        "max_grad_norm": MAX_GRAD_NORM if _is_default(args, "max_grad_norm") else args.max_grad_norm,
+    }
 
 
 def settled(args: TrainingArguments, plan: PrivacyPlan) -> TrainingArguments:
@@ -75,7 +101,7 @@ def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
         own = f"max_grad_norm={plan.max_grad_norm:g} for each {_unit(plan)}"
         found.append(f"{own}, not max_grad_norm={norm:g} of the arguments")
     if found:
-        _LOG.warning(f"PrivateTrainer: the plan decides: {'; '.join(found)}.")
+        tell(f"the plan decides: {'; '.join(found)}.")
 
 
 def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Conflict]:
@@ -234,9 +260,18 @@ def rate_conflicts(optimizer: Any, noise_step: float | None) -> Iterator[Conflic
 
 
 def make_optimizer(
-    model: nn.Module, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None, decayed: Iterable[str]
+    model: nn.Module,
+    args: TrainingArguments,
+    plan: PrivacyPlan,
+    noise_step: float | None,
+    decayed: Iterable[str],
+    *,
+    is_started: bool,
 ) -> AdamWBC:
-    """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments."""
+    """Return AdamWBC with the betas, the weight decay (of the parameters `decayed`) and the rate of the arguments.
+
+    `is_started` tells whether the head of the model begins with the weights of a private head.
+    """
     named, decays = list(model.named_parameters()), set(decayed)
     parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
     rates: dict[str | None, dict[str, Any]] = {None: {"noise_step": noise_step}}
@@ -247,7 +282,9 @@ def make_optimizer(
     else:  # each part has the default noise step of its kind
         parts = {"head": head_of(model), "pooler": pooler_of(model)}
         parts["layers"] = {name for name, _ in named}.difference(*parts.values())
-        own = {"layers": NOISE_STEP, "pooler": POOLER_NOISE_STEP, "head": HEAD_NOISE_STEP}
+        of_head = STARTED_NOISE_STEP if is_started else HEAD_NOISE_STEP
+        of_layers = ADAPTER_NOISE_STEP if hasattr(model, "peft_config") else NOISE_STEP
+        own = {"layers": of_layers, "pooler": POOLER_NOISE_STEP, "head": of_head}
         rates = {part: {"noise_step": own[part]} for part in own}
     groups: list[dict[str, Any]] = []
     for part, rate in rates.items():
@@ -275,19 +312,15 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan) -> Non
     """Log the rate of the default optimizer, which was not given as a noise step."""
     if _is_default(args, "learning_rate"):
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates_by_name(made).items())
-        _LOG.warning(
-            f"PrivateTrainer: {rates}. These are guesses for pretrained models: give noise_step, and try several on "
-            f"public data. Random weights need more. learning_rate={args.learning_rate:g} is the default of "
-            "transformers and counts as not set."
-        )
+        tell(f"{rates}. Random weights need more. learning_rate={args.learning_rate:g}, a default, counts as not set.")
         return
     for group in made.param_groups:
         group["noise_std"], group["noise_gain"] = plan.noise_std, plan.noise_gain  # about as the first step sets them
-    _LOG.warning(
-        f"PrivateTrainer: learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; "
-        f"without it the noise step is {HEAD_NOISE_STEP:g} for the head of a classifier, {POOLER_NOISE_STEP:g} for the "
-        f"pooler of a frozen encoder, and {NOISE_STEP:g} for other layers. A model with a much smaller one hardly "
-        "trains: leave learning_rate out, or give noise_step."
+    tell(
+        f"learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; without it the "
+        f"noise step is {HEAD_NOISE_STEP:g} for the head of a classifier, {POOLER_NOISE_STEP:g} for the pooler of a "
+        f"frozen encoder, {ADAPTER_NOISE_STEP:g} for adapters, and {NOISE_STEP:g} for other layers. A model with a "
+        "much smaller one hardly trains: leave learning_rate out, or give noise_step."
     )
 
 

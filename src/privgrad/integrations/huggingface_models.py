@@ -12,36 +12,28 @@ from privgrad.errors import described, expected
 from privgrad.sampling.class_rates import ClassRates
 
 Losses = Callable[[Any, Any], Tensor]
-_LABELS = ("labels", "label", "label_ids")  # the names under which transformers' collators look for labels
-_IGNORED = -100  # the label of what has no loss
+LABELS = ("labels", "label", "label_ids")  # the names under which transformers' collators look for labels
+IGNORED = -100  # the label of what has no loss
 
 
 def losses_of(model: nn.Module) -> Losses:
     """Return the function that computes the loss of this transformers model, one value per example."""
-    base = _base_of(model)
+    base = base_of(model)
     name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
     if getattr(config, "output_router_logits", False):
         remedy = "set model.config.output_router_logits = False: the loss that balances experts mixes examples"
         raise expected("PrivateTrainer", "model", "to have one loss per example", "output_router_logits=True", remedy)
-    if name in _names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        return causal_lm_losses
-    remedy = "give loss_fn, (model, batch) -> losses of shape (B,): docs/integrations.md has a line for each task"
-    if name in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
-        kind = getattr(config, "problem_type", None) or "single_label_classification"
-        if kind != "single_label_classification":
-            name = f"{name} for {kind.replace('_', ' ')}"
-        elif config.num_labels > 1:
-            return classification_losses
-        else:
-            name = f"{name} with num_labels=1"
-            remedy = f"give num_labels of at least 2, the number of classes, to from_pretrained; else {remedy}"
-    raise expected("PrivateTrainer", "model", "to be a causal language model or a classifier of texts", name, remedy)
+    if (losses := _known_losses(base)) is not None:
+        return losses
+    known = "for classes, several labels, numbers, tokens, spans of answers, images or languages"
+    remedy = "give loss_fn, (model, batch) -> losses of shape (B,): this model has no loss that PrivateTrainer knows"
+    raise expected("PrivateTrainer", "model", f"to be a model of transformers {known}", name, remedy)
 
 
 def head_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that a sequence classifier adds to its pretrained base model."""
-    base = _base_of(model)
-    if type(base).__name__ not in _names(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+    """Return the names of the parameters that a model for a task adds to its pretrained base model."""
+    base = base_of(model)
+    if _known_losses(base) not in _WITH_HEADS:
         return set()
     pretrained = {id(parameter) for parameter in base.base_model.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in pretrained}
@@ -61,25 +53,28 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
     """Raise PrivacyError (NOT private: it names a row) if a data set with columns lacks labels or has wrong ones."""
     data = dataset.dataset if isinstance(dataset, ClassRates) else dataset
     columns = _columns_of(data)
-    label = next((name for name in _LABELS if name in columns), None)
+    label = next((name for name in LABELS if name in columns), None)
     if columns and label is None and not are_collated:  # a collator of the user's own may rename the labels
         remedy = f"rename it: dataset.rename_column({columns[-1]!r}, 'labels'), if {columns[-1]!r} has the classes"
         condition, got = "to have a column labels or label", f"columns {', '.join(columns)}"
         raise expected("PrivateTrainer", "train_dataset", condition, got, remedy)
     if label is None:
         return
-    count: int = _base_of(model).config.num_labels
+    config = base_of(model).config
+    is_class = config.num_labels > 1 and getattr(config, "problem_type", None) in (None, "single_label_classification")
+    classes = (IGNORED, *range(config.num_labels))
     rows = cast("Any", data)
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
         number = cast("object", value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value)
-        if isinstance(number, str | None) or (isinstance(number, int) and number not in (_IGNORED, *range(count))):
-            name, condition = f"{label} of the example at index {row}", f"to be a class number from 0 to {count - 1}"
+        if isinstance(number, str | None) or (is_class and isinstance(number, int) and number not in classes):
+            name = f"{label} of the example at index {row}"
+            condition = f"to be a class number from 0 to {classes[-1]}" if is_class else "to be a number or numbers"
             remedy = f"correct it or leave it out; number names by dataset.class_encode_column({label!r})"
             raise expected("PrivateTrainer", name, condition, described(number), remedy)
 
 
-def _base_of(model: nn.Module) -> Any:
+def base_of(model: nn.Module) -> Any:
     """Return the transformers model, without the adapters of PEFT around it."""
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -94,29 +89,70 @@ def _columns_of(data: Any) -> list[str]:
     return cast("list[str]", names) if isinstance(names, list) and not is_transformed else []
 
 
-def _names(mapping: Mapping[str, Any]) -> set[str]:
-    """Return the class names in one of transformers' tables; an entry is one name or several."""
-    return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
+def _known_losses(base: nn.Module) -> Losses | None:
+    """Return the losses of a model's task, by its class; None for a model of another task."""
+    for task, losses in _LOSSES.items():
+        for entry in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
+            if type(base).__name__ in ((entry,) if isinstance(entry, str) else entry):
+                return losses
+    return None
 
 
 def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the cross-entropy of each sequence's label, shape (B,)."""
-    if batch["labels"].is_floating_point():  # transformers would read them as several labels per sequence
-        remedy = "give one class per sequence, or pass loss_fn"
-        raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
+    """Compute each row's loss of its class, of its several labels, or of its number, as transformers does, (B,)."""
+    config, labels = base_of(model).config, batch["labels"]
+    logits = model(**_inputs(batch)).logits.float()
+    several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    kind = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else several)
+    if kind == "regression":
+        return F.mse_loss(logits.flatten(1), labels.float().reshape(len(logits), -1), reduction="none").mean(1)
+    if labels.is_floating_point() and labels.shape != logits.shape:
+        condition = f"to be integers, one class for each row, or to have {logits.shape[1]} labels for each row"
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise expected("PrivateTrainer", "labels", condition, got, "give the classes as integers, or pass loss_fn")
+    if kind == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def token_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Compute each row's mean cross-entropy over its own tokens, without labels of -100, shape (B,)."""
+    return _of_tokens(model(**batch).logits, batch["labels"])  # T5 and others make their decoder's inputs from labels
+
+
+def tag_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Compute each row's mean cross-entropy over its own tags, without labels of -100, shape (B,)."""
+    return _of_tokens(model(**_inputs(batch)).logits, batch["labels"])
+
+
+def _of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def span_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Compute the mean cross-entropy of the first and the last place of each row's answer, shape (B,)."""
+    found = model(**_inputs(batch))
+    losses = list[Tensor]()
+    for name in ("start", "end"):
+        logits = found[f"{name}_logits"].float()
+        places = batch[f"{name}_positions"].clamp(0, logits.shape[1])  # an answer outside of the text has no loss
+        losses.append(F.cross_entropy(logits, places, ignore_index=logits.shape[1], reduction="none"))
+    return (losses[0] + losses[1]) / 2
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns without labels, whose mean loss the model need not compute."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "start_positions", "end_positions")}
 
 
 def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute each sequence's mean cross-entropy over its own next tokens, without labels of -100, shape (B,)."""
-    labels = batch["labels"]
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs).logits.float()
+    labels, logits = batch["labels"], model(**_inputs(batch)).logits.float()
     prompt = logits.shape[1] - labels.shape[1]  # virtual tokens that PEFT prepends
-    following = F.pad(labels, (prompt, 0), value=_IGNORED)[:, 1:]
+    following = F.pad(labels, (prompt, 0), value=IGNORED)[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
-    return losses.sum(1) / (following != _IGNORED).sum(1).clamp(min=1)
+    return losses.sum(1) / (following != IGNORED).sum(1).clamp(min=1)
 
 
 def require_single_texts(eval_dataset: Any) -> None:
@@ -128,3 +164,15 @@ def require_single_texts(eval_dataset: Any) -> None:
         if ids is not None and np.ndim(ids[0]) > 0:
             got, remedy = f"{len(ids)} texts in the first one", "give the texts of other persons, each in its own row"
             raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy)
+
+
+_LOSSES: dict[str, Losses] = {  # by transformers' name of the task; some models are in two of its tables
+    "CAUSAL_LM": causal_lm_losses,
+    "SEQUENCE_CLASSIFICATION": classification_losses,
+    "IMAGE_CLASSIFICATION": classification_losses,
+    "TOKEN_CLASSIFICATION": tag_losses,
+    "QUESTION_ANSWERING": span_losses,
+    "MASKED_LM": token_losses,
+    "SEQ_TO_SEQ_CAUSAL_LM": token_losses,
+}
+_WITH_HEADS = (classification_losses, tag_losses, span_losses)

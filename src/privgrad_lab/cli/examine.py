@@ -1,5 +1,6 @@
 """The output of `privgrad doctor FILE.toml`: the findings in the data that an experiment names."""
 
+import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from privgrad import data as loaders
 from privgrad.accounting.accountant import rounded_up
 from privgrad.cli.console import STDOUT, print_json, print_table
 from privgrad.errors import expected
+from privgrad_lab import old_spelling
 from privgrad_lab.build import find_loader, make_data
 from privgrad_lab.data import findings
 from privgrad_lab.data.findings import RawFinding, RawSize
@@ -21,9 +23,13 @@ _IMAGES = ("classes", "size", "channels", "unit", "max_rows")
 _SPLIT = ("test", "test_share", "test_every", "validation_share", "split_key")  # the options that divide the units
 
 
-def examine(path: Path, *, as_json: bool) -> int:
-    """Print the findings in the data of a TOML file; return the exit code."""
+def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
+    """Print the findings in the data of a TOML file, or the file in the new spelling; return the exit code."""
     tables = read_tables(path)
+    if rewrite:
+        sys.stdout.write(old_spelling.rewritten(path.read_text()))
+        return 0
+    old_spelling.refuse(tables, path)
     data = tables.get("data")
     if not isinstance(data, dict):
         raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(data))

@@ -35,10 +35,10 @@ def _of(place: str, fates: dict[str, str]) -> dict[str, str]:
 
 _ARGUMENTS = {
     "output_dir": "taken: ledger.jsonl is in it",
-    "per_device_train_batch_size": "refused: the plan decides; private_options={'microbatch_size': n} saves memory",
-    "num_train_epochs": "refused: leave it out, or plan for its number of steps",
-    "max_steps": "refused: the plan decides the number of steps",
-    "max_grad_norm": "refused: the plan clips each example",
+    "per_device_train_batch_size": "refused: next to a plan; private_options={'microbatch_size': n} saves memory",
+    "num_train_epochs": "refused: next to a plan with another number of steps",
+    "max_steps": "refused: next to a plan, which decides the number of steps",
+    "max_grad_norm": "refused: next to a plan, which clips each example",
     "learning_rate": "taken: of the default optimizer; the default 5e-5 counts as not set",
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps": "taken",
     "weight_decay adam_beta1 adam_beta2": "taken: of the default optimizer",
