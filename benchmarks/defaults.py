@@ -1,8 +1,8 @@
 """Accuracy of trainings by `privgrad.suggest`, and of the same trainings at multiples of the suggested noise step.
 
 `python -m benchmarks.defaults --task sections --factor 1 --factor 2` appends a line to results/defaults/runs.jsonl for
-each training that the file does not hold yet. docs/choosing.md has the table. Losses and accuracies are measured on
-test examples (for the toy, on training examples) and are NOT private for these.
+each training that the file does not hold yet. docs/choosing-evidence.md has the table. Losses and accuracies are
+measured on test examples (for the toy, on training examples) and are NOT private for these.
 """
 
 import itertools
@@ -122,7 +122,9 @@ def of_table(name: str, *widths: int, act: type[nn.Module] = nn.ReLU) -> Task:
 
     def plan(seed: int) -> pg.PrivacyPlan:
         size = min(2048, numbers["num_examples"])
-        return pg.PrivacyPlan.for_budget(max_grad_norm=1.0, expected_batch_size=size, steps=800, **numbers | {"seed": seed})
+        return pg.PrivacyPlan.for_budget(
+            max_grad_norm=1.0, expected_batch_size=size, steps=800, **numbers | {"seed": seed}
+        )
 
     rows = table.public_batch(PUBLIC, 0)
     return Task(labeled(table, table.codes), rows, table.target.losses, plan, model, measure)

@@ -3,7 +3,7 @@
 Each is a comparison of its own, of one method: three noise steps or more, which a mean over validation examples
 decides between, and three seeds on the test examples. Both schemes have the same plan and the same noise steps, and
 noise that is calibrated for each. Their records are appended to results/epochs/runs.jsonl, unless it holds them. A
-comparison that was interrupted resumes. `--show` prints the table of docs/choosing.md.
+comparison that was interrupted resumes. `--show` prints the table of docs/choosing-evidence.md.
 """
 
 import json
@@ -126,7 +126,7 @@ def cell(finals: list[Record]) -> str:
 
 
 def table() -> str:
-    """Return the rows of docs/choosing.md: what both schemes have a record of."""
+    """Return the rows of docs/choosing-evidence.md: what both schemes have a record of."""
     records, lines = read(), list[str]()
     for task, (_, sizes, _) in TASKS.items():
         for batch, epochs in sizes.items():

@@ -89,11 +89,11 @@ def printed(records: list[dict[str, Any]], metric: str | None) -> Iterator[str]:
                 yield f"| {name} | {shown} | {' | '.join(cells)} |"
 
 
-SHOWN = ("tabular", "head", "estimator", "network")  # of ours, in docs/choosing.md
+SHOWN = ("tabular", "head", "estimator", "network")  # of ours, in docs/choosing-evidence.md
 
 
 def changes(metric: str | None = None, *, half: Half = "development") -> str:
-    """Rows of docs/choosing.md: means at epsilon 3 / 1 by default, and at 3 also by the former defaults."""
+    """Rows of docs/choosing-evidence.md: means at epsilon 3 / 1 by default, and at 3 also by the former defaults."""
     now, former = ([one for one in read(file) if one["half"] == half] for file in (OUT, OUT.with_name("former.jsonl")))
 
     def mean(records: list[dict[str, Any]], *run: Any, shown: str) -> str | None:
@@ -115,7 +115,7 @@ def changes(metric: str | None = None, *, half: Half = "development") -> str:
 
 
 def trials() -> str:
-    """Rows of docs/choosing.md: means at epsilon 3 / 1 with other numbers of knots, and with hidden units."""
+    """Rows of docs/choosing-evidence.md: means at epsilon 3 / 1 with other numbers of knots, and with hidden units."""
     held = read(OUT.with_name("trials.jsonl"))
     lines: list[str] = []
     for name in dict.fromkeys(one["set"] for one in read(OUT) if one["half"] == "development"):
@@ -133,7 +133,7 @@ def trials() -> str:
 
 
 def ranks(half: Half) -> str:
-    """A row of docs/choosing.md: the mean rank of each private method, over sets and values of epsilon of a half."""
+    """A row of docs/choosing-evidence.md: the mean rank of each private method, over sets and epsilons of a half."""
     held = [one for one in read(OUT) if one["half"] == half]
     found: dict[str, list[int]] = {method: [] for method, of in METHODS.items() if of.private}
     for name, epsilon in itertools.product(dict.fromkeys(one["set"] for one in held), EPSILONS):

@@ -240,7 +240,7 @@ def command(names: Iterable[str], methods: Mapping[str, Method], load: Callable[
 
 
 def means(out: Path, methods: Mapping[str, Method], metric: str = "accuracy") -> str:
-    """Rows of docs/choosing.md: means over seeds at epsilon 3 / 1 / 0.5, or without privacy."""
+    """Rows of docs/choosing-evidence.md: means over seeds at epsilon 3 / 1 / 0.5, or without privacy."""
     held, lines = read(out), list[str]()
     for name in dict.fromkeys(one["set"] for one in held):
         own = [one for one in held if one["set"] == name]

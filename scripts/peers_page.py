@@ -98,7 +98,7 @@ UNFAIR = """## What is unfair
   it, except in the rows with our features.
 - **Examples are not advice.** The authors of the other libraries wrote their examples to be short. A user who tunes
   would do better with each library, and so would a user of privgrad. On Adult, DP-EBM reaches 85.8 % with a learning
-  rate chosen on test rows ([recipes.md](recipes.md#adult-next-to-dp-ebm)).
+  rate chosen on test rows ([choosing-evidence.md](choosing-evidence.md#adult-next-to-dp-ebm)).
 - **On tags, 46.6 % needs no text.** It is the recall of five fixed tags for every text: those with the largest shares.
   Rows near it learned little more, because their settings were made for other data. On sections, the largest section
   gives 10.4 %.

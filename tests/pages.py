@@ -127,7 +127,7 @@ def _guide() -> dict[str, Any]:
     return {
         "pg": pg,
         "torch": torch,
-        "model": make_model(),
+        "make_model": make_model,
         "loss_fn": loss_fn,
         "train_set": make_data(200),
         "public_set": make_data(20),
@@ -135,7 +135,12 @@ def _guide() -> dict[str, Any]:
 
 
 def _methods() -> dict[str, Any]:
-    return _guide() | {"plan": make_plan()}
+    return _guide() | {"plan": make_plan(), "model": make_model()}
+
+
+def _parts() -> dict[str, Any]:
+    names = _methods()
+    return names | {"optimizer": pg.optim.AdamBC(names["model"].named_parameters(), noise_step=0.01)}
 
 
 def _features() -> dict[str, Any]:
@@ -297,7 +302,7 @@ def _image_is_read_as_by_the_loader(names: dict[str, Any], printed: str) -> None
 
 def _own_data() -> dict[str, str]:
     """The page's experiment, and the file that its first block writes, with fewer patients."""
-    block, *_ = blocks("docs/own-data.md", "toml")
+    block, *_ = blocks("docs/data-reference.md", "toml")
     rows = [
         f"p{p},{18 + p % 70},north,{90 + (p + k) % 70},{('no', 'yes')[(p + k) % 2]}"
         for p in range(2000)
@@ -371,12 +376,12 @@ def _recipe_here() -> dict[str, Any]:
 
 
 GIVEN = {
-    "README.md": Given(
-        smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
-        files=_own_model,
-        packages=("sklearn",),
-        check=_quick_start_has_learned,
+    "README.md": Given(packages=("sklearn",), check=_quick_start_has_learned),
+    "docs/commands.md": Given(
+        smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "}, files=_own_model
     ),
+    "docs/own-data.md": Given(packages=("pandas", "sklearn")),
+    "docs/papers/README.md": Given(packages=("sklearn",)),
     "docs/audit.md": Given(
         smaller={
             "privgrad audit  ": "privgrad audit --trials 2000 --method vmap --epsilon 3  ",
@@ -412,7 +417,11 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
-    "docs/own-data.md": Given(files=_own_data, check=_visits_are_learned),
+    "docs/optimizers.md": Given(names={"": _parts}),
+    "docs/processes.md": Given(names={"": _parts}),
+    "docs/data-reference.md": Given(files=_own_data, check=_visits_are_learned),
+    "docs/images-and-texts.md": Given(packages=("sklearn",)),
+    "docs/loop.md": Given(packages=("sklearn",)),
     "docs/methods.md": Given(names={"": _methods}),
     "docs/hugging-face.md": Given(
         names={"": _sentences},

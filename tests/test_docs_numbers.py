@@ -22,7 +22,10 @@ from pages import ROOT, blocks
 from privgrad import models
 from privgrad.accounting import composition
 
-CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md", "features.md"))
+CHOOSING, TUNING, FEATURES = (
+    ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning-evidence.md", "features.md")
+)
+HOW_MUCH_DATA = ROOT / "docs/tuning.md"
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
@@ -109,8 +112,59 @@ def test_what_choosing_says_was_measured_stands_in_the_records():
         assert means == sorted(means), f"{folder.name}: best first"
 
 
+# The numbers of docs/choosing.md, "baseline -> method", in their order: records, what they must have, the score.
+GAINS: list[tuple[str, dict[str, Any], str]] = [
+    ("fashion_mnist/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("recipes/clothing", {}, "test_accuracy"),
+    ("defaults/runs", {"task": "adult", "factor": 2}, "accuracy"),
+    ("recipes/adult", {}, "test_accuracy"),
+    ("heavy-tail-sections/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("texts/runs", {"task": "sections", "target_epsilon": 3.0}, "score"),
+    ("adadps-stackoverflow/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("texts/runs", {"task": "tags", "target_epsilon": 3.0}, "score"),
+    ("fine-tuning/runs", {"part": "head", "factor": 2.0, "seed": 0}, "recall@5"),
+    ("fine-tuning/runs", {"part": "lora, inputs", "factor": 0.1, "seed": 0}, "recall@5"),
+    ("fashion_mnist/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("inputs-clothing/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("adadps-imdb-linear/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("adadps-imdb-linear/runs", {"method": "AdaDPS, frequencies", "phase": "final"}, "test_accuracy"),
+    ("memory-sections-256/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("memory-sections-256/runs", {"method": "DP-SGD, memory", "phase": "final"}, "test_accuracy"),
+    ("memory-clothing-256/runs", {"method": "DP-SGD", "phase": "final"}, "test_accuracy"),
+    ("memory-clothing-256/runs", {"method": "DP-SGD, memory", "phase": "final"}, "test_accuracy"),
+    ("epochs/runs", {"task": "sections", "batch": 4500, "scheme": "poisson", "phase": "final"}, "test_accuracy"),
+    ("epochs/runs", {"task": "sections", "batch": 4500, "scheme": "epochs", "phase": "final"}, "test_accuracy"),
+]
+
+
+def test_the_gains_on_the_page_on_choosing_stand_in_the_records():
+    page = (ROOT / "docs/choosing.md").read_text()
+    said = [number for pair in re.findall(r"([\d.]+) % → (?:LoRA )?([\d.]+) %", page) for number in pair]
+    assert len(said) == page.count(" → ") * 2 == len(GAINS)
+    for number, (name, wanted, score) in zip(said, GAINS, strict=True):
+        held = map(json.loads, (ROOT / f"results/{name}.jsonl").read_text().splitlines())
+        scores = [100 * one[score] for one in held if wanted.items() <= one.items()]
+        assert scores, (name, wanted)
+        assert printed(statistics.mean(scores), number) == number, (name, wanted)
+    rows = [json.loads(line) for line in (ROOT / "results/images/runs.jsonl").read_text().splitlines()]
+    behind: dict[float, list[float]] = defaultdict(list)
+    for name, epsilon in itertools.product(("digits", "mnist", "animals"), (3.0, 0.5)):
+        of = [one for one in rows if one["set"] == name]
+        (best,) = [one["accuracy"] for one in of if one["method"] == "linear-recipe"]
+        mean = statistics.mean(one["accuracy"] for one in of if (one["method"], one["epsilon"]) == ("recipe", epsilon))
+        behind[epsilon].append(100 * (best - mean))
+    text = " ".join(page.split())
+    low, high = ([math.floor(min(behind[e]) + 0.5), math.ceil(max(behind[e]))] for e in (3.0, 0.5))
+    assert f"was {low[0]} to {low[1]} points behind no privacy at epsilon 3, and {high[0]} to {high[1]} at" in text
+    assert not re.search(r"\d\.\d+ %", re.sub(r"[\d.]+ % → (?:LoRA )?[\d.]+ %", "", page))
+
+
 def test_what_choosing_says_in_words_stands_in_its_table():
-    own = r"(?s)## (Defaults without tuning|Fine-tuning a pretrained model|A C that moves.*?)\n.*?(?=## |\Z)"
+    titles = (
+        "What a comparison prints|What heads on texts gained from|Scales of every few steps|Defaults without tuning|"
+    )
+    titles += "Fine-tuning a pretrained model|A C that moves.*?"
+    own = rf"(?s)##+ ({titles})\n.*?(?=##+ |\Z)"
     text = re.sub(own, "", CHOOSING.read_text())  # other tests read these sections
     table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     words = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
@@ -133,6 +187,20 @@ def test_the_table_of_epochs_is_that_of_its_records_and_each_choice_was_open_to_
                 assert {run["epochs"] for run in one} == {passes}
                 target = epochs.TASKS[task][0]["privacy"]["target_epsilon"]
                 assert all(0.99 * target < run["epsilon"] <= target for run in finals)
+
+
+def test_what_scales_of_every_few_steps_cost_stands_in_the_records():
+    (section,) = re.findall(r"(?s)## Scales of every few steps\n.*?(?=## )", CHOOSING.read_text())
+    rows = re.findall(r"^\| ([a-zF]\S+)[ \w]* \| (\d+) \| (.* %) \|$", section, re.MULTILINE)
+    files = {"digits": "digits", "Fashion-MNIST": "clothing", "tags": "tags"}
+    assert len(rows) == 4
+    for name, units, cells in rows:
+        strong = "-strong" if units == "1" else ""
+        path = ROOT / f"results/adadps-every/{files[name]}{strong}.jsonl"
+        finals = [run for run in map(json.loads, path.read_text().splitlines()) if run["phase"] == "final"]
+        for method, said in zip(["DP-SGD", *(f"every {k}" for k in (1, 2, 4, 8, 16))], cells.split(" | "), strict=True):
+            mean = statistics.mean(100 * run["test_accuracy"] for run in finals if run["method"] == method)
+            assert said == f"{mean:.1f} %", (name, units, method)
 
 
 def test_the_defaults_without_tuning_stand_in_the_records():
@@ -230,13 +298,18 @@ def test_what_a_step_costs_stands_in_the_records():
     for page in ("README.md", "docs/guide.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"peak memory was {min(memory):.1f} to {max(memory):.1f} times that of" in text
-    table = (ROOT / "README.md").read_text().partition("## Speed\n")[2].partition("- (a)")[0]
-    methods = [["plain"], ["preconditioned"], ["opacus-hooks", "opacus-ghost"], ["fastdp"], ["opake"], ["jax-privacy"]]
-    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines() if re.match(r"\| [a-zA-Z]", line)]
-    for workload, cells in zip(("W1", "W2", "W3", "W4", "W5", "W6", "W7"), rows, strict=True):
-        for group, cell in zip(methods, cells, strict=True):
-            ratios = [one for method in group if (one := records[workload, method]["ratio"])]
-            assert cell.startswith("–") if not ratios else cell == f"{min(ratios):.{int(min(ratios) < 100)}f}"
+    plain = [records[f"W{number}", "plain"]["ratio"] for number in range(1, 8)]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    costs = f"{min(plain):.1f} to {max(plain):.1f} ordinary ones"
+    modes = [
+        [records[f"W{number}", f"opacus-{mode}"]["ratio"] for mode in ("hooks", "ghost")] for number in range(1, 8)
+    ]
+    fastest = [min(filter(None, both)) for both in modes if any(both)]
+    assert readme.count(costs) == 2
+    assert (
+        f"faster mode {min(fastest):.1f} to {max(fastest):.1f} on the {'0123456'[len(fastest)]} that it trains"
+        in readme
+    )
 
 
 MODELS = {
@@ -281,6 +354,19 @@ def test_what_a_step_costs_on_a_gpu_stands_in_the_records():
             value = records.get((name, precision), {}).get(method, (None,) * 3)[field]
             stated = "–" if value is None else f"{1000 * value:.1f} ms" if field == 0 else f"{value:.2f}"
             assert cell == stated, (name, precision, method)
+
+
+def test_what_the_home_page_says_of_a_gpu_stands_in_the_records():
+    held = [methods for (_, precision), methods in measured_on_a_gpu().items() if precision == "float32"]
+    ours = [methods["plain"][1] for methods in held]
+    ghost = [methods["opacus-ghost"][1] if "opacus-ghost" in methods else None for methods in held]
+    saved = [1 - other / own for own, other in zip(ours, ghost, strict=True) if other and other < 0.99 * own]
+    slower = max(other / own for own, other in zip(ours, ghost, strict=True) if other)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {min(ours):.0f} to {max(ours):.0f} ordinary ones on an H200" in text
+    assert f"{100 * min(saved):.0f} to {100 * max(saved):.0f} % faster on six of fourteen workloads" in text
+    assert (len(saved), len(held), round(slower), ghost.count(None)) == (6, 14, 6, 5)
+    assert "six times slower on an LSTM, and fails on five" in text
 
 
 def test_the_tables_of_the_papers_are_written_from_the_records():
@@ -384,7 +470,11 @@ def rate(run: dict[str, Any]) -> float:
 def test_what_recipes_have_reached_stands_in_the_records():
     page, seen = (ROOT / "docs" / "recipes.md").read_text(), 0
     for name, cells in re.findall(r"\| \[(\w+)\.toml\]\S+ \|(.*)", page):
-        if name.startswith("texts_"):  # docs/features-text.md has their numbers
+        if name.startswith("texts_"):
+            lines = map(json.loads, (ROOT / "results/texts/runs.jsonl").read_text().splitlines())
+            of = (name.removeprefix("texts_"), 3.0)
+            scores = [100 * run["score"] for run in lines if (run["task"], run["target_epsilon"]) == of]
+            assert f"{statistics.mean(scores):.1f} % ± {statistics.stdev(scores):.1f}" in cells
             continue
         held = [json.loads(line) for line in (ROOT / f"results/recipes/{name}.jsonl").read_text().splitlines()]
         accuracies = [100 * run["test_accuracy"] for run in held]
@@ -401,9 +491,7 @@ def test_what_recipes_have_reached_stands_in_the_records():
 
 def test_what_dp_ebm_has_reached_on_adult_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/recipes/adult-dp-ebm.jsonl").read_text().splitlines()]
-    told = re.findall(
-        r"\| DP-EBM .*rate ([\d.]+) \| (.*?) % ± (.*?) \| (.*?) \|", (ROOT / "docs/recipes.md").read_text()
-    )
+    told = re.findall(r"\| DP-EBM .*rate ([\d.]+) \| (.*?) % ± (.*?) \| (.*?) \|", CHOOSING.read_text())
     assert len(told) == 2
     for rate, *said in told:
         own = [run for run in held if run["learning_rate"] == float(rate)]
@@ -416,13 +504,43 @@ def test_what_dp_ebm_has_reached_on_adult_stands_in_the_records():
 
 def test_what_a_wrong_noise_step_of_a_head_costs_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/heads/runs.jsonl").read_text().splitlines()]
-    page = (ROOT / "docs" / "recipes.md").read_text()
+    page = TUNING.read_text()
     table = page[page.index("| noise step | income") :].splitlines()[2:7]
     columns = [("loan", "constant"), ("loan", "cosine"), ("age", "cosine"), ("hours-per-week", "cosine")]
     for line, factor in zip(table, (0.25, 0.5, 1.0, 2.0, 4.0), strict=True):
         for cell, key in zip(line.split("|")[2:], columns, strict=False):
             own = [run for run in held if (run["task"], run["decay"], run["factor"]) == (*key, factor)]
             assert cell.strip() == f"{statistics.mean(run.get('R2', run.get('accuracy')) for run in own):.3f}", line
+
+
+def test_the_picture_and_the_scores_of_the_home_page_are_those_of_the_records():
+    script, readme = runpy.run_path(str(ROOT / "scripts/accuracy_picture.py")), (ROOT / "README.md").read_text()
+    records = script["read"]()
+    assert script["PICTURE"].read_text() == script["picture"](records), "run scripts/accuracy_picture.py"
+    of = [one for one in records if one["set"] == script["SET"] and one["method"] in script["LINES"]]
+    assert {(one["method"], one["epsilon"], one["seed"]) for one in of} == set(
+        itertools.product(script["LINES"], script["EPSILONS"], (0, 1, 2))
+    )
+    means, text = script["means"](records), " ".join(readme.split())
+    none, best = means[script["NOT_PRIVATE"], None], means["recipe", 3.0]
+    assert f"the recipe has {best:.1f} % and a model without privacy {none:.1f} %" in text
+    assert f"{of[0]['train_rows']:,} digits of MNIST" in text
+    assert round(means["opacus-cnn", 1.0] - means["network", 1.0]) == 2
+    assert "at epsilon 1, that example is two points ahead of them" in text
+    scores: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for line in (ROOT / "results/peers/accuracy.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        scores[one["task"], one["library"], one["variant"]].append(100 * one["score"])
+    columns = (("opacus", "example"), ("privgrad", "example"), ("privgrad", "recipe"), ("opacus", "recipe"))
+    tasks = {"Fashion-MNIST": "fashion-mnist", "Adult": "adult", "Debian sections": "sections", "Debian tags": "tags"}
+    rows = re.findall(r"^\| (Fashion-MNIST|Adult|Debian \w+).*? \| \d \| (.*) \|$", readme, re.MULTILINE)
+    assert [name for name, _ in rows] == list(tasks)
+    for name, cells in rows:
+        assert cells.split(" | ") == [f"{statistics.mean(scores[tasks[name], *one]):.1f} %" for one in columns]
+    named = [round(statistics.mean(scores["fashion-mnist", *one])) for one in (columns[2], columns[1], columns[0])]
+    assert re.findall(r"Fashion-MNIST at epsilon 3: (\d+) % by .*?, (\d+) % with .* has (\d+) %", text) == [
+        tuple(map(str, named))
+    ]
 
 
 def test_what_tuning_says_of_rates_stands_in_the_records():
@@ -471,7 +589,7 @@ def test_how_much_data_is_what_the_planner_says():
     """Each row's noise has the row's epsilon."""
     rows = [
         [float(cell.replace(",", "")) for cell in line.strip("| ").split("|")]
-        for line in TUNING.read_text().splitlines()
+        for line in HOW_MUCH_DATA.read_text().splitlines()
         if re.fullmatch(r"(\| [\d,]+ ){4}\|", line)
     ]
     assert [row[0] for row in rows] == [1, 3, 8]
@@ -488,7 +606,7 @@ def test_the_code_that_says_how_much_data_prints_its_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """By RDP, which takes milliseconds, and some percent more noise."""
-    real, page = composition.epsilon_of, TUNING.read_text()
+    real, page = composition.epsilon_of, HOW_MUCH_DATA.read_text()
     monkeypatch.setattr(composition, "epsilon_of", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
     (code,) = (block.text for block in blocks("docs/tuning.md", "python") if block.heading == "How much data")
     exec(code, {})
@@ -506,7 +624,7 @@ def test_where_noise_was_small_enough_is_what_the_plans_say():
         "digits": ("examples/digits.toml", models.mlp(in_features=64, hidden=64, num_classes=10), 4.089),
         "the autoencoder": ("results/adadps-autoencoder/spec.json", models.autoencoder(in_features=784), 1.0),
     }
-    said = re.findall(r"([\d.]+) C \(([\w -]+)", TUNING.read_text())
+    said = re.findall(r"([\d.]+) C \(([\w -]+)", HOW_MUCH_DATA.read_text())
     assert {name for _, name in said} == lengths.keys()
     for length, name in said:
         path, model, sigma = lengths[name]
@@ -577,7 +695,7 @@ def test_what_helps_rare_classes_stands_in_the_records():
         "rates by the root, by counts": ("rates to the 1/2", "by counts"),
         "shift by paid recall": ("nothing", "by paid recall"),
     }
-    lines = (ROOT / "docs/before-training.md").read_text().splitlines()
+    lines = CHOOSING.read_text().partition("## Rare classes\n")[2].splitlines()
     table = [line for line in lines if re.match(r"\| [\w ,]+ \| (0\.1|1\.5) \|", line)]
     assert len(table) == 11
     for line in table:

@@ -1,6 +1,7 @@
 """The estimators under scikit-learn's own checks, and what they refuse."""
 
 import pickle
+import re
 import traceback
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,12 @@ OF_WEIGHTS = {
 
 
 clone: Any = base.clone  # scikit-learn has no types
+
+
+def test_the_page_lists_the_checks_that_fail():
+    page = (Path(__file__).parents[2] / "docs/api/heads.md").read_text()
+    expected = {*OF_NOISE, *OF_CLASSES, *OF_WEIGHTS}
+    assert set(re.findall(r"`(check_\w+)`", page)) - {"check_estimator"} == expected
 
 
 def failed(estimator: Any, expected: dict[str, str]) -> dict[str, Any]:

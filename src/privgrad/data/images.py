@@ -41,7 +41,7 @@ def image_folder(
     validation_share: Share = 0.0,
     split_key: str = "",
 ) -> DataSet:
-    """Load images of your own from a folder with one sub-folder per class; docs/own-data.md lists its rules.
+    """Load images of your own from a folder with one sub-folder per class; docs/data-reference.md lists its rules.
 
     Inputs, float (n, channels, size, size): each image is resized to a square, as `read_image` describes. With a person
     as unit, each input holds all images of one person: (n, max_rows, channels, size, size), with zeros and labels

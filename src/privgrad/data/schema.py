@@ -396,7 +396,7 @@ def schema_of(
 def knots_of(num_examples: int, numbers: int) -> int:
     """Return the default knots of each of so many numbers: few examples do not find the weights of many codes.
 
-    Source: ours, by the tables of docs/choosing.md.
+    Source: ours, by the tables of docs/choosing-evidence.md.
     """
     return 16 if num_examples >= 10_000 else 5 if 5 * numbers <= num_examples / 5 else 2
 

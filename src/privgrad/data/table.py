@@ -123,7 +123,7 @@ def table(
     table: str | None = None,
     bounds: Sequence[float] | None = None,
 ) -> DataSet:
-    """Load a table of your own, by a schema that you declare; docs/own-data.md lists its rules.
+    """Load a table of your own, by a schema that you declare; docs/data-reference.md lists its rules.
 
     Inputs are one-hot codes of categories and hat codes of numbers (`features.Hats`), side by side, scaled so that each
     row of the table has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with

@@ -213,8 +213,8 @@ def released_verdict(found: Mapping[str, float]) -> str:
 
 def advice(ratio: float, clipped: float, doubt: float = 0.0, *, moved: bool = False) -> str:
     """Return whether noise or clipping hurts, and the remedy; `doubt` is about `clipped`, and `moved` about C."""
-    # At a fixed noise step, a smaller C loses nothing until nearly all gradients are clipped (docs/tuning.md). So this
-    # does not count how much of their length is left.
+    # At a fixed noise step, a smaller C loses nothing until nearly all gradients are clipped
+    # (docs/tuning-evidence.md). So this does not count how much of their length is left.
     if ratio >= 1 and clipped - doubt > 0.95:
         larger = "an adaptive_clip that clips fewer gradients" if moved else "a larger max_grad_norm"
         return f"Noise does not dominate, and nearly all gradients are clipped: on unequal classes, try {larger}."

@@ -36,7 +36,7 @@ from privgrad.training.fitting import fit
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
 
-# Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
+# Defaults of what does not decide epsilon. docs/choosing-evidence.md reports how they were measured.
 STEPS, HIDDEN_STEPS = 300, 1000
 MAX_GRAD_NORM = 0.1  # where a rule does not know the number of weights yet
 LARGEST_BATCH = 8192
@@ -97,8 +97,8 @@ def fit_head(
             budget. Without plan and target_epsilon, the training uses all that is left.
         steps: None is 300, 1,000 with a hidden layer, or the number of the plan.
         expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
-        max_grad_norm: None is 0.1, 0.3 or 1, by the plan's noise and the number of weights (docs/choosing.md), or the
-            number of the plan. With hidden units, it is 0.3 for numbers, and otherwise 3.
+        max_grad_norm: None is 0.1, 0.3 or 1, by the plan's noise and the number of weights
+            (docs/choosing-evidence.md), or the number of the plan. With hidden units: 0.3 for numbers, else 3.
         noise_step: at the peak of the schedule. None is the default of `privgrad.training.defaults` for the schedule.
         schedule: of the rate: a Schedule, or its decay.
         momentum: in [0, 1).
@@ -119,7 +119,7 @@ def fit_head(
         chosen, centered or scaled with private rows are a release that no epsilon covers. Features that an extractor
         returned for its own public rows are refused; a copy or a part of them is not recognized.
     Reference:
-        Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
+        Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing-evidence.md.
     """
     rows, given = _tensor(features), _tensor(labels)
     count = len(classes) if num_classes is None and classes is not None else num_classes

@@ -20,8 +20,8 @@ Group = dict[str, Any]
 State = dict[str, Any]
 Coefficients = tuple[float, float]  # of g and of m in the update
 
-# The default floor in variances of the noise, measured for AdamBC (docs/choosing.md): 4 was best on tags, sections and
-# the autoencoder, level on digits, and half a point behind 1 on a small CNN. The others share its denominator.
+# The default floor in variances of the noise, measured for AdamBC (docs/choosing-evidence.md): 4 was best on tags,
+# sections and the autoencoder, level on digits, half a point behind 1 on a small CNN. The others share its denominator.
 DEFAULT_FLOOR = 4.0
 
 # Without noise nothing is subtracted, and the floor only prevents 0 / 0. It is (1e-8)**2, torch's eps inside the root.

@@ -41,7 +41,7 @@ def frequencies(
         cap: largest ratio, >= 1.
         division: divisor of the ratio, > 0. With 1, the most frequent feature has the scale 1.
         power: exponent of the ratio, in [0, 1]; the paper's is 1. On our texts 0.1 was as good as no scales, and each
-            larger power worse (docs/choosing.md).
+            larger power worse (docs/choosing-evidence.md).
     Returns:
         {parameter: A}, of shape (V, 1) or (1, V), positive.
     Raises:

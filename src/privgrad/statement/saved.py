@@ -74,7 +74,7 @@ def save(
         raise expected("save", "model", "to be no Head", "a Head", remedy)
     state = model.state_dict()
     if any(hasattr(value, "to_local") for value in state.values()):
-        remedy = "gather the weights into a whole model first: docs/guide.md, Several processes"
+        remedy = "gather the weights into a whole model first: docs/processes.md, Several processes"
         raise expected("save", "model", "to have whole tensors", "sharded ones", remedy)
     place = require_place("save", folder, overwrite=overwrite, is_own=_is_saved)
     if post_processing is not None and not post_processing.strip():

@@ -23,7 +23,7 @@ from privgrad.private_gradient import require_model
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
-# Noise step times input norm. docs/choosing.md reports how these were chosen.
+# Noise step times input norm. docs/choosing-evidence.md reports how these were chosen.
 _LINEAR = 0.06
 _NUMBER = 0.016  # of a linear head for a number between -1 and 1
 _PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
@@ -113,7 +113,7 @@ def suggest(
     Privacy:
         This costs no privacy: it uses the model and public data only. No private gradient norm is looked at.
     Reference:
-        Ours. Factors and exponent were chosen on five tasks (docs/choosing.md).
+        Ours. Factors and exponent were chosen on five tasks (docs/choosing-evidence.md).
     """
     require_model("suggest", model)
     require_supported(model)
@@ -216,7 +216,7 @@ def head_noise_step(decay: Decay, *, of_numbers: bool, hidden: int = 0) -> float
 def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool, hidden: int = 0) -> float:
     """Return C of a head on rows of norm 1 with so many weights, from the noise that its mean gradients have.
 
-    A small C is robust against noise, and a large one gives better probabilities: docs/choosing.md.
+    A small C is robust against noise, and a large one gives better probabilities: docs/choosing-evidence.md.
     """
     if hidden:  # gradients are longer, because outputs have more weights of about the same slope
         return 0.3 if of_numbers else 3.0
