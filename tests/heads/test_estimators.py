@@ -3,6 +3,7 @@
 import pickle
 import re
 import traceback
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def test_the_checks_of_equal_trainings_pass_under_a_research_seed(estimator: Any
     assert failed(seeded, OF_CLASSES | OF_WEIGHTS) == {}
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* lie mostly outside")
 @pytest.mark.parametrize("transformer", [PublicScaler((-10, 10)), PublicBins((-1, 0, 1))], ids=["scaler", "bins"])
 def test_scikit_learns_checks_of_transformers(transformer: Any):
     assert failed(transformer, {}) == {}
@@ -201,7 +203,7 @@ def test_missing_values_and_texts_are_refused_without_a_value_or_private_advice(
     gaps = rows.copy()
     gaps[7, 1] = np.nan
     named, jobs = pd.DataFrame(gaps, columns=["age", "income"]), np.array(["clerk"] * 400)
-    is_public = r"fill in a public constant, such as by SimpleImputer\(strategy='constant'"
+    is_public = r"fill in the middle of the column's public bounds, by SimpleImputer\(strategy='constant'"
     cases = [
         (gaps, f"X to be finite, got NaN or inf in column 1; {is_public}"),
         (named, f"X to be finite, got NaN or inf in column 'income'; {is_public}"),
@@ -235,6 +237,7 @@ def test_a_single_raw_column_needs_bounds():
     assert bounded.score(ages, ages[:, 0] > 50) > 0.95
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* lie mostly outside")
 def test_bounds_that_are_the_smallest_or_largest_values_are_named(tmp_path: Path):
     rows, votes = people()
     income = rows[:, 0] * 1000 + 0.4321
@@ -295,6 +298,7 @@ def as_pandas_scales(rows: Any) -> Any:
     return (rows - rows.mean(0)) / rows.std(0, ddof=1)
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* lie mostly outside")
 @pytest.mark.parametrize(
     "scaler",
     [StandardScaler(), MinMaxScaler(), PowerTransformer(), PCA(2), FunctionTransformer(as_pandas_scales)],
@@ -316,6 +320,7 @@ def test_scales_of_the_very_rows_are_noticed(scaler: Any):
         make_pipeline(FunctionTransformer(others.transform), classifier).fit(rows[200:], votes[200:])
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE.* lie mostly outside")
 def test_public_scales_codes_and_raw_columns_are_not_taken_for_scaled_ones():
     pd = pytest.importorskip("pandas")
     rows, votes = people()
@@ -512,3 +517,13 @@ def test_columns_become_hat_codes_where_the_rows_are_many_enough():
         assert type(model.head_.extractor) is kind
         assert model.score(rows, classes) > least
         assert model.head_.privacy["side_information"].startswith("features: bounds as declared")
+
+
+def test_bounds_in_another_unit_are_noticed():
+    rows = np.stack([np.linspace(20, 80, 50), np.linspace(15_000, 90_000, 50), np.zeros(50)], axis=1)
+    with pytest.warns(UserWarning, match=r"NOT PRIVATE: PublicScaler: columns 0 \(from 0\) lie mostly outside"):
+        PublicScaler((0, 100_000)).fit(rows)
+    with pytest.warns(UserWarning, match=r"columns 1 \(from 0\)"):
+        PublicScaler(([0, 0, 0], [100, 100, 1])).fit(rows)
+    with warnings.catch_warnings(action="error"):
+        PublicScaler(([0, 0, 0], [100, 100_000, 1])).fit(rows)

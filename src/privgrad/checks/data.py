@@ -50,6 +50,24 @@ def warn_of_private_bound(
             )
 
 
+# Fault: bounds in another unit, or one pair of bounds for ages and incomes: the columns say nothing, in silence.
+# Cost: one pass over the rows.
+# Warns wrongly: a column with few rare large values, whose other values lie in a hundredth of its bounds.
+def warn_of_bounds_of_another_size(function: str, low: Tensor, high: Tensor, rows: Tensor) -> None:
+    """Warn of columns that lie mostly outside of their bounds, or within a hundredth of them. `rows` has no NaN."""
+    places = (rows.double() - low) / (high - low)
+    is_outside = ((places < 0) | (places > 1)).double().mean(0) > 0.5
+    spread = places.amax(0) - places.amin(0)
+    suspects = (is_outside | ((spread > 0) & (spread < 0.01))).nonzero().flatten().tolist() if len(rows) else []
+    if suspects:
+        named = ", ".join(map(str, suspects[:_COLUMNS])) + ", ..." * (len(suspects) > _COLUMNS)
+        warnings.warn(
+            f"NOT PRIVATE: {function}: columns {named} (from 0) lie mostly outside of their bounds, or within a "
+            "hundredth of them, so the model hardly sees them. Give bounds in the unit of each column: (lows, highs)",
+            stacklevel=1,
+        )
+
+
 # Fault: a StandardScaler, MinMaxScaler or PCA that was fitted on the rows of the training.
 # Cost: one pass over the rows.
 # Warns wrongly: public shares of many digits with ends 0 and 1, such as pixels over 255; hence it does not refuse.

@@ -69,8 +69,9 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         num_examples: the public number of rows, or of persons.
         output_dir: the folder of the budget, budget.jsonl, and of all trainings. The same call resumes there, and
             spends nothing twice. Other data need another folder.
-        scoring: None: accuracy, or for numbers 1 minus the error as a share of label_bounds. Or a function (estimator,
-            X, y) -> one value for each row, which follows from that row alone and is cut to [0, 1].
+        scoring: None: for classes 1 minus half the squared error of the probabilities (Brier), which counts calibration
+            too; for numbers 1 minus the error as a share of label_bounds. Or a function (estimator, X, y) -> one value
+            for each row, which follows from that row alone and is cut to [0, 1].
     Attributes:
         best_estimator_, best_params_, best_index_: of the candidate with the best score. The estimator is refitted.
         best_score_, cv_results_: noisy scores, "mean_test_score", of the trainings with much noise, and "params".
@@ -103,6 +104,12 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         given = self.get_params(deep=False)
         if missing := [name for name, value in given.items() if value is None and name != "scoring"]:
             raise expected(function, ", ".join(missing), "to be given", None)
+        if not hasattr(_last(self.estimator), "budget"):
+            got, remedy = (
+                type(_last(self.estimator)).__name__,
+                "give one of privgrad.estimators, or a Pipeline that ends in one",
+            )
+            raise expected(function, "estimator", "to be private", got, remedy)
         if self.scoring is not None and not callable(self.scoring):
             remedy = "leave it out, or give a function (estimator, X, y) that returns one value for each row"
             raise expected(function, "scoring", "to be a mean over rows", described(self.scoring), remedy)
@@ -162,7 +169,8 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         if self.scoring is not None:
             values = self.scoring(model, X, y)
         elif is_classifier(model):
-            values = labels == model.predict(X)
+            errors = model.predict_proba(X) - (labels[:, None] == model.classes_)
+            values = 1 - np.square(errors).sum(1) / 2
         else:
             target = _last(model).head_.target
             values = 1 - np.abs(np.clip(labels, target.low, target.high) - model.predict(X)) / (2 * target.half)

@@ -26,7 +26,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted  # py
 
 from privgrad.accounting.accountant import epsilon, rounded_up
 from privgrad.accounting.mechanisms import Release
-from privgrad.checks.data import warn_of_fitted_scale, warn_of_private_bound
+from privgrad.checks.data import warn_of_bounds_of_another_size, warn_of_fitted_scale, warn_of_private_bound
 from privgrad.data.read_rows import Frame, records_of
 from privgrad.data.schema import knots_of, with_knots
 from privgrad.data.table import table, width_of
@@ -175,6 +175,7 @@ class _Linear(_Private):
         for name in ("low", "high"):
             bound, of = extractor.get_buffer(name), "value of a column"
             warn_of_private_bound(function, f"the {name}s of feature_bounds", bound, rows, is_low=name == "low", of=of)
+        warn_of_bounds_of_another_size(function, extractor.get_buffer("low"), extractor.get_buffer("high"), rows)
         return features, extractor
 
     def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803

@@ -16,7 +16,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from privgrad.checks.data import warn_of_private_bound
+from privgrad.checks.data import warn_of_bounds_of_another_size, warn_of_private_bound
 from privgrad.errors import described, expected
 from privgrad.features.columns import Bins
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 
 _FILL = (
-    "fill in a public constant, such as by SimpleImputer(strategy='constant', fill_value=0), or give the table to "
+    "fill in the middle of the column's public bounds, by SimpleImputer(strategy='constant', fill_value=...), or give the table to "
     "PrivateTabularClassifier, where missing values have a code"
 )
 _CODE = (
@@ -54,9 +54,11 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             PrivacyError: X has a value that is not finite or is text, or the bounds do not fit it.
         """
         rows = checked(self, X)
-        for name, ends in zip(("low", "high"), self._ends(rows.shape[1]), strict=True):
-            own = torch.from_numpy(np.array(ends)), torch.from_numpy(np.array(rows, dtype=float))
-            warn_of_private_bound("PublicScaler", f"the {name}s of bounds", *own, is_low=name == "low", of=_OF_COLUMN)
+        low, high, values = (torch.from_numpy(np.array(one, dtype=float)) for one in (*self._ends(rows.shape[1]), rows))
+        for name, ends in (("low", low), ("high", high)):
+            of = {"is_low": name == "low", "of": _OF_COLUMN}
+            warn_of_private_bound("PublicScaler", f"the {name}s of bounds", ends, values, **of)
+        warn_of_bounds_of_another_size("PublicScaler", low, high, values)
         return self
 
     def transform(self, X: Any) -> Array:  # noqa: N803
