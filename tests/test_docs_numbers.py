@@ -754,6 +754,7 @@ def test_the_tables_of_defaults_are_those_of_their_records():
         assert f"|---|\n{tables.changes(metric, half=half)}\n\n" in CHOOSING.read_text()
     for said in ("\n".join(map(tables.ranks, measured)), tables.trials()):
         assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
+    assert f"|---|\n{defaults.networks()}\n\n" in CHOOSING.read_text()
     for file in ("clipping", "clipping_digits"):
         norms = defaultdict[float, list[dict[str, float]]](list)
         for record in read(ROOT / f"results/features/{file}.jsonl"):

@@ -131,3 +131,13 @@ def test_normal_facts_are_seen_once_and_are_no_warnings(
     finally:
         logging.getLogger("privgrad").setLevel(logging.NOTSET)
     assert not capsys.readouterr().err
+
+
+def test_a_classifier_with_several_labels_starts_from_a_head_too(tmp_path: Path):
+    model = bert(num_labels=3, problem_type="multi_label_classification")
+    data = [{**row, "label": [1.0, 0.0, float(index % 2)]} for index, row in enumerate(texts(64))]
+    trainer = trainer_of(tmp_path, model, data, arguments={"max_steps": 2})
+    trainer.train()
+    assert len(trainer.ledgers) == 2
+    weights = torch.load(tmp_path / "head" / "checkpoint.pt", weights_only=False)["model"]["linear.weight"]
+    assert weights.shape[0] == 3

@@ -107,13 +107,13 @@ class _States(nn.Module):
     def __init__(self, model: nn.Module, layer: nn.Linear, dataset: Any, collate: Callable[[Any], Any]) -> None:
         super().__init__()
         self.model, self.layer, self.dataset, self.collate = model, layer, dataset, collate
-        self.labels: dict[int, int] = {}
+        self.labels: dict[int, Any] = {}
 
     def forward(self, rows: Tensor) -> Tensor:
         indices = [int(row) for row in rows.flatten()]
         batch = dict(self.collate([self.dataset[index] for index in indices]))
         labels = next(batch.pop(name) for name in LABELS if name in batch)
-        self.labels |= zip(indices, cast("list[int]", labels.tolist()), strict=True)
+        self.labels |= zip(indices, labels.tolist(), strict=True)
         return _inputs_of(self.layer, self.model, batch)
 
 
@@ -129,10 +129,12 @@ def start_from_head(
     extractor.tolerance = max(extractor.tolerance, _TOLERANCE)
     features = extractor(torch.arange(len(cast(Sized, dataset)))[:, None])
     labels = torch.tensor([states.labels[index] for index in range(len(features))])
-    features[labels == IGNORED] = 0.0  # such a row moves nothing
+    if labels.ndim == 1:  # otherwise each row has several labels, 0 or 1
+        features[labels == IGNORED] = 0.0  # such a row moves nothing
+        labels = labels.clamp(min=0)
     head = fit_head(
         features,
-        labels.clamp(min=0),
+        labels,
         num_classes=layer.linear.out_features,
         plan=plan,
         source=extractor.source,
