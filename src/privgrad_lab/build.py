@@ -232,9 +232,8 @@ def preconditioner(
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
         facts = {"counts": data.public_counts, "parameter": name, "dim": 0, "provenance": data.counts_provenance}
-        facts["source"] = "words of texts apart from the examples"
-        if data.counts_provenance == "private-derived":
-            facts["source"] = "words of the examples too"
+        is_private = data.counts_provenance == "private-derived"
+        facts["source"] = f"words of {'the examples too' if is_private else 'texts apart from the examples'}"
     elif table.use == "inputs" and table.public is not None:
         facts = dict(zip(("examples", "source"), public_inputs(table.public, data), strict=True))
     elif table.use == "inputs" and public is not None:

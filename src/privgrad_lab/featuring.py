@@ -50,9 +50,8 @@ _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary(
 
 def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tables of a file whose model is "head" with the defaults of `fit_head`, and its method by default."""
-    model, privacy, data, run = (raw.get(name) for name in ("model", "privacy", "data", "run"))
-    use: Any = model.get("use") if isinstance(model, dict) else model
-    if use != "head" or not isinstance(privacy, dict):
+    privacy, data, run = (raw.get(name) for name in ("privacy", "data", "run"))
+    if not isinstance(privacy, dict):
         return raw
     defaults: dict[str, Any] = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
     if isinstance(count := privacy.get("num_examples"), int):

@@ -39,15 +39,15 @@ def read_tables(path: str | Path) -> dict[str, Any]:
 def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     """Convert the tables of a TOML file into a Spec; `path` is the file's, for relative paths."""
     old_spelling.refuse(raw, path)
-    given, raw = raw, with_head_defaults(raw)
     model: Any = raw.get("model")
     use: Any = model.get("use") if isinstance(model, dict) else model
     if isinstance(use, str):  # first, because a head has defaults for what others must give
         find("model", use, build.MODELS)
+    whole = with_head_defaults(raw) if use == "head" else raw
     try:
-        spec = Spec.model_validate(raw)
+        spec = Spec.model_validate(whole)
     except ValidationError as error:
-        raise _explained(error, raw) from error
+        raise _explained(error, whole) from error
     build.require_loadable(spec.data, "data")
     spec.data.place(Path(path).parent)
     for place, table in [("model", spec.model), *((f"methods.{m.name}.model", m.model) for m in spec.methods)]:
@@ -56,7 +56,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     require_features(spec)
     for rule in _RULES:
         rule(spec)
-    return with_norm_of_table(spec, given)
+    return with_norm_of_table(spec, raw)
 
 
 def _explained(error: ValidationError, raw: Mapping[str, Any]) -> PrivacyError:

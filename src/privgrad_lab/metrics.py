@@ -316,12 +316,12 @@ def intervals_of(
     per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
     most = math.inf if _kind(data) in ("numbers", "vectors") else 1.0
     values = unit_values(model, examples, data, per_person) if per_person else []
-    found = {name: interval(own, most=most) for name, own in zip(per_person, values, strict=True)}
-    if not pooled:
-        return dict(found)
-    labels, logits = _gathered(model, examples, data)
-    rest = {name: _bootstrap(name, labels, logits, data) for name in pooled}
-    return {name: (found | rest)[name] for name in names}
+    found: dict[str, list[float] | None] = {}
+    found |= {name: interval(own, most=most) for name, own in zip(per_person, values, strict=True)}
+    if pooled:
+        labels, logits = _gathered(model, examples, data)
+        found |= {name: _bootstrap(name, labels, logits, data) for name in pooled}
+    return {name: found[name] for name in names}
 
 
 def interval(values: Tensor, *, most: float = 1.0) -> list[float]:

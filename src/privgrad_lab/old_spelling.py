@@ -7,7 +7,7 @@ method. This file can go when nobody has such files any more.
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from privgrad.errors import expected
@@ -21,7 +21,11 @@ _ACTIVATED = ("cnn-small", "cnn5", "mlp")  # only these models used `activation`
 
 def refuse(raw: Mapping[str, Any], path: object) -> None:
     """Raise PrivacyError, with the new spelling, for the first table in the old one."""
-    for place, table, new in _tables(raw):
+    tables = [(name, raw[name], new) for name, new in _parts(raw).items()]
+    listed: Any = raw.get("methods")
+    methods = [method for method in listed if isinstance(method, dict)] if isinstance(listed, list) else []
+    tables += [(f"methods.{method.get('name', '')}", method, _method(method)) for method in methods]
+    for place, table, new in tables:
         if new != table:
             lines = [f"{key} = {to_toml(value)}" for key, value in new.items() if table.get(key) != value]
             old = next(key for key in table if key not in new or table[key] != new[key])
@@ -56,17 +60,6 @@ def _modern(raw: Mapping[str, Any]) -> Raw:
 def _parts(raw: Mapping[str, Any]) -> Raw:
     made = {"data": _data, "model": _model, "features": _features}
     return {name: new(raw[name]) for name, new in made.items() if isinstance(raw.get(name), dict)}
-
-
-def _tables(raw: Mapping[str, Any]) -> Iterator[tuple[str, Raw, Raw]]:
-    """Yield each table that may have the old spelling: its place, as it is, and in the new spelling."""
-    new = _modern(raw)
-    for name in _parts(raw):
-        yield name, raw[name], new[name]
-    methods: Any = raw.get("methods")
-    for index, method in enumerate(methods if isinstance(methods, list) else []):
-        if isinstance(method, dict):
-            yield f"methods.{method.get('name', '')}", method, new["methods"][index]
 
 
 def _dict(value: Any) -> Raw:
@@ -107,15 +100,12 @@ def _method(old: Raw) -> Raw:
             table = _renamed(old[part], "rule")
             new[part] = {"use": table.pop("use")} | _dict(table.pop("options", None)) | table
     loose = {key: old[key] for key in ("lr", "noise_step") if key in old} | _dict(old.get("options"))
-    values = {("optimizer", name): value for name, value in loose.items()}
-    tuned: dict[tuple[str, str], Any] = {}
-    for name, tried in _dict(old.get("tune")).items():
-        part, _, option = name.rpartition(".")
-        tuned[part or "optimizer", option] = tried
-    values |= tuned
-    if len(parts := dict.fromkeys(part for part, _ in tuned)) > 1:
+    values = {f"optimizer.{name}": value for name, value in loose.items()}
+    tuned = {name if "." in name else f"optimizer.{name}": tried for name, tried in _dict(old.get("tune")).items()}
+    if len(parts := dict.fromkeys(place.rpartition(".")[0] for place in tuned)) > 1:
         new |= {part: new.pop(part, {}) for part in parts}  # values are tried in the order of the tables
-    for (part, option), value in values.items():
+    for place, value in (values | tuned).items():
+        part, _, option = place.rpartition(".")
         table = new.get(part, {})
         new[part] = ({"use": table} if isinstance(table, str) else _dict(table)) | {option: value}
     return new | _parts(old)
@@ -123,19 +113,15 @@ def _method(old: Raw) -> Raw:
 
 def to_toml(value: Any) -> str:
     """Return a value as TOML on one line; a call without arguments is a name."""
-    if isinstance(value, bool):
-        return f"{value}".lower()
-    if isinstance(value, str):
+    if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, dict):
         if list(value) == ["use"]:
             return to_toml(value["use"])
-        items = (
-            f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else json.dumps(key)} = {to_toml(one)}"
-            for key, one in value.items()
-        )
+        keys = (key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key) for key in value)
+        items = (f"{key} = {to_toml(one)}" for key, one in zip(keys, value.values(), strict=True))
         return f"{{ {', '.join(items)} }}" if value else "{}"
     return f"{value}".replace("e-0", "e-")
 
@@ -160,10 +146,10 @@ def rewritten(text: str) -> str:
 
 def _group(lines: list[str]) -> list[str]:
     raw = tomllib.loads("\n".join(lines))
-    if all(table == new for _, table, new in _tables(raw)):
+    new: Any = _modern(raw)
+    if new == raw:
         return lines
     first = next((index for index, line in enumerate(lines, start=1) if _HEADER.fullmatch(line)), 0)
-    new: Any = _modern(raw)
     if first and (header := _HEADER.fullmatch(lines[first - 1])):
         for part in header[1].split("."):
             new = new[part.strip(" \"'")]

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -37,7 +38,7 @@ from privgrad_lab.runner import Prepared, Run, carry_out, checked_data, facts_of
 from privgrad_lab.spec import Spec
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
-_MOST_NOISE = 100.0  # times the noise of the spec: a comparison with more would learn nothing
+_MOST_POWER = 464  # 1.01**464 is 100: a comparison with 100 times the noise of the spec would learn nothing
 
 
 class PaidFolder:
@@ -213,13 +214,10 @@ def largest_total(cost: Price, budget: Budget) -> float:
     def fits(factor: float) -> bool:
         return budget.spent(besides=_noisier(cost.releases, factor)) <= budget.total_epsilon
 
-    if not fits(_MOST_NOISE):
+    factors = [1.01**power for power in range(_MOST_POWER)]
+    if (first := bisect_left(factors, True, key=fits)) == len(factors):
         return 0.0
-    low, high = 1.0, _MOST_NOISE
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    total = 0.99 * epsilon(_noisier(cost.releases, high), delta=budget.delta)
+    total = 0.99 * epsilon(_noisier(cost.releases, factors[first]), delta=budget.delta)
     digits = 2 - math.floor(math.log10(total))
     return math.floor(total * 10**digits) / 10**digits
 
@@ -352,17 +350,16 @@ _CHOOSERS: dict[Way, Callable[[Spec, PaidFolder, Progress], Iterator[Run]]] = {
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     """Return the candidates of "select", by index: a random number of independent draws, from system entropy."""
     # A file under raw/ holds them, NOT private, so that a resumed comparison keeps them.
-    if path.exists():
-        return json.loads(path.read_text().splitlines()[0])
-    assert spec.tuning is not None
-    number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
-    chosen = [secrets.randbelow(count) for _ in range(number)]
-    recorded.make_secret(path.parent)  # the number of trainings is secret, and so are the scores of those not chosen
-    complete = path.with_suffix(f".{os.getpid()}")
-    complete.write_text(f"{json.dumps(chosen)}\n")
-    with suppress(FileExistsError):  # another process was first
-        os.link(complete, path)
-    complete.unlink()
+    if not path.exists():
+        assert spec.tuning is not None
+        number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
+        chosen = [secrets.randbelow(count) for _ in range(number)]
+        recorded.make_secret(path.parent)  # the number of trainings is secret, and so are the other scores
+        complete = path.with_suffix(f".{os.getpid()}")
+        complete.write_text(f"{json.dumps(chosen)}\n")
+        with suppress(FileExistsError):  # another process was first
+            os.link(complete, path)
+        complete.unlink()
     return json.loads(path.read_text().splitlines()[0])
 
 

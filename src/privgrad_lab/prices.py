@@ -64,11 +64,9 @@ def price(spec: Spec, way: Way | None = None) -> Price:
 
 def prices_of(spec: Spec) -> dict[Way, Price]:
     """Return the prices of all ways that fit a spec, the chosen one included."""
-    found: dict[Way, Price] = {"none": price(spec, "none")}
-    if way_of(spec) == "trials" or all(one.noise_step is not None for _, one in candidates_of(spec)):
-        found["trials"] = price(spec, "trials")
-    found["select"] = price(spec, "select")
-    return found
+    fit_trials = way_of(spec) == "trials" or all(one.noise_step is not None for _, one in candidates_of(spec))
+    ways: tuple[Way, ...] = ("none", "trials", "select") if fit_trials else ("none", "select")
+    return {way: price(spec, way) for way in ways}
 
 
 def public_count(spec: Spec) -> int:

@@ -6,7 +6,6 @@ Accuracies and losses are NOT private for the examples on which they were measur
 import json
 import math
 import os
-import shutil
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,6 @@ from typing import Any
 from scipy.stats import t
 
 from privgrad.errors import PrivacyError, expected, readable
-from privgrad.ledger.file import is_in_use
 from privgrad.types import SHUFFLED
 from privgrad_lab import old_spelling
 from privgrad_lab.calls import imported
@@ -26,34 +24,15 @@ from privgrad_lab.spec import Candidate, Spec, plain
 Record = dict[str, Any]
 
 
-def restart(out: Path) -> Path | None:
-    """Move an existing folder aside, so that no ledger is lost, and return its new path; None if there is no folder."""
-    if not out.exists():
-        return None
-    for path in out.rglob("ledger.jsonl"):
-        if is_in_use(path):
-            raise expected("experiments", f"{path}", "to be unlocked", "a lock of a running training", "stop it first")
-    aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
-    shutil.move(out, aside)
-    return aside
-
-
 def describe(spec: Spec) -> str:
     """Return the text of spec.json, which identifies a folder's experiment."""
     return spec.model_dump_json(indent=1, exclude_defaults=True)
 
 
-def claim(out: Path, description: str, *, look_only: bool = False) -> None:
-    """Create a folder for an experiment whose spec.json has this text, or check that it holds runs of this one only.
-
-    With `look_only`, nothing is written, and a folder without spec.json is refused.
-    """
+def claim(out: Path, description: str) -> None:
+    """Create a folder for an experiment whose spec.json has this text, or check that it holds runs of this one only."""
     require_same(out, description)
     path = out / "spec.json"
-    if look_only:
-        if not path.exists():
-            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
-        return
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != description:
         whole = path.with_suffix(".new")  # a process that is killed leaves no half of a file
@@ -210,11 +189,10 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "trainings": _trainings(runs),
         "tuning_trainings": len(tuning),
         "seeds": len(finals),
-        **{
-            f"{key}_{of.__name__}": of(numbers(finals, key))
-            for key in ("test_accuracy", "test_loss")
-            for of in (mean, std)
-        },
+        "test_accuracy_mean": mean(numbers(finals, "test_accuracy")),
+        "test_accuracy_std": std(numbers(finals, "test_accuracy")),
+        "test_loss_mean": mean(numbers(finals, "test_loss")),
+        "test_loss_std": std(numbers(finals, "test_loss")),
         "metrics": {name: {"mean": mean(values), "std": std(values)} for name, values in metrics.items()},
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
@@ -245,9 +223,8 @@ def without_raw(run: Record) -> Record:
 def _trainings(runs: Sequence[Record]) -> int:
     """Return the number of trainings. A tuning run that also served as a final run counts once."""
     keys = ("seed", "seconds", "raw_train_loss")
-    tuning = {
-        repr([run[key] for key in keys]) for run in in_phase(runs, "tuning") if run.get("raw_train_loss") is not None
-    }
+    known = [run for run in in_phase(runs, "tuning") if run.get("raw_train_loss") is not None]
+    tuning = {repr([run[key] for key in keys]) for run in known}
     return sum(run.get("phase") == "tuning" or repr([run.get(key) for key in keys]) not in tuning for run in runs)
 
 
@@ -391,10 +368,8 @@ def curve(
     runs: Sequence[Record], measured: Callable[[Record], float | None], *, along: str = "epsilon"
 ) -> list[tuple[float, float, float, float]]:
     """Return points (epsilon or step, mean, mean - std, mean + std) at the steps that all runs of a method recorded."""
-    curves = [
-        {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
-        for run in runs
-    ]
+    finite = ([p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))] for run in runs)
+    curves = [{point["step"]: point for point in points} for points in finite]
     points = []
     for step in sorted(set.intersection(*map(set, curves))):
         values = [float(measured(curve[step]) or 0.0) for curve in curves]
@@ -423,11 +398,9 @@ def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
 def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
     """Return RawRecorder's numbers as means over all rows of the runs; nan for a number that no row has."""
     rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
-    found: dict[str, float] = {}
-    for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
-        values = [row[name] for row in rows if is_finite(row[name])]
-        found[name] = statistics.fmean(values) if values else math.nan
-    return found
+    names = ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share")
+    finite = {name: [row[name] for row in rows if is_finite(row[name])] for name in names}
+    return {name: statistics.fmean(values or [math.nan]) for name, values in finite.items()}
 
 
 def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:

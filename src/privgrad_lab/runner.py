@@ -83,7 +83,6 @@ class Prepared(NamedTuple):
     private_grad: PrivateGradient
     optimizer: optim.PrivateOptimizer
     method: MethodTable  # with the candidate's values of `tune`
-    source: str | None  # of the side information
     released: ReleasedStats | None  # if the method has a private distribution of norms
 
 
@@ -105,10 +104,9 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     others = [source for source in sources if source and source != (made and made.source)]
     parts = method.parts(spec.privacy.privacy_unit) | {"precondition": made}
     private_grad = build.private_gradient(spec, model, plan, data, side_information="; ".join(others) or None, **parts)
-    source = private_grad.ledger.plan_facts["side_information"]
     has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
     released = ReleasedStats(private_grad) if has_distribution else None
-    return Prepared(model, plan, private_grad, optimizer, method, source, released)
+    return Prepared(model, plan, private_grad, optimizer, method, released)
 
 
 def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
@@ -129,7 +127,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "delta": plan.delta,
         "sampling": plan.sampling,
         "score": data.score,
-        "side_information": made.source,
+        "side_information": made.private_grad.ledger.plan_facts["side_information"],
         "released": None if made.released is None else made.released.summary(),
         "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
         "updates": result.updates,
@@ -276,17 +274,16 @@ class _ClipFraction:
     """The share of examples whose gradient was clipped in the last tenth of the steps. NOT private."""
 
     def __init__(self, steps: int) -> None:
-        self._from, self._clipped, self._examples = steps - math.ceil(steps / 10), 0, 0
+        self._first, self._clipped = steps - math.ceil(steps / 10), list[bool]()
 
     @property
     def fraction(self) -> float | None:
         """The share; None before such a step, and without examples."""
-        return self._clipped / self._examples if self._examples else None
+        return recorded.mean(self._clipped)
 
     def observe(self, raw: RawStep) -> None:
-        if raw.step >= self._from:
-            self._clipped += int((raw.clipping.raw_factors < 1).sum())
-            self._examples += len(raw.clipping.raw_factors)
+        if raw.step >= self._first:
+            self._clipped += (raw.clipping.raw_factors < 1).tolist()
 
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Progress = True) -> list[Record]:

@@ -372,9 +372,7 @@ class MethodTable(Table):
         self, named_parameters: NamedParameters, *, public: PublicGradient | None = None, steps: int = 1
     ) -> PrivateOptimizer:
         """Return the optimizer over a model's parameters."""
-        optimizer: PrivateOptimizer = self._made(
-            "optimizer", params=named_parameters, public=public or dict, horizon=steps
-        )
+        optimizer = self._made("optimizer", params=named_parameters, public=public or dict, horizon=steps)
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -423,11 +421,8 @@ class Spec(Table):
             grids.get("local.lr", [None]),
             steps or [None],
         )
-        own = [
-            [(place.removeprefix("optimizer."), plain(value)) for value in values]
-            for place, values in grids.items()
-            if place not in _FIELDS
-        ]
+        others = {place.removeprefix("optimizer."): tried for place, tried in grids.items() if place not in _FIELDS}
+        own = [[(name, plain(value)) for value in tried] for name, tried in others.items()]
         return [Candidate(*values) for values in itertools.product(*fields, itertools.product(*own))]
 
     @property

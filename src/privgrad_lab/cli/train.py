@@ -1,5 +1,6 @@
 """Commands that run trainings: one training, a comparison, or the table or figure of a paper."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,14 +10,14 @@ from rich.text import Text
 from privgrad.accounting.accountant import rounded_up
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable
 from privgrad.errors import expected
+from privgrad.ledger.file import is_in_use
 from privgrad.progress import notes_only
 from privgrad_lab import paid_runner, runner
 from privgrad_lab.comparison import paid_report_of, report_of
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.paid_runner import largest_total, shared_budget
-from privgrad_lab.prices import price, prices_of, tunes_norm, way_of
+from privgrad_lab.prices import price, tunes_norm
 from privgrad_lab.records import Record, in_phase, is_begun
-from privgrad_lab.records import restart as put_aside
 from privgrad_lab.spec import Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
@@ -140,11 +141,16 @@ def reproduce(
 
 def move_aside(folder: Path) -> None:
     """Move an existing folder aside and print its new path. It keeps its ledgers, whose cost adds to the new one."""
-    if aside := put_aside(folder):
-        text = f"moved {folder} to {aside}"
-        if any(path.stat().st_size for path in Path(aside).rglob("ledger.jsonl")):
-            text += ", whose releases still count: their epsilon adds to that of the new trainings on the same data"
-        STDERR.print(text)
+    if not folder.exists():
+        return
+    ledgers = list(folder.rglob("ledger.jsonl"))
+    for path in filter(is_in_use, ledgers):
+        raise expected("experiments", f"{path}", "to be unlocked", "a lock of a running training", "stop it first")
+    is_charged = any(path.stat().st_size for path in ledgers)
+    aside = next(p for k in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}-{k}")).exists())
+    shutil.move(folder, aside)
+    more = ", whose releases still count: their epsilon adds to that of the new trainings on the same data"
+    STDERR.print(f"moved {folder} to {aside}{more if is_charged else ''}")
 
 
 def _dry_run(spec: Spec, *, as_json: bool) -> int:
@@ -166,7 +172,7 @@ def _dry_run(spec: Spec, *, as_json: bool) -> int:
         print_json(answer)
         return int(not answer["suits"])
     if "cap" in answer:
-        STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
+        STDOUT.print(price_table(spec))
         fits = "fits into" if answer["suits"] else "does NOT fit into"
         spent, cap = rounded_up(answer["spent_with_it"], 4), rounded_up(answer["cap"])
         STDOUT.print(f"It {fits} the budget: epsilon {spent} of {cap} with it.")
@@ -180,16 +186,12 @@ def _dry_run(spec: Spec, *, as_json: bool) -> int:
 def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool) -> None:
     from privgrad_lab.report.paid import price_table, result_text
 
-    def announce() -> None:
-        if not as_json:
-            STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
-
     with stoppable(lambda: resuming(folder)):
         records = paid_runner.compare(
             spec,
             folder,
             progress=notes_only() if as_json else True,
-            announce=announce,
+            announce=None if as_json else lambda: STDOUT.print(price_table(spec)),
             restart=(lambda: move_aside(folder)) if restart else None,
         )
     outcome = paid_report_of(spec, records, folder, command=command_line())
@@ -201,9 +203,7 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
     STDOUT.print(Text(f"Weights: {outcome['model']}\n{head}Report: {outcome['report']}"))
 
 
-def _report(
-    spec: Spec, records: list[Record], folder: Path, *, as_json: bool, headline: dict[str, Any] | None = None
-) -> None:
+def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool, headline: Record | None = None) -> None:
     """Write the report, and print its summary or, with `as_json`, its numbers and the headline of a single training."""
     from privgrad_lab.report.texts import summary_table, total_text
 

@@ -303,10 +303,8 @@ def debian_synopses(
         tags = f" | Tags: {', '.join(sorted(package.tags))}" if package.tags else ""
         return f"Package: {package.name} | Source: {package.source} | Section: {package.section}{tags}"
 
-    train, test = (
-        encode.labeled([(fields(package), " | Synopsis:", f" {package.synopsis}") for package in part[:count]])
-        for part, count in zip(parts, (limit, limit // 4), strict=True)
-    )
+    chosen = (part[:count] for part, count in zip(parts, (limit, limit // 4), strict=True))
+    train, test = (encode.labeled([(fields(p), " | Synopsis:", f" {p.synopsis}") for p in part]) for part in chosen)
     return split(
         f"Debian package index ({suites}), fields to synopsis",
         train,
@@ -458,10 +456,8 @@ def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
     if not packages:
         raise expected("data", f"the number of packages with descriptions in {folder}", "to be at least 1", 0, _REMEDY)
     keyed = sorted((digest(package.source), name, package) for name, package in packages.items())
-    train, test = (
-        [package for key, _, package in keyed if (key[0] < 51) == is_test]  # 51 of 256 are a fifth
-        for is_test in (False, True)
-    )
+    # 51 of 256 are a fifth.
+    train, test = ([package for key, _, package in keyed if (key[0] < 51) == is_test] for is_test in (False, True))
     suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file, *_ in lists})
     return ", ".join(suites), train, test
 

@@ -21,6 +21,7 @@ from privgrad_lab.data.fetching import json_lines, located, streamed
 from privgrad_lab.data.text import digest, padded
 
 Features = Literal["counts", "tf-idf", "words"]
+_Labeled = Sequence[tuple[str, int]]  # texts, each with its label
 
 _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
 
@@ -123,8 +124,8 @@ def tweets(
     neutral = [text for text, label in labels.items() if label == "neutral"]
     labeled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
     labeled.sort(key=lambda tweet: digest(tweet[0]))
-    is_test = [digest(text)[0] < 51 for text, _ in labeled]  # 51 of 256 are a fifth
-    train, test = ([tweet for tweet, t in zip(labeled, is_test, strict=True) if t == kind] for kind in (False, True))
+    # 51 of 256 are a fifth.
+    train, test = ([tweet for tweet in labeled if (digest(tweet[0])[0] < 51) == is_test] for is_test in (False, True))
     if not train or not test or not neutral:
         got = f"{len(train)}, {len(test)} and {len(neutral)}"
         raise expected("tweets", f"{file}", "to hold training, test and neutral tweets", got, "fetch it again")
@@ -151,15 +152,13 @@ class _Features:
             held[row.unique()] += 1
         self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
 
-    def encoded(self, labeled: Sequence[tuple[str, int]]) -> tuple[Tensor, Tensor]:
+    def encoded(self, labeled: _Labeled) -> tuple[Tensor, Tensor]:
         """Return the inputs, as `features` defines them, and the labels."""
         ids = self._sequences([_words(text) for text, _ in labeled])
         labels = torch.tensor([label for _, label in labeled], dtype=torch.int64)
         return ids if self._features == "words" else self._bags(ids), labels
 
-    def split(
-        self, name: str, train: Sequence[tuple[str, int]], test: Sequence[tuple[str, int]], validation: int
-    ) -> DataSet:
+    def split(self, name: str, train: _Labeled, test: _Labeled, validation: int) -> DataSet:
         """Return the DataSet of labeled texts, with the vocabulary's size and public counts."""
         return split(
             f"{name}, {self._features}",

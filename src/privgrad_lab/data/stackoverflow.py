@@ -56,19 +56,15 @@ def stackoverflow(
     folder = located("stackoverflow", path, "stackoverflow")
     with readable("stackoverflow", f"the files in {folder}", "to be readable", _REMEDY):
         with (folder / "stackoverflow.word_count").open(encoding="utf-8") as file:
-            lines = [line.split() for line, _ in zip(file, range(words), strict=False)]
-        counted = {word: int(count) for word, count in lines}
+            counted = {word: int(count) for word, count in map(str.split, islice(file, words))}
         tag_counts: Counter[str] = Counter(json.loads((folder / "stackoverflow.tag_count").read_text(encoding="utf-8")))
         ids = {word: index for index, word in enumerate(counted, start=1)}
         known = {tag: index for index, (tag, _) in enumerate(tag_counts.most_common(tags))}
-        read = (
-            _users(folder / f"stackoverflow_{part}.h5", ids, known, length, minimum, cap) for part in ("train", "test")
-        )
+        files = (folder / f"stackoverflow_{part}.h5" for part in ("train", "test"))
+        read = (_users(file, ids, known, length, minimum, cap) for file in files)
         # The files are large: only the posts of the first users are read.
-        train, test = (
-            list(chain.from_iterable(islice(users, count)))
-            for users, count in zip(read, (limit + validation, limit), strict=True)
-        )
+        first = (islice(users, count) for users, count in zip(read, (limit + validation, limit), strict=True))
+        train, test = (list(chain.from_iterable(users)) for users in first)
     found = len({user for user, _, _ in train})
     if found < limit + validation or not test:
         name = f"the numbers of training and test users with at least {minimum} tagged posts"

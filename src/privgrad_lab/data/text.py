@@ -70,9 +70,8 @@ def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int 
         Kunstner et al. 2024 (arXiv 2402.19449). Deviation: here sequences are consecutive; theirs run down columns.
     """
     folder = located("ptb", path, "ptb")
-    words, train, test = (
-        _basic_english(_read("ptb", folder / f"ptb.{part}.txt")) for part in ("train", "valid", "test")
-    )
+    texts = (_read("ptb", folder / f"ptb.{part}.txt") for part in ("train", "valid", "test"))
+    words, train, test = map(_basic_english, texts)
     vocabulary = [word for word, _ in Counter(words).most_common()]
     return _next_words("ptb", "TinyPTB", train, test, vocabulary, length, validation)
 
@@ -232,6 +231,5 @@ def _next_words(
 
 def _snli_pair(pair: dict[str, Any]) -> list[tuple[str, str, int]]:
     """Return (premise, hypothesis, label) of a line of SNLI; nothing without a gold label."""
-    if pair["gold_label"] == "-":
-        return []
-    return [(pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(pair["gold_label"]))]
+    label = pair["gold_label"]
+    return [] if label == "-" else [(pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(label))]

@@ -34,6 +34,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import one_thread
 from privgrad.types import NoisyGradient
 from privgrad_lab.metrics import losses_for
+from privgrad_lab.papers.toy_regression import Found
 from privgrad_lab.records import Record, append, claim, mean, read_records, std
 from privgrad_lab.runner import Prepared, Run, open_folder, prepare
 from privgrad_lab.spec import MethodTable, Spec
@@ -88,9 +89,7 @@ _LABELS = {
 _Curves = dict[tuple[str, str], dict[int, dict[int, list[float]]]]
 
 
-def clipping_bias(
-    spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool
-) -> tuple[dict[str, Any], rich.Table]:
+def clipping_bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Measure the bias of clipping along a training of each method and seed, as the mean of random training examples.
 
     The measurements do not change the training. Every method is measured on the same examples, `batch_sizes` of them,
@@ -151,7 +150,7 @@ def _measured(
             yield key | found
 
 
-def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Measure the seconds of one step of each method, gradient and update together, by the number of hidden layers.
 
     The last steps of the plan are timed, `repetitions` in each of `trials`, and all earlier ones warm up.
@@ -206,7 +205,7 @@ def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], 
         yield elapsed
 
 
-def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], rich.Table]:
+def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> Found:
     """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
     from privgrad_lab.report.figures import curves_figure, png
 
@@ -248,7 +247,7 @@ _FLOOR = 0.041  # in variances of the noise: the gamma' that the paper tuned, on
 _PAIRED = 520  # number of examples, as in the paper's figure
 
 
-def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's."""
     item = SimpleNamespace(**raw)
     claim(out, json.dumps(raw, indent=1))
@@ -290,7 +289,7 @@ def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple
     return found, table
 
 
-def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Measure the moments of the gradient with and without noise along one training of the only method."""
     from privgrad_lab.report.figures import histograms_figure, png
 
@@ -311,7 +310,7 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     return {f"t={r['t']}": {key: r[key] for key in ("raw_moments", "raw_watch")} for r in records}, table
 
 
-def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], rich.Table]:
+def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Measure the cosines between the gradients of random pairs of examples along one training of the only method."""
     from privgrad_lab.report.figures import cosines_figure, png
 
@@ -360,12 +359,11 @@ def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
     """Return, by panel, the "edges" of the bins and the number of coordinates of each kind in each bin."""
     clean, noisy = moments.raw_exp_avg_sq, moments.exp_avg_sq
     debiased = {name: v - moments.noise_var[name] for name, v in noisy.items()}
+    updates = moments.updates(debias_floor=_FLOOR)
     panels: dict[str, dict[str, Tensor]] = {
         "first moment": {"clean": flat(moments.raw_exp_avg), "noisy": flat(moments.exp_avg)},
         "second moment": {"clean": flat(clean), "noisy": flat(noisy), "debiased": flat(debiased)},
-        "step / lr, clean numerator": {
-            k.removeprefix("raw_"): x for k, x in moments.updates(debias_floor=_FLOOR).items()
-        },
+        "step / lr, clean numerator": {k.removeprefix("raw_"): x for k, x in updates.items()},
     }
     found: dict[str, dict[str, Any]] = {}
     for title, values in panels.items():

@@ -4,7 +4,6 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,19 @@ from privgrad_lab import records as recorded
 from privgrad_lab.data import LOADERS
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers import probes
-from privgrad_lab.papers.toy_regression import toy_regression
+from privgrad_lab.papers.toy_regression import Found, toy_regression
 from privgrad_lab.records import Record
 from privgrad_lab.report.metadata import metadata_of
 from privgrad_lab.runner import compare
 from privgrad_lab.spec import DataTable, MethodTable, Spec
 from privgrad_lab.tuner import judge
 
-_ITEMS = resources.files("privgrad_lab.papers").joinpath("items")
+_ITEMS = Path(__file__).with_name("items")
 
 
 def items() -> list[str]:
     """Return the names of all items, as paper/item."""
-    files = ((paper, file.name) for paper in _ITEMS.iterdir() if paper.is_dir() for file in paper.iterdir())
-    return sorted(f"{paper.name}/{file.removesuffix('.toml')}" for paper, file in files if file.endswith(".toml"))
+    return sorted(f"{file.parent.name}/{file.stem}" for file in _ITEMS.glob("*/*.toml"))
 
 
 def reproduce(
@@ -42,7 +40,7 @@ def reproduce(
     so_far: bool = False,
     progress: bool = True,
     command: str = "",
-) -> tuple[dict[str, Any], Table]:
+) -> Found:
     """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
@@ -75,9 +73,8 @@ def reproduce(
 
 
 # Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
-_Item = Callable[..., tuple[dict[str, Any], Table]]
-_WHOLE: dict[str, _Item] = {"noise-moments": probes.noise_moments, "toy": toy_regression}
-_PROBES: dict[str, _Item] = {
+_WHOLE: dict[str, Callable[..., Found]] = {"noise-moments": probes.noise_moments, "toy": toy_regression}
+_PROBES: dict[str, Callable[..., Found]] = {
     "moments": probes.moments,
     "cosines": probes.cosines,
     "bias": probes.clipping_bias,
@@ -140,14 +137,11 @@ def prepared(
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
     """Return the method with the first entry of each grid; a grid of rates that may grow keeps all entries."""
-    small = dict(method)
+    small, grown = dict(method), "optimizer.lr" if tuning.get("extend") else ""
     for place, values in MethodTable.model_validate(method).grids.items():
         part, _, name = place.partition(".")
-        if (
-            isinstance(method[part], dict)
-            and isinstance(method[part].get(name), list)
-            and not (tuning.get("extend") and place == "optimizer.lr")
-        ):
+        is_grid = isinstance(method[part], dict) and isinstance(method[part].get(name), list)
+        if is_grid and place != grown:
             small[part] = small[part] | {name: values[:1]}
     if isinstance(method.get("max_grad_norm"), list):
         small["max_grad_norm"] = method["max_grad_norm"][:1]
@@ -173,20 +167,19 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
     if not so_far:
         return compare(spec, out, progress=progress)
-    recorded.claim(out, recorded.describe(spec), look_only=True)
+    recorded.require_same(out, recorded.describe(spec))
+    if not (out / "spec.json").exists():
+        raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
     return recorded.read_records(out)
 
 
-def _table(
-    raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool
-) -> tuple[dict[str, Any], Table]:
+def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool) -> Found:
     """Run a table item: for each row, the score (or loss) of its methods; each row has its own folder."""
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
-    recorded.claim(out, json.dumps(raw, indent=1), look_only=so_far)
+    (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
-    table = Table(
-        "", *raw["columns"], title=raw["title"], caption="Mean ± standard deviation over seeds; below, the paper."
-    )
+    table = Table("", *raw["columns"], title=raw["title"])
+    table.caption = "Mean ± standard deviation over seeds; below, the paper."
     for row in raw["rows"]:
         item, title = row["item"], row["title"]
         base = prepared(item, smoke=smoke, methods=row["methods"])
@@ -204,13 +197,12 @@ def _table(
             found[title][column] = {"method": name, number: ours, "paper": theirs}
             cells.append(_cells(everything | {"paper": {}}, number)[0] if everything else "–")
         table.add_row(title, *cells)
-        table.add_row(
-            f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row["paper"]), style="dim"
-        )
+        paper = f"  paper ({stands_in_for})" if stands_in_for else "  paper"
+        table.add_row(paper, *map(str, row["paper"]), style="dim")
     return found, table
 
 
-def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:
+def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> Found:
     """Summarize records next to the paper's numbers, by method; `stands_in_for` names the paper's data if others do."""
     found = {method.name: _method_numbers(method, spec, records, stands_in_for) for method in spec.methods}
     return found, _comparison_table(spec, records, found, stands_in_for)
@@ -235,13 +227,12 @@ def _method_numbers(
         rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
     tuning = recorded.in_phase(runs, "tuning")
     by_noise = any(record["lr"] is None for record in runs)
-    tried, norms = (
-        sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm")
-    )
+    rate = "noise_step" if by_noise else "lr"
+    tried, norms = (sorted({record[key] for record in tuning}) for key in (rate, "max_grad_norm"))
     row = recorded.summary_row(method.name, runs)
     return {
         **{key: row[key] for key in (*recorded.TUNED, "own", "raw_clip_fraction", "fraction_floored", "seeds")},
-        "noise_steps_tried" if by_noise else "lrs_tried": tried,
+        f"{rate}s_tried": tried,
         **({"grid": judge(records, method.name, spec.tuning.by).text} if by_noise and tuning and spec.tuning else {}),
         "norms_tried": norms,
         "seeds_planned": len(spec.run.seeds),
@@ -278,18 +269,14 @@ def _comparison_table(
             table.add_row(name, "–", f"no final run yet; tried {tried}")
     done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
     sources = ", ".join(sorted({record["data"] for record in records}))
-    spread = "Mean ± standard deviation over seeds"
     private = any("raw_groups" in row for row in found.values()) or recorded.measured_on(records) == "training"
     groups = "; NOT PRIVATE: groups (classes x examples of each) and everything on training examples" if private else ""
-    table.caption = f"{sources}. {spread}{groups}." + (
-        f" {done} of {planned} final runs were done." if done < planned else ""
-    )
+    missing = f" {done} of {planned} final runs were done." if done < planned else ""
+    table.caption = f"{sources}. Mean ± standard deviation over seeds{groups}.{missing}"
     return table
 
 
-def _numbers(
-    runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float], stands_in_for: str | None
-) -> dict[str, Any]:
+def _numbers(runs: Sequence[Record], paper: Mapping[str, float], stands_in_for: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"paper": dict(paper)}
     for number in ("loss", "accuracy"):
         values = [run[number] for run in runs if run[number] is not None]

@@ -31,11 +31,12 @@ from privgrad_lab.tuner import judge
 _POINTS = 60  # per curve
 _PRIVATE = ("DP-SGD", "AdaDPS")
 Curve = list[tuple[int, float]]
+Found = tuple[dict[str, Any], Table]  # the numbers of an item by name, and the same as a table
 Toy = SimpleNamespace  # the keys of an item's file; `private` and `nonprivate` are settings of methods
 
 
 @one_thread()
-def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> Found:
     """Tune the private methods, train every method in every trial, and compare the losses with the expected ones.
 
     A second call resumes after the last finished training. The losses are NOT private.
@@ -74,7 +75,7 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
     return _result(item, out, read_records(out))
 
 
-def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any], Table]:
+def _result(item: Toy, out: Path, records: list[Record]) -> Found:
     from privgrad_lab.report.figures import curves_figure, png
 
     methods = [*_PRIVATE, *item.nonprivate["lr"]]

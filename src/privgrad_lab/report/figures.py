@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import ScaledTranslation
 from torch import Tensor
 
@@ -108,7 +108,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: 
             along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
             ax.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
         if number == "accuracy" and name != "R2":
-            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(_percent)
+            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(PercentFormatter(1, symbol=" %"))
         drawn = [float(y) for line in ax.lines for y in np.asarray(line.get_ydata())]
         if number == "loss" and not at_end and drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
             ax.set_yscale("log")
@@ -117,10 +117,6 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: 
     if not at_end:
         add_legend(figure, axes[:1])
     return figure
-
-
-def _percent(share: float, _: object) -> str:
-    return f"{100 * share:.4g} %"
 
 
 def _along(records: Sequence[Record]) -> str:
@@ -156,7 +152,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
             ax.set_title(title, fontsize=9)
             ax.set(ylabel=number, xlabel={"epsilon": "ε", "step": "step"}[_along(records)])
             if number == "accuracy":
-                ax.yaxis.set_major_formatter(_percent)
+                ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
     _warn(figure, "On training examples: NOT PRIVATE")
     add_legend(figure, axes[0][:1])
@@ -211,7 +207,7 @@ def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[s
         ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
     _mark_tried(ax, values)
     if by == "validation_accuracy" and recorded.score_of(records) != "R2":
-        ax.yaxis.set_major_formatter(_percent)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
 
 def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Look], above: Axes) -> None:
@@ -251,7 +247,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     if len(layers) > _MOST_LAYERS:  # show evenly spaced layers, from the first to the last
         layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
     looks = _looks(layers, "layer ")
-    panels = {method: list(_DIAGNOSED) for method in shown}
+    panels = {method: list(_PANELS) for method in shown}
     for method, runs in shown.items():
         if not any("fraction_floored" in layer for layer in _last_layers(runs).values()):  # no debiased optimizer
             panels[method].remove("fraction_floored")
@@ -264,7 +260,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     for row, (method, numbers) in enumerate(panels.items()):
         for number, ax in zip(numbers, places if narrow else grid[row], strict=False):
             _draw_diagnosis(ax, shown[method], number, looks)
-            ax.set_title(f"{method_label(method)}: {_DIAGNOSED[number]}", fontsize=9)
+            ax.set_title(f"{method_label(method)}: {_PANELS[number]}", fontsize=9)
             compared += [ax] if number == "raw_signal_to_noise" and len(ax.lines) > 1 else []
         if not narrow:
             for ax in grid[row][len(numbers) :]:
@@ -277,11 +273,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     return figure
 
 
-_DIAGNOSED = {
-    "raw_clip_fraction": "clipped",
-    "raw_signal_to_noise": "signal / noise",
-    "fraction_floored": "on the floor",
-}
+_PANELS = {"raw_clip_fraction": "clipped", "raw_signal_to_noise": "signal / noise", "fraction_floored": "on the floor"}
 
 
 def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, Look]) -> None:
@@ -303,7 +295,7 @@ def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mappin
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.axhline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
     else:
-        ax.yaxis.set_major_formatter(_percent)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
         ax.set_ylim(-0.05, 1.05)
 
 
@@ -334,7 +326,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
         ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
         ax.set(title=method_label(method), xscale="log", ylabel="coordinates")
         ax.set_xlabel("second moment / variance of the noise")
-        ax.yaxis.set_major_formatter(_percent)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
     for ax in axes[len(shown) :]:
         ax.remove()
     _warn(figure)
@@ -380,13 +372,11 @@ def cosines_figure(matrices: Mapping[int, Tensor]) -> Figure:
     """Plot one matrix per step: the cosines between the gradients of all pairs of examples, sorted by class."""
     figure = Figure(figsize=(3.6 * len(matrices) + 0.6, 3.8))
     axes = figure.subplots(1, len(matrices), squeeze=False)[0]
-    image = None
     for ax, (t, matrix) in zip(axes, matrices.items(), strict=True):
-        image = ax.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+        ax.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
         ax.set(title=f"step {t}", xticks=[], yticks=[], xlabel="examples, by class")
         ax.grid(visible=False)
-    if image is not None:
-        figure.colorbar(image, ax=list(axes), label="cosine (NOT PRIVATE)")
+    figure.colorbar(axes[0].images[0], ax=list(axes), label="cosine (NOT PRIVATE)")
     return figure
 
 

@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     told = texts.method_texts(records)
     said = written(_facts(records, metadata, privacy))
     headline = _headline(records, rows, protects=said.is_guarantee and privacy["covered"] is not False)
-    page = template("page.html.j2").render(
+    return write_index(
+        "page.html.j2",
+        folder,
         metadata=metadata,
         plan=plan,
         on=recorded.measured_on(records),
@@ -75,8 +77,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         optimizers={str(record["method"]): _optimizer(record) for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
     )
-    (folder / "index.html").write_text(page, encoding="utf-8")
-    return folder / "index.html"
 
 
 def _optimizer(record: Record) -> str | None:
@@ -140,14 +140,15 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
     return images
 
 
-@cache
-def template(name: str) -> jinja2.Template:
-    """Return the template of a page with its filters."""
+def write_index(name: str, folder: Path, /, **values: Any) -> Path:
+    """Write index.html, which needs no other file, from the template of this name; return its path."""
     own = jinja2.PackageLoader("privgrad_lab", "report")
     loader = jinja2.ChoiceLoader([own, jinja2.PackageLoader("privgrad", "statement")])
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
     environment.filters.update(epsilon=texts.epsilon_text, short=_short)
-    return environment.get_template(name)
+    index = folder / "index.html"
+    index.write_text(environment.get_template(name).render(values), encoding="utf-8")
+    return index
 
 
 def _headline(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], *, protects: bool) -> str:

@@ -11,16 +11,16 @@ from privgrad.accounting.accountant import rounded_up
 from privgrad.accounting.mechanisms import Release, Selection, Split
 from privgrad.statement.text import Statement
 from privgrad_lab.metrics import is_paid, title
-from privgrad_lab.prices import Price, Way, public_count, tunes_norm
-from privgrad_lab.records import Record, lead_of, own_text, score_of
-from privgrad_lab.report.page import template
+from privgrad_lab.prices import Price, Way, prices_of, public_count, tunes_norm, way_of
+from privgrad_lab.records import Record, in_phase, lead_of, own_text, score_of
+from privgrad_lab.report.page import write_index
 from privgrad_lab.report.texts import clips_hard, epsilon_text, interval_text, losses_text, number_text, private_text
 from privgrad_lab.spec import Spec, TuningTable
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
 
 
-def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
+def price_table(spec: Spec) -> Table:
     """Return the three ways to spend the total epsilon, as a table for the terminal. An arrow marks the chosen one."""
     total, delta = spec.privacy.total_epsilon, spec.privacy.delta
     assert total is not None
@@ -28,8 +28,8 @@ def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
     table.add_column("way")
     for name in ("trainings", "σ, model", "σ, trial", "score's noise"):
         table.add_column(name, justify="right")
-    for way, price in prices.items():
-        mark = " ←" if way == chosen else ""
+    for way, price in prices_of(spec).items():
+        mark = " ←" if way == way_of(spec) else ""
         count = "1" if price.way == "none" else f"{price.candidates} + 1"
         if price.way == "select":  # the number is secret, and only its mean is public
             count = f"secret, {(spec.tuning or TuningTable()).mean_runs:g} on average"
@@ -60,8 +60,8 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
             text += f"; the most frequent class alone has accuracy {100 * share:.1f} %"
             low, high = outcome.get("interval") or (1.0, 0.0)
             text += ", which is inside the interval" if low <= share <= high else ""
-    tuned_by = sorted((r["tuning_score"] for r in records if r["phase"] == "tuning"), reverse=True)
-    noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
+    tuned_by = sorted((record["tuning_score"] for record in in_phase(records, "tuning")), reverse=True)
+    noise = max((record["score_noise_std"] for record in in_phase(records, "tuning")), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
         text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
     if (constant := outcome.get("class_shares_loss")) is not None and outcome["loss"] > constant:
@@ -91,12 +91,13 @@ def write_page(
             "score": f"{100 * record['tuning_score']:.1f} %",
             "noise": f"± {100 * record['score_noise_std']:.1f}" if record["score_noise_std"] else "exact",
         }
-        for record in records
-        if record["phase"] == "tuning"
+        for record in in_phase(records, "tuning")
     ]
     last = next(record for record in records if record["phase"] == "final")
     headline, _, result = result_text(outcome, records, with_norm=tunes_norm(spec)).partition(". ")
-    page = template("paid.html.j2").render(
+    return write_index(
+        "paid.html.j2",
+        folder,
         title=spec.title,
         headline=headline,
         result=result,
@@ -128,8 +129,6 @@ def write_page(
         specification=spec.model_dump_json(indent=1, exclude_defaults=True),
         command=command,
     )
-    (folder / "index.html").write_text(page, encoding="utf-8")
-    return folder / "index.html"
 
 
 def _lines(release: Release | Selection | Split, spec: Spec) -> list[dict[str, str]]:

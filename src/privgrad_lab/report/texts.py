@@ -190,9 +190,7 @@ def epsilon_text(epsilon: float | None) -> str:
     """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
     if epsilon is None or not math.isfinite(epsilon):
         return "not private"
-    if epsilon > 1e6:
-        return "over 1000000"
-    return two_decimals_up(epsilon)
+    return "over 1000000" if epsilon > 1e6 else two_decimals_up(epsilon)
 
 
 def private_text(name: str, reached: str, epsilon: float) -> str:
