@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
-from benchmarks import epochs, images, tables, texts, trainer_texts, untuned
+from benchmarks import defaults, epochs, images, tables, texts, trainer_texts, untuned
 from benchmarks.claims.__main__ import read, table
 from benchmarks.table_sets import halves
 from pages import ROOT, blocks
@@ -755,6 +755,9 @@ def test_the_tables_of_defaults_are_those_of_their_records():
     for said in ("\n".join(map(tables.ranks, measured)), tables.trials()):
         assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
     assert f"|---|\n{defaults.networks()}\n\n" in CHOOSING.read_text()
+    digits = [one for one in read(ROOT / "results/defaults/runs.jsonl") if one["task"] == "digits"]
+    means = {f: statistics.mean(one["accuracy"] for one in digits if one["factor"] == f) for f in (0.25, 0.5, 1, 2, 4)}
+    assert f" {', '.join(f'{mean:.3f}'[1:] for mean in means.values())}." in CHOOSING.read_text()
     for file in ("clipping", "clipping_digits"):
         norms = defaultdict[float, list[dict[str, float]]](list)
         for record in read(ROOT / f"results/features/{file}.jsonl"):

@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3666,  # `fix`; plans in epochs, whose batch size is their mean, and for an attack's success
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
-        "checks": 1849,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
+        "checks": 1867,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1555,  # few odd values; labels that are numbers; categories as pandas writes them; knots; schemas
@@ -39,8 +39,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "engine": 7266,  # problems of a model in `explain`; rules without a graph, named first if they are wrong
         "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
-        "heads": 1509,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
-        "integrations": 2139,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
+        "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
+        "integrations": 2141,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1435,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here

@@ -119,7 +119,8 @@ def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
     assert "research only" in done.stderr
     assert "These 8 trainings used the same data: together they cost ε = " in " ".join(done.stdout.split())
     assert "8/8" in done.stderr
-    assert len(done.stderr.splitlines()) == 2  # the note and the bars' end: where nobody looks on, no flood of lines
+    # The note, the bars' end, and a line for each training: where nobody looks on, no flood of lines.
+    assert len(done.stderr.splitlines()) == 10
     records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
     assert [record["phase"] for record in records] == (["tuning"] * 2 + ["final"] * 2) * 2
     assert all(0 < record["epsilon"] <= 1.0 for record in records)

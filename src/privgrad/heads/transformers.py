@@ -24,8 +24,8 @@ Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 
 _FILL = (
-    "fill in the middle of the column's public bounds, by SimpleImputer(strategy='constant', fill_value=...), or give the table to "
-    "PrivateTabularClassifier, where missing values have a code"
+    "fill in the middle of the column's public bounds, by SimpleImputer(strategy='constant', fill_value=...), or give "
+    "the table to PrivateTabularClassifier, where missing values have a code"
 )
 _CODE = (
     "code the column by OneHotEncoder(categories=[[...]]) with its public values, or give the table to "
