@@ -103,7 +103,7 @@ def of_toy() -> Task:
 def of_table(name: str, *widths: int, act: type[nn.Module] = nn.ReLU) -> Task:
     """Return a network with hidden layers of these widths on the codes of a table; public rows are drawn evenly."""
     table = load(name)
-    outputs, numbers = table.target.outputs, budget(table, 3.0, 0)
+    outputs = table.target.outputs
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -121,10 +121,9 @@ def of_table(name: str, *widths: int, act: type[nn.Module] = nn.ReLU) -> Task:
         return {"loss": found.get("log_loss", found.get("mae", math.nan)), "accuracy": score}
 
     def plan(seed: int) -> pg.PrivacyPlan:
+        numbers = budget(table, 3.0, seed)
         size = min(2048, numbers["num_examples"])
-        return pg.PrivacyPlan.for_budget(
-            max_grad_norm=1.0, expected_batch_size=size, steps=800, **numbers | {"seed": seed}
-        )
+        return pg.PrivacyPlan.for_budget(max_grad_norm=1.0, expected_batch_size=size, steps=800, **numbers)
 
     rows = table.public_batch(PUBLIC, 0)
     return Task(labeled(table, table.codes), rows, table.target.losses, plan, model, measure)

@@ -426,3 +426,14 @@ def test_a_floor_of_041_noise_variances_is_the_papers_tuned_ones():
     assert pg.optim.noise_floor(0.04 / 256, 0.041) == pytest.approx(1e-9, rel=0.03)
     by_tensor = pg.optim.noise_floor(torch.tensor([0.04 / 256, 0.0]), 0.041)
     torch.testing.assert_close(by_tensor, torch.tensor([1.001e-9, 1e-16]), rtol=1e-3, atol=0)
+
+
+def test_an_optimizer_of_another_model_is_noticed():
+    model, plan = make_model(), make_plan()
+    before = pg.optim.SGD(model.named_parameters(), noise_step=0.1)
+    copied = copy.deepcopy(model)  # as by pg.fix
+    private_grad = pg.PrivateGradient(copied, loss_fn, plan)
+    batches = iter(plan.batches(make_data()))
+    with pytest.warns(UserWarning, match=r"SGD.step: no parameter of this optimizer belongs to the model"):
+        before.step(grad=private_grad(next(batches)))
+    pg.optim.SGD(copied.named_parameters(), noise_step=0.1).step(grad=private_grad(next(batches)))

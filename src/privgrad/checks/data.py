@@ -55,11 +55,13 @@ def warn_of_private_bound(
 # Warns wrongly: a column with few rare large values, whose other values lie in a hundredth of its bounds.
 def warn_of_bounds_of_another_size(function: str, low: Tensor, high: Tensor, rows: Tensor) -> None:
     """Warn of columns that lie mostly outside of their bounds, or within a hundredth of them. `rows` has no NaN."""
+    if not len(rows):
+        return
     places = (rows.double() - low) / (high - low)
     is_outside = ((places < 0) | (places > 1)).double().mean(0) > 0.5
     spread = places.amax(0) - places.amin(0)
-    suspects = (is_outside | ((spread > 0) & (spread < 0.01))).nonzero().flatten().tolist() if len(rows) else []
-    if suspects:
+    is_suspect = is_outside | ((spread > 0) & (spread < 0.01))
+    if suspects := [place for place, one in enumerate(is_suspect.numpy()) if one]:
         named = ", ".join(map(str, suspects[:_COLUMNS])) + ", ..." * (len(suspects) > _COLUMNS)
         warnings.warn(
             f"NOT PRIVATE: {function}: columns {named} (from 0) lie mostly outside of their bounds, or within a "

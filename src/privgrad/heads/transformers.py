@@ -56,8 +56,8 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         rows = checked(self, X)
         low, high, values = (torch.from_numpy(np.array(one, dtype=float)) for one in (*self._ends(rows.shape[1]), rows))
         for name, ends in (("low", low), ("high", high)):
-            of = {"is_low": name == "low", "of": _OF_COLUMN}
-            warn_of_private_bound("PublicScaler", f"the {name}s of bounds", ends, values, **of)
+            is_low = name == "low"
+            warn_of_private_bound("PublicScaler", f"the {name}s of bounds", ends, values, is_low=is_low, of=_OF_COLUMN)
         warn_of_bounds_of_another_size("PublicScaler", low, high, values)
         return self
 

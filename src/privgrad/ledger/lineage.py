@@ -76,6 +76,11 @@ def note_training(model: nn.Module | Structure, ledger: Ledger, moved: Collectio
         lineage.add(ledger)
 
 
+def is_trained(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter itself, and not a copy of it, belongs to a model that was trained here."""
+    return parameter in _OF_PARAMETERS
+
+
 def forget_training(model: nn.Module, ledger: Ledger) -> None:
     """Forget a ledger whose releases another one holds."""
     for lineage in _lineages(model):

@@ -1,6 +1,7 @@
 """The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import PrivacyError, expected, require_in, require_integer, require_nonnegative
+from privgrad.ledger.lineage import is_trained
 from privgrad.types import NoisyGradient
 
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
@@ -156,6 +158,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
+        self._warn_of_other_model(function, gradient)
         active = [(group, [name for name, _ in self._active(group)]) for group in self.param_groups]
         by_noise = {name for group, names in active if group["lr_is_noise_step"] for name in names}
         _require_usable(function, gradient, [name for _, names in active for name in names], by_noise)
@@ -174,6 +177,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
         finally:
             # Otherwise a later step could use this gradient again.
             self._clear()
+
+    # Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.
+    # Cost: one look-up a step. Warns wrongly: weights that are kept apart from the model, and copied to it by hand.
+    def _warn_of_other_model(self, function: str, gradient: NoisyGradient) -> None:
+        mine = [parameter for group in self.param_groups for _, parameter in self._active(group)]
+        if gradient.side_information is not None and mine and not any(map(is_trained, mine)):
+            warnings.warn(
+                f"{function}: no parameter of this optimizer belongs to the model of the gradient, so this model does "
+                "not move. Make the optimizer of its named_parameters(), after `privgrad.fix` or another copy",
+                stacklevel=3,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, that the same kind of optimizer saved for the same parameters in the same order.
