@@ -17,6 +17,8 @@ from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
 from privgrad.engine.factored import Factored
 from privgrad.engine.layers import base
+from privgrad.engine.layers.base import register_rule
+from privgrad.engine.layers.linear import Linear as LinearRule
 from privgrad.gradient.reference import Vmap
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.spec import Spec
@@ -112,6 +114,28 @@ def test_the_rule_of_a_layer_is_right():
         scale, losses = names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
         factors, rows = Factored(scale, losses)(inputs), Vmap(scale, losses)(inputs)
         torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
+
+
+def test_the_comparison_of_all_rows_finds_a_rule_that_is_wrong_for_one_row():
+    (block,) = (block for block in blocks("docs/extending.md", "python") if "Vmap(" in block.text)
+    lines, _, _ = block.text.partition("def released(")
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(lines, names)
+    model, (x, y) = names["model"], names["batch"]
+
+    class Odd(torch.nn.Linear):
+        pass
+
+    @register_rule(Odd)
+    class _Tripled(LinearRule):
+        def factor(self, layer: Any, name: str, parameters: Any, x: torch.Tensor, grad: torch.Tensor) -> Any:
+            return super().factor(layer, name, parameters, x, torch.where(x[:, :1] == 7, 3 * grad, grad))
+
+    model[0] = Odd(5, 4)
+    names["data"] = torch.utils.data.TensorDataset(x.repeat(50, 1), y.repeat(50))
+    names["data"].tensors[0][1001, 0] = 7
+    with pytest.raises(AssertionError, match="not close"):
+        exec(lines[lines.index("batch = ") :], names)
 
 
 def test_the_guides_fit_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1555,  # few odd values; labels that are numbers; categories as pandas writes them; knots; schemas
         "diagnostics": 685,
-        "engine": 7266,  # problems of a model in `explain`; rules without a graph, named first if they are wrong
+        "engine": 7284,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
         "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows

@@ -305,7 +305,11 @@ def test_a_delta_that_is_too_large_is_found(tmp_path: Path, delta: str, more: st
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        ('use = "digits"', [], "to be a file or a folder, got 'digits'"),
+        (
+            'use = "digits"',
+            [],
+            r"to be a file or a folder, got 'digits'; check it with `privgrad compare .*toml --dry-run`",
+        ),
         ("", [], "exactly one|to be given"),
         ('file = "absent.csv"\nlabel = "a"', [], "columns to be a table of columns"),
         ('use = "digits"', ["--batch", "a:b"], "absent for a TOML file"),

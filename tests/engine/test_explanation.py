@@ -244,6 +244,34 @@ def test_small_copies_are_cheap_and_equal_parts_share_a_row():
     assert pg.explain(adapted, dense_losses, (torch.randn(5, 8),)).slow[0].is_cheap
 
 
+class LowRank(nn.Module):
+    def __init__(self, *, is_product: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, 64)), nn.Parameter(torch.randn(48, 2))
+        self.is_product = is_product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.b @ self.a).T if self.is_product else F.linear(F.linear(x, self.a), self.b)
+
+
+@pytest.mark.parametrize("is_product", [True, False])
+def test_weights_computed_from_others_are_named_with_a_remedy(is_product: bool):
+    model = nn.Sequential(LowRank(is_product=is_product), nn.Linear(48, 8))
+    found = pg.explain(model, dense_losses, (torch.randn(5, 64),))
+    assert {part.way for part in found.parts} == {"rule"}
+    assert [set(part.parameters) for part in found.slow] == ([{"0.a", "0.b"}] if is_product else [])
+    assert ("apply them to the inputs one after another" in str(found)) == is_product
+
+
+def test_a_computed_weight_with_a_closed_form_or_small_among_the_activations_is_fast():
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 48)), nn.Linear(48, 8))
+    assert pg.explain(normed, dense_losses, (torch.randn(5, 64),)).slow == []
+    wide = nn.Sequential(nn.Linear(64, 40_000), nn.Linear(40_000, 64), LowRank(is_product=True), nn.Linear(48, 8))
+    for frozen in (wide[0].weight, wide[1].weight):
+        frozen.requires_grad_(False)
+    assert pg.explain(wide, dense_losses, (torch.randn(5, 64),)).slow == []
+
+
 class TimeFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -388,8 +388,10 @@ def test_the_documents_script_resumes(
         names["ledger"].close()
         return re.findall(r"^epoch (\d):", capsys.readouterr().out, re.MULTILINE), names
 
-    epochs, before = ran(1.5)
+    epochs, before = ran(2.4)
     assert epochs == ["1"]
+    plan = before["plan"]
+    assert plan.epsilon(steps=12) < 2.4 < plan.epsilon(steps=24)  # it stops before it exceeds the number
     epochs, after = ran(3.0)
     assert epochs == ["2", "3"]
     assert after["statement"].numbers["releases"] == 36

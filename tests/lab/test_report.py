@@ -819,6 +819,8 @@ def test_the_terminal_shows_noise_steps_and_drops_equal_seeds() -> None:
     told = " ".join(text.split("┘")[1].split())
     assert told.startswith("± one standard deviation over 5 seeds. Measured on test examples")
     assert "clipped: share of gradients longer than C in the last tenth of the steps, NOT private. " in told
+    assert "u: noise step. Tuned by validation accuracy. " in told
+    assert "Tuned by" not in printed([final(accuracy=0.853)])
     assert told.endswith("22 trainings, tuning included: 11 for each method.")
 
 

@@ -44,7 +44,7 @@ class Part:
     kind: str  # its class
     way: str  # "rule", fast; "copies", from a copy of the parameters for each example; "whole": see `WAYS`
     share: float  # of all trainable values, in (0, 1]
-    why: str = ""  # the functions that need copies, or the reason why a module is taken whole; empty for a rule
+    why: str = ""  # the functions that need copies, why a module is taken whole, or why a rule is slow; else empty
     remedy: str = ""  # what would be faster; empty if nothing is known or little is to gain
     parameters: tuple[str, ...] = ()  # their names
     is_cheap: bool = False  # whether the copies are a small part of what a step holds for each example
@@ -75,8 +75,8 @@ class Explanation:
 
     @property
     def slow(self) -> list[Part]:
-        """The parts without a rule."""
-        return [part for part in self.parts if part.way != "rule"]
+        """The parts without a rule, or with one that is slow."""
+        return [part for part in self.parts if part.way != "rule" or part.why]
 
     def __str__(self) -> str:
         places = dict[tuple[str, str, str], list[str]]()
@@ -89,7 +89,7 @@ class Explanation:
         return "\n".join([*rows, *self.lines()])
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the parts without a rule as rows of a table, with equal parts in one row."""
+        """Return the slow parts as rows of a table, with equal parts in one row."""
         groups = dict[tuple[str, ...], list[Part]]()
         for part in self.slow:
             computed = WAYS[part.way] + (", cheap" if part.is_cheap else "")

@@ -265,7 +265,8 @@ class Factored:
                 why, remedy = self._fallback.reasons.get(use.unit, Reason("", ""))
                 found[name] = replace(use, why=why, remedy=remedy)
             else:
-                found[name] = replace(use, is_cheap=use.floats <= _CHEAP * self._passes.floats)
+                is_cheap = use.floats <= _CHEAP * self._passes.floats
+                found[name] = Use("rule") if is_cheap and use.way == "rule" else replace(use, is_cheap=is_cheap)
         return found
 
     def begin_step(self) -> None:

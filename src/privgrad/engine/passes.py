@@ -174,7 +174,8 @@ class Passes:
         self._sees_all = False  # whether functions are seen between all calls of units: slow, but they differed
         self.losses: Tensor | None = None  # of the last pass; private
         self._ones = torch.ones(0)  # as many as the largest pass had losses
-        self._used = list[tuple[Tapped, str]]()  # the taps, each with the name of a parameter whose gradient it gives
+        # The taps, each with a parameter's name, and the size of the weight whose gradients it writes out, or 0.
+        self._used = list[tuple[Tapped, str, int]]()
 
     def copied(self) -> "Passes":
         """Return passes with the same layouts, and with what they keep between passes in other places."""
@@ -186,8 +187,8 @@ class Passes:
     def uses(self) -> dict[str, Use]:
         """How the last pass computed the gradient of each parameter."""
         found, vmapped = dict[str, Use](), self.layouts.current.vmapped_units
-        for tapped, name in self._used:
-            found[name] = use_of(tapped, vmapped, found.get(name))
+        for tapped, name, floats in self._used:
+            found[name] = use_of(tapped, vmapped, found.get(name), floats)
         return found
 
     @property
@@ -363,7 +364,7 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
         # Gradients that are written out for their norms are kept for the sum, up to `room` floats per example.
-        own, size, self._used = capture.structure.by_id, len(losses), list[tuple[Tapped, str]]()
+        own, size, self._used = capture.structure.by_id, len(losses), list[tuple[Tapped, str, int]]()
         given = [grad for grad in grads if grad is not None]
         self.half = any(grad.itemsize < 4 for grad in given)
         self.floats = sum(math.prod(grad.shape) for grad in given) // size
@@ -381,7 +382,7 @@ class Passes:
                 more = terms[index] if terms else None
                 for parameter, factor in (tap.factors(grad, more) if more else tap.factors(grad)).items():
                     name, _ = own[id(parameter)]
-                    self._used.append((tap.tapped, name))
+                    self._used.append((tap.tapped, name, factor.writes if isinstance(factor, Pulled) else 0))
                     if factor.examples == 0:  # the unit was called on no rows
                         factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
                     if factor.examples != size:

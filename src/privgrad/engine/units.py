@@ -9,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain, islice
@@ -88,12 +88,20 @@ class HvpTerms:
 
 
 _RULE = Use("rule")
+_COMPUTED = Use(
+    "rule",
+    why="weights are computed from them, and each example's gradient of such a weight is written out",
+    remedy="apply them to the inputs one after another where the computation allows it, as F.linear(F.linear(x, a), b)",
+)
 
 
-def use_of(tap: Tapped, vmapped_units: Collection[str], other: Use | None) -> Use:
-    """Return how a tap computes gradients, or the parameter's other taps so far if their way is slower."""
+def use_of(tap: Tapped, vmapped_units: Collection[str], other: Use | None, floats: int) -> Use:
+    """Return how a tap computes gradients, or the parameter's other taps so far if their way is slower.
+
+    `floats`: the size of a computed weight whose gradients a rule writes out, else 0.
+    """
     if not tap.is_copy:
-        return other or _RULE
+        return replace(_COMPUTED, floats=floats) if floats and other in (None, _RULE) else other or _RULE
     if tap.path in vmapped_units:
         return Use("whole", tap.path)
     if other is not None and other.way == "whole":

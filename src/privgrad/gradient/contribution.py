@@ -21,9 +21,9 @@ class Use:
 
     way: str  # "rule"; "copies", from copies of the parameter; or "whole", with a module that is taken whole
     unit: str = ""  # the path of that module, or of the module that owns the parameter; empty for a rule
-    why: str = ""  # the functions that need copies, or why a module is taken whole
+    why: str = ""  # the functions that need copies, why a module is taken whole, or why a rule is slow
     remedy: str = ""  # what would be faster; empty if nothing is known
-    floats: int = 0  # the size of a copy; 0 if there is none
+    floats: int = 0  # the size of what each example has a copy of; 0 if there is none
     is_cheap: bool = False  # whether copies are a small part of what the engine holds for each example
 
 

@@ -34,14 +34,14 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
     if not isinstance(data, dict):
         raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(data))
     if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
-        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")))
+        remedy = f"check it with `privgrad compare {path} --dry-run`, which loads any data"
+        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(data.get("use")), remedy)
     # A file with these tables says what to train, and not only on what.
     spec = check_spec(tables, path) if {"model", "privacy"} <= tables.keys() else None
     is_table = loader is loaders.table
     fits = f"each {'row fits its declaration' if is_table else 'image can be read'}, and none is repeated"
     declared = {key: data.get(key) for key in ((*SCHEMA, "table") if is_table else _IMAGES)}
-    split = {key: data[key] for key in _SPLIT if key in data}
-    privacy = tables.get("privacy")
+    split, privacy = {key: data[key] for key in _SPLIT if key in data}, tables.get("privacy")
     counted = privacy.get("num_examples") if isinstance(privacy, dict) else None
     found: dict[str, list[RawFinding]] = {}
     sizes: dict[str, RawSize] = {}

@@ -324,8 +324,7 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     counts = {row["seeds"] for row in rows}
     one = "One seed." if any(record.get("seed") is not None for record in records) else "One training."
     spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
-    over = {0: "", 1: one} if len(counts) == 1 else {}
-    seeds = over.get(next(iter(counts), 0), spread)
+    seeds = ({0: "", 1: one} if len(counts) == 1 else {}).get(next(iter(counts), 0), spread)
     low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
     clipped = f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}."
     lines = (
@@ -333,6 +332,7 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
         *(constants_text(records), differences_text(rows), open_text(rows)),
         SIMULATED if recorded.simulated_epsilon(records) is not None else "",
         "u: noise step." if any(row["rate"] == "noise_step" for row in rows) else "",
+        f"Tuned by {tuned_by_text(records)}." if recorded.in_phase(records, "tuning") else "",
         clipped if any(row["clipped"] != "–" for row in texts) else "",
         *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if any(mark in row["marks"] for row in texts)),
         trainings_text(rows),

@@ -42,6 +42,7 @@ from privgrad.gradient.factor import (
 from privgrad.processes import is_on_processor
 
 _LEAST = 16  # entries of a row, with fewer of which three numbers per row say too little
+_FEW = 1024  # entries of a weight whose gradients take little time to write out
 _COPIES = 4  # of gradients in memory while they are multiplied with J^T
 _EXACT = 64  # times the resolution of the weight: how far products may differ from those of the map
 _TINY = 1e-37  # less is not normal in float32
@@ -477,6 +478,12 @@ class Pulled(Factor):
     @property
     def worth_keeping(self) -> bool:
         return self.inner.worth_keeping
+
+    @property
+    def writes(self) -> int:
+        """The size of the weight whose gradient is written out for each example; 0 if it is small, or none is."""
+        size = self.jacobian.weight.numel()
+        return size if size > _FEW and self.jacobian.rows is None else 0
 
     def written_out(self) -> "PulledDense":
         rows = self.jacobian.rows

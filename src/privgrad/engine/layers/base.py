@@ -129,8 +129,9 @@ def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Call
         PrivacyError: a layer is given by a name that is not qualified; or privgrad computes the layer itself, and
             `replace` is not set.
     Privacy:
-        A wrong rule breaks the guarantee. The first batch checks the rule on up to four examples, to half a percent (in
-        half precision to five). Test it yourself against `engine="vmap"`.
+        A wrong rule breaks the guarantee. Microbatches 1, 2, 4, 8 ... of a run compare the gradients of up to four of
+        their examples, to half a percent (in half precision to five), and no other row. docs/extending.md has the lines
+        that compare all rows of a batch with `engine="vmap"`.
     """
 
     def register(rule: type[RuleType]) -> type[RuleType]:
