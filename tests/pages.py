@@ -236,7 +236,6 @@ def _quick_start_has_learned(names: dict[str, Any], printed: str) -> None:
 def _audits_pass(names: dict[str, Any], printed: str) -> None:
     assert printed
     assert set(printed.split()) == {"True"}
-    assert names["found"].bound > 0  # a canary that moves nothing would leave 0
 
 
 def _written_otherwise(path: str, numbers: dict[str, str]) -> str:

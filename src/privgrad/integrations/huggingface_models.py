@@ -106,11 +106,15 @@ def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tens
     kind = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else several)
     if kind == "regression":
         return F.mse_loss(logits.flatten(1), labels.float().reshape(len(logits), -1), reduction="none").mean(1)
-    if labels.is_floating_point() and labels.shape != logits.shape:
+    of_several = kind == "multi_label_classification"
+    if labels.shape != (logits.shape if of_several else logits.shape[:1]) or labels.is_floating_point() > of_several:
         condition = f"to be integers, one class for each row, or to have {logits.shape[1]} labels for each row"
         got = f"{labels.dtype} of shape {tuple(labels.shape)}"
-        raise expected("PrivateTrainer", "labels", condition, got, "give the classes as integers, or pass loss_fn")
-    if kind == "multi_label_classification":
+        remedy = (
+            "give the classes as integers; for several labels, set problem_type to 'multi_label_classification' in "
+        )
+        raise expected("PrivateTrainer", "labels", condition, got, f"{remedy}the model's config; or pass loss_fn")
+    if of_several:
         return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
     return F.cross_entropy(logits, labels, reduction="none")
 
