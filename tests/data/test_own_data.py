@@ -278,11 +278,7 @@ WRONG_FILES: list[tuple[str | list[dict[str, Any]], dict[str, Any], str]] = [
     (changed_row(age="NaN"), {}, "row 3, column 'age' of a.csv to have a value, got 'NaN'"),
     (changed_row(ward=""), {}, "row 3, column 'ward' of a.csv to have a value, got ''"),
     (changed_row(ward="null"), {}, "row 3, column 'ward' of a.csv to have a value, got 'null'"),
-    (
-        changed_row(ward="nort"),
-        {},
-        "row 3, column 'ward' of a.csv to be one of north, south, got 'nort'; add it to values",
-    ),
+    (changed_row(ward="nort"), {}, "row 3, column 'ward' of a.csv to be one of north, south, got 'nort'; add it to v"),
     (changed_row(ill="maybe"), {}, "row 3, column 'ill' of a.csv to be one of no, yes, got 'maybe'"),
     (changed_row(ill=""), {}, "row 3, column 'ill' of a.csv to have a value, got ''; fill it in"),
     (changed_row(patient=""), {"unit": "patient", "max_rows": 2}, "row 3, column 'patient' .* to identify the unit"),
