@@ -495,6 +495,9 @@ def test_the_metric_asked_for_first_leads(tmp_path: Path) -> None:
     )
     assert cells((tmp_path / "report/index.html").read_text())["M"][:3] == ["0.753", "0.300", "90.0 %"]
     assert list(columns(printed([record])))[:2] == ["method", "AUC"]
+    told = "The most frequent class alone has accuracy 94.3 %. Chance has AUC 0.5."
+    assert told in " ".join(printed([record | {"most_frequent_class": 0.943}]).split())
+    assert "Chance" not in printed([final("M", most_frequent_class=0.943)])
     first = record | {"metrics": {"accuracy": 0.9, "auc": 0.753}}
     assert "with 90.0 % accuracy" in headline(tmp_path, [first])
     ranked = [final("A", metrics={"squared_error": 0.2}), final("B", metrics={"squared_error": 0.1})]
@@ -854,13 +857,17 @@ def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() 
         {"phase": "tuning", "method": "head", "tuning_score": score, "score_noise_std": 0.003}
         for score in (0.883, 0.882)
     ]
-    records = [*trials, final(accuracy=0.853, test_units=1400)]
+    records = [*trials, final(accuracy=0.853)]
     text = result_text(outcome | {"most_frequent_class": 0.848}, records)
+    assert ". On the test part: accuracy 85.3 % (95 % interval 84.0 to 86.6); the most" in text
     assert "; the most frequent class alone has accuracy 84.8 %, which is inside the interval" in text
     assert "differ by less than their noise, so the choice may be chance." in text
     text = result_text(outcome | {"most_frequent_class": 0.7}, [trials[0], records[-1]])
     assert "inside the interval" not in text
     assert "chance" not in text
+    ranked = outcome | {"metrics": {"auc": 0.7}, "intervals": {"auc": [0.6, 0.8]}}
+    text = result_text(ranked, [final(accuracy=0.853, metrics={"auc": 0.7})])
+    assert "; AUC 0.700 (95 % interval 0.600 to 0.800); chance has AUC 0.5. Total" in text
 
 
 def test_a_mix_of_rates_is_named_and_unequal_seeds_have_a_column() -> None:
