@@ -538,7 +538,7 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     page = write(tmp_path, [final()], total_epsilon={"value": 41.2, "runs": 42})
     text = words(page).split("Privacy statement")[1].split("Settings")[0]
     for fact in (
-        "The rows whose data these results use are protected by differential privacy with epsilon = 41.2 and delta =",
+        "The rows in the training data are protected by differential privacy with epsilon = 41.2 and delta =",
         "on data in which one row was added or removed",
         "The unit of protection is one row",
         "declared to have 1,024 rows or more",
@@ -552,7 +552,8 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     assert each.count("about one final training alone. All of them together protect less.") == 2
     tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
     text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
-    for caption in ("Mean ±", "Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
+    assert "NOT PRIVATE for the held-out examples: no ε covers them. Mean ±" in text
+    for caption in ("Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
         assert f"NOT PRIVATE for the held-out examples. {caption}" in text
     assert "These 42 trainings used the same data: together they cost ε = 41.20, tuning included" in text
 
@@ -671,7 +672,7 @@ def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) ->
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
     assert "A private model with 50.0 % accuracy at epsilon 1." in words(page)
-    assert "The rows whose data these results use are protected by differential privacy with epsilon = 1" in words(page)
+    assert "The rows in the training data are protected by differential privacy with epsilon = 1" in words(page)
     assert "Mean ± one standard deviation over seeds" not in words(page)
     assert "not recorded" in page
     assert "None" not in page.split("</style>")[1]
