@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
         "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
-        "integrations": 2141,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
+        "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1440,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here

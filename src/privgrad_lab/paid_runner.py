@@ -366,8 +366,7 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     """Measure the final model on the test set, each person once. NOT private for the people in it."""
     (losses,), names = unit_values(model, data.test, data, ["loss"]), reported(spec, data)
-    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_units": len(losses)}
-    found["test_accuracy"] = None
+    found: Record = {"measured_on": "test", "test_loss": losses.mean().item(), "test_accuracy": None}
     measured = list(dict.fromkeys([*filter(None, [data.score]), *names]))
     values = metrics_of(model, data.test, data, measured, {})
     ends = intervals_of(model, data.test, data, measured)

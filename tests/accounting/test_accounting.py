@@ -355,3 +355,8 @@ def test_a_target_that_cannot_be_met_is_refused():
         calibrate_noise_multiplier(target_epsilon=1e-12, delta=1e-12, sample_rate=1.0, steps=1)
     with pytest.raises(pg.PrivacyError, match="accountant"):
         cost(0.1, 1.0, 1, 1e-5, "prv")
+
+
+def test_attacks_are_bounded_without_overflow_at_a_huge_epsilon():
+    found = attack_success([Release(0.057, 0.1, count=10)], false_positive_rate=0.01)
+    assert 1 - 0.9**10 < found < 1  # who is in no batch cannot be found

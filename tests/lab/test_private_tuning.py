@@ -468,6 +468,8 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     )
     assert not any(f"p{p}," in published for p in range(200))
     assert f"{count} training persons, the public count" in published
+    assert "On the test part: accuracy" in published  # how many persons are in it is private
+    assert "test_units" not in published
 
 
 @pytest.mark.usefixtures("by_rdp_here")

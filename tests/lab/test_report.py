@@ -495,6 +495,9 @@ def test_the_metric_asked_for_first_leads(tmp_path: Path) -> None:
     )
     assert cells((tmp_path / "report/index.html").read_text())["M"][:3] == ["0.753", "0.300", "90.0 %"]
     assert list(columns(printed([record])))[:2] == ["method", "AUC"]
+    told = "The most frequent class alone has accuracy 94.3 %. Chance has AUC 0.5."
+    assert told in " ".join(printed([record | {"most_frequent_class": 0.943}]).split())
+    assert "Chance" not in printed([final("M", most_frequent_class=0.943)])
     first = record | {"metrics": {"accuracy": 0.9, "auc": 0.753}}
     assert "with 90.0 % accuracy" in headline(tmp_path, [first])
     ranked = [final("A", metrics={"squared_error": 0.2}), final("B", metrics={"squared_error": 0.1})]
@@ -535,7 +538,7 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     page = write(tmp_path, [final()], total_epsilon={"value": 41.2, "runs": 42})
     text = words(page).split("Privacy statement")[1].split("Settings")[0]
     for fact in (
-        "The rows whose data these results use are protected by differential privacy with epsilon = 41.2 and delta =",
+        "The rows in the training data are protected by differential privacy with epsilon = 41.2 and delta =",
         "on data in which one row was added or removed",
         "The unit of protection is one row",
         "declared to have 1,024 rows or more",
@@ -549,7 +552,8 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
     assert each.count("about one final training alone. All of them together protect less.") == 2
     tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
     text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
-    for caption in ("Mean ±", "Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
+    assert "NOT PRIVATE for the held-out examples: no ε covers them. Mean ±" in text
+    for caption in ("Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
         assert f"NOT PRIVATE for the held-out examples. {caption}" in text
     assert "These 42 trainings used the same data: together they cost ε = 41.20, tuning included" in text
 
@@ -668,7 +672,7 @@ def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) ->
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
     assert "A private model with 50.0 % accuracy at epsilon 1." in words(page)
-    assert "The rows whose data these results use are protected by differential privacy with epsilon = 1" in words(page)
+    assert "The rows in the training data are protected by differential privacy with epsilon = 1" in words(page)
     assert "Mean ± one standard deviation over seeds" not in words(page)
     assert "not recorded" in page
     assert "None" not in page.split("</style>")[1]
@@ -856,13 +860,17 @@ def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() 
         {"phase": "tuning", "method": "head", "tuning_score": score, "score_noise_std": 0.003}
         for score in (0.883, 0.882)
     ]
-    records = [*trials, final(accuracy=0.853, test_units=1400)]
+    records = [*trials, final(accuracy=0.853)]
     text = result_text(outcome | {"most_frequent_class": 0.848}, records)
+    assert ". On the test part: accuracy 85.3 % (95 % interval 84.0 to 86.6); the most" in text
     assert "; the most frequent class alone has accuracy 84.8 %, which is inside the interval" in text
     assert "differ by less than their noise, so the choice may be chance." in text
     text = result_text(outcome | {"most_frequent_class": 0.7}, [trials[0], records[-1]])
     assert "inside the interval" not in text
     assert "chance" not in text
+    ranked = outcome | {"metrics": {"auc": 0.7}, "intervals": {"auc": [0.6, 0.8]}}
+    text = result_text(ranked, [final(accuracy=0.853, metrics={"auc": 0.7})])
+    assert "; AUC 0.700 (95 % interval 0.600 to 0.800); chance has AUC 0.5. Total" in text
 
 
 def test_a_mix_of_rates_is_named_and_unequal_seeds_have_a_column() -> None:

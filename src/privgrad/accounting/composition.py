@@ -50,7 +50,7 @@ def _profile(mechanisms: tuple[Mechanism, ...]) -> tuple[list[float], list[float
     if last < 10 and not has_selection and all(release.scheme != "epochs" for release in releases_in(mechanisms)):
         by_pld = _by_pld(mechanisms, _FINEST * max(1.0, last))
         last = _compose(by_pld, mechanisms, LEAST)
-    epsilons = np.linspace(0.0, last, POINTS).tolist()
+    epsilons = np.linspace(0.0, min(last, 700.0), POINTS).tolist()  # e^710 overflows
     if has_selection:
         costs = _safe_costs(by_rdp, mechanisms).tolist()
         return epsilons, [float(compute_delta(RDP_ORDERS, costs, each)[0]) for each in epsilons]

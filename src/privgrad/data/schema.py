@@ -217,7 +217,7 @@ class Column:
         ]
         if wrong:
             what, condition, remedy = _WRONG[self.kind]
-            remedy = did_you_mean(rows[wrong[0]][0], known, "they share a code" if has_other else remedy)
+            remedy = "they share a code" if has_other else remedy  # a similar code may be another disease
             if self.kind == "number" and _DATE.match(rows[wrong[0]][0]):
                 remedy = 'set kind = "date", or kind = "days_between" for the days between two dates'
             condition = condition.format(", ".join(known))

@@ -53,9 +53,8 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
     text = f"{private_text(lead, shown[lead], outcome['epsilon'])}. Trained by {outcome['method']}"
     text += f" ({', '.join(chosen)})" if chosen else ""
     if reached is not None:
-        unit = "people" if outcome["privacy_unit"] == "user" else "examples"
-        told = (f"{name} {shown[name]} ({interval_text(ends, kinds[name])})" for name, (_, ends) in found.items())
-        text += f". On {last['test_units']:,} test {unit}: {'; '.join(told)}"
+        told = [f"{name} {shown[name]} ({interval_text(ends, kinds[name])})" for name, (_, ends) in found.items()]
+        text += f". On the test part: {'; '.join(told + ['chance has AUC 0.5'] * (lead == 'AUC'))}"
         if (share := outcome.get("most_frequent_class")) is not None:
             text += f"; the most frequent class alone has accuracy {100 * share:.1f} %"
             low, high = outcome.get("interval") or (1.0, 0.0)

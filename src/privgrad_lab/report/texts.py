@@ -237,6 +237,7 @@ def constants_text(records: Sequence[Record]) -> str:
     finals = recorded.in_phase(records, "final")
     shares = {share for record in finals if (share := record.get("most_frequent_class")) is not None}
     texts = [f"The most frequent class alone has accuracy {100 * shares.pop():.1f} %."] if len(shares) == 1 else []
+    texts += ["Chance has AUC 0.5."] if texts and recorded.lead_of(records) == "AUC" else []
     for constant in sorted({record["class_shares_loss"] for record in finals if "class_shares_loss" in record})[:1]:
         worse = [record for record in finals if (record["test_loss"] or 0.0) > constant]
         names = sorted({record["method"] for record in worse})
