@@ -542,7 +542,7 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
         spec({**TABLE, "unit": "patient", "max_rows": 2}),
         "data 'visits.csv' to be by example, got data by user; set privacy_unit = \"user\"",
     ),
-    (spec(TABLE, privacy=USERS), "data 'visits.csv' to be by user, got data by example; count examples"),
+    (spec(TABLE, privacy=USERS), "data 'visits.csv' to be by user, got data by example; set privacy_unit"),
     (spec({k: v for k, v in TABLE.items() if k != "label"}), "data.label to be given, got None; add it"),
     (spec({k: v for k, v in TABLE.items() if k != "classes"}), "data: table: expected classes to be given, got None"),
     (spec({k: v for k, v in TABLE.items() if k != "test_share"}), "test part of visits.csv to hold at least 1 example"),

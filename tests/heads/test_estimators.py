@@ -164,7 +164,7 @@ def test_numbers_within_public_bounds():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"feature_bounds to be given, got None; give public bounds .* or feature_bounds=None for rows that were"),
+        ({}, r"feature_bounds to be given, got None; give public bounds .*, or None for rows that need none"),
         ({"class_weight": "balanced"}, "class_weight to be a dict of weights, got 'balanced'"),
         ({"class_weight": {"maybe": 2}}, r"class_weight to have classes among \['no', 'yes'\]"),
         ({"class_weight": {"yes": -1}}, "class_weight to have classes .* weights that are finite and >= 0"),

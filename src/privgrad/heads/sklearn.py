@@ -98,20 +98,17 @@ class _Private(BaseEstimator):
             return
         before = _UNCOUNTED.setdefault((plan["num_examples"], plan["privacy_unit"]), [])
         before += ledger.charged
-        self._warn_of_total(before, plan["delta"])
-
-    # Fault: cross_val_score, GridSearchCV or a second `fit`: several trainings, of which head_.epsilon counts one.
-    # Cost: an epsilon by RDP, which also holds if later trainings were chosen after a look at earlier ones.
-    # Warns wrongly: trainings on equally many other people; hence it does not refuse. It sees one process only.
-    def _warn_of_total(self, releases: Sequence[Release], delta: float) -> None:
-        if len(releases) > 1:
-            total = rounded_up(epsilon(releases, delta=delta, accountant="rdp"), 4)
+        # Fault: cross_val_score, GridSearchCV or a second `fit`: several trainings, of which head_.epsilon counts one.
+        # Cost: an epsilon by RDP, which also holds if later trainings were chosen after a look at earlier ones.
+        # Warns wrongly: trainings on equally many other people; hence it does not refuse. It sees one process only.
+        if len(before) > 1:
+            total = rounded_up(epsilon(before, delta=plan["delta"], accountant="rdp"), 4)
             warnings.warn(
-                f"{type(self).__name__}.fit: {len(releases)} trainings on {self._count:,} examples without a budget in "
+                f"{type(self).__name__}.fit: {len(before)} trainings on {self._count:,} examples without a budget in "
                 f"this process. If they are of the same people, their costs add up to epsilon {total} at delta "
-                f"{rounded_up(delta)}, and epsilon_ counts the last one alone. To choose settings, use "
+                f"{rounded_up(plan['delta'])}, and epsilon_ counts the last one alone. To choose settings, use "
                 "PrivateGridSearchCV; to train again, give each training a part of one budget, and a new output_dir",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     @property
@@ -157,9 +154,8 @@ class _Linear(_Private):
         function, rows = type(self).__name__, _tensor(X)
         if isinstance(self.feature_bounds, str):
             remedy = (
-                "give public bounds (low, high) of raw columns; or feature_bounds=None for rows that were prepared "
+                "give public bounds (low, high) of raw columns, or None for rows that need none, such as embeddings"
             )
-            remedy += "without the data, such as embeddings and one-hot codes, which are divided by their norms"
             raise expected(function, "feature_bounds", "to be given", None, remedy)
         if self.feature_bounds is None and X.shape[1] == 1:
             remedy = "give public bounds (low, high): without them, only the sign of each number counts"
