@@ -540,7 +540,7 @@ def test_the_command_line_says_whose_epsilon_it_is(
     with pytest.raises(SystemExit):
         cli.main()
     shown = capsys.readouterr()
-    assert "the privacy unit is a user with all their examples" in shown.err
+    assert "the privacy unit is a person with all of their data" in shown.err
     assert "would allow a method that publishes all data of one person" in shown.err
     assert "user" in next(line for line in shown.out.splitlines() if "privacy unit" in line)
 
