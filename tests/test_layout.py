@@ -44,12 +44,12 @@ ROOMS: dict[str, dict[str, int]] = {
         "ledger": 1440,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
-        "optim": 1826,  # the remedy of an optimizer without a noise step; one of another model
+        "optim": 1827,  # the remedy of an optimizer without a noise step; one of another model
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 957,  # what to give for a folder; epochs, trade-off curves, NIST, the registry
-        "training": 2335,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
+        "training": 2337,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
         "(root)": 3852,  # old files are rewritten; differences of paired seeds; labels that are numbers; knots

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.checks.model_and_loss import listed
 from privgrad.sampling.datasets import origins
 
 _DIGITS = 3  # of a bound that a person may have chosen
@@ -61,11 +62,11 @@ def warn_of_bounds_of_another_size(function: str, low: Tensor, high: Tensor, row
     is_outside = ((places < 0) | (places > 1)).double().mean(0) > 0.5
     spread = places.amax(0) - places.amin(0)
     is_suspect = is_outside | ((spread > 0) & (spread < 0.01))
-    if suspects := [place for place, one in enumerate(is_suspect.numpy()) if one]:
-        named = ", ".join(map(str, suspects[:_COLUMNS])) + ", ..." * (len(suspects) > _COLUMNS)
+    if suspects := [f"{place}" for place, one in enumerate(is_suspect.numpy()) if one]:
         warnings.warn(
-            f"NOT PRIVATE: {function}: columns {named} (from 0) lie mostly outside of their bounds, or within a "
-            "hundredth of them, so the model hardly sees them. Give bounds in the unit of each column: (lows, highs)",
+            f"NOT PRIVATE: {function}: columns {listed(suspects)} (from 0) lie mostly outside of their bounds, or "
+            "within a hundredth of them, so the model hardly sees them. Give bounds in the unit of each column: (lows, "
+            "highs)",
             stacklevel=1,
         )
 
@@ -76,11 +77,10 @@ def warn_of_bounds_of_another_size(function: str, low: Tensor, high: Tensor, row
 def warn_of_fitted_scale(function: str, columns: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Warn of columns with mean 0 and deviation 1, or with ends 0 and 1, on these very rows. NaN does not count."""
     if suspects := _scaled(columns):
-        named = ", ".join(suspects[:_COLUMNS]) + (f" and {len(suspects) - _COLUMNS} more" * (len(suspects) > _COLUMNS))
         warnings.warn(
-            f"NOT PRIVATE: {function}: {named}: mean 0 and deviation 1, or ends exactly 0 and 1, on these very rows, "
-            "as from a scaler that was fitted on them. No epsilon covers its constants. Use PublicScaler(bounds) or "
-            "constants from public data in its place. If they are public, this is right",
+            f"NOT PRIVATE: {function}: {listed(suspects)}: mean 0 and deviation 1, or ends exactly 0 and 1, on these "
+            "very rows, as from a scaler that was fitted on them. No epsilon covers its constants. Use "
+            "PublicScaler(bounds) or constants from public data in its place. If they are public, this is right",
             stacklevel=1,
         )
 

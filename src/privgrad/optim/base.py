@@ -158,8 +158,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
-        self._warn_of_other_model(function, gradient)
-        active = [(group, [name for name, _ in self._active(group)]) for group in self.param_groups]
+        pairs = [(group, self._active(group)) for group in self.param_groups]
+        active = [(group, [name for name, _ in own]) for group, own in pairs]
+        _warn_of_other_model(function, gradient, [parameter for _, own in pairs for _, parameter in own])
         by_noise = {name for group, names in active if group["lr_is_noise_step"] for name in names}
         _require_usable(function, gradient, [name for _, names in active for name in names], by_noise)
         for group in self.param_groups:
@@ -177,17 +178,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         finally:
             # Otherwise a later step could use this gradient again.
             self._clear()
-
-    # Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.
-    # Cost: one look-up a step. Warns wrongly: weights that are kept apart from the model, and copied to it by hand.
-    def _warn_of_other_model(self, function: str, gradient: NoisyGradient) -> None:
-        mine = [parameter for group in self.param_groups for _, parameter in self._active(group)]
-        if gradient.side_information is not None and mine and not any(map(is_trained, mine)):
-            warnings.warn(
-                f"{function}: no parameter of this optimizer belongs to the model of the gradient, so this model does "
-                "not move. Make the optimizer of its named_parameters(), after `privgrad.fix` or another copy",
-                stacklevel=3,
-            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, that the same kind of optimizer saved for the same parameters in the same order.
@@ -322,6 +312,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
 def _number(value: Any) -> Any:
     """Return the number in a tensor of one element; return any other value unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.
+# Cost: one look-up a step. Warns wrongly: weights that are kept apart from the model, and copied to it by hand.
+def _warn_of_other_model(function: str, gradient: NoisyGradient, parameters: list[nn.Parameter]) -> None:
+    if gradient.side_information is not None and parameters and not any(map(is_trained, parameters)):
+        warnings.warn(
+            f"{function}: no parameter of this optimizer belongs to the model of the gradient, so this model does "
+            "not move. Make the optimizer of its named_parameters(), after `privgrad.fix` or another copy",
+            stacklevel=3,
+        )
 
 
 def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by_noise: set[str]) -> None:

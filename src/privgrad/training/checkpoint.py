@@ -45,7 +45,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def is_plain(path: Path) -> bool:
     """Return whether torch.save alone wrote a file, as in a loop of your own: its last bytes end an archive."""
-    return path.read_bytes()[-22:].startswith(b"PK\5\6")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 22))
+        return file.read().startswith(b"PK\5\6")
 
 
 def damage_refused(function: str, what: object) -> AbstractContextManager[None]:
