@@ -1,8 +1,8 @@
 """Accuracy of private linear heads on features of Fashion-MNIST that need no pretrained model and no other images.
 
 `python -m benchmarks.features --epsilon 3 --epsilon 1` appends a line to results/features/runs.jsonl for each training.
-docs/features.md has the table. No training has a seed: a run is never repeated exactly. Accuracies are measured on test
-examples, and are NOT private for these.
+docs/choosing-evidence.md has the table. No training has a seed: a run is never repeated exactly. Accuracies are
+measured on test examples, and are NOT private for these.
 """
 
 import itertools

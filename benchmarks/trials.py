@@ -2,7 +2,7 @@
 
 `python -m benchmarks.trials --task digits` trains at five noise steps, with the noise of a trial and with that of the
 full training. It appends a line to results/private-tuning/runs.jsonl for each training that the file lacks.
-`--show` prints, by task, the noise step that each choice finds. docs/private-tuning.md has the table. Scores are NOT
+`--show` prints, by task, the noise step that each choice finds. docs/choosing-evidence.md has the table. Scores are NOT
 private here: the noise of a paid score is added when the table is made, many times, to show how often it misleads.
 """
 

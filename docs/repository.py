@@ -60,8 +60,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:
-    """Turn links between files of the repository into links between pages."""
+    """Turn links between files of the repository into links between pages; search finds readers' pages first."""
     uri = page.file.src_uri
+    if uri.startswith("repository/") or "Evidence" in [section.title for section in page.ancestors]:
+        page.meta.setdefault("search", {})["boost"] = 0.3
     outside = uri.removeprefix("repository/")
     source = "README.md" if uri == "index.md" else outside if outside != uri else f"docs/{uri}"
 

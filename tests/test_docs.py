@@ -15,11 +15,9 @@ import pages
 from conftest import account_by_rdp
 from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
-from privgrad.engine.factored import Factored
 from privgrad.engine.layers import base
 from privgrad.engine.layers.base import register_rule
 from privgrad.engine.layers.linear import Linear as LinearRule
-from privgrad.gradient.reference import Vmap
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.spec import Spec
 
@@ -104,16 +102,6 @@ def test_the_pages_experiments_are_valid(page: str, tmp_path: Path):
         path = tmp_path / "spec.toml"
         path.write_text(block.text if "title" in tomllib.loads(block.text) else f'title = "{page}"\n{block.text}')
         assert load_spec(path).methods
-
-
-def test_the_rule_of_a_layer_is_right():
-    (rule,) = (block for block in blocks("docs/engines.md", "python") if "register_rule" in block.text)
-    names: dict[str, Any] = {"torch": torch}
-    exec(rule.text, names)
-    for inputs in (torch.randn(5, 3), torch.randn(5, 2, 3)):
-        scale, losses = names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
-        factors, rows = Factored(scale, losses)(inputs), Vmap(scale, losses)(inputs)
-        torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
 
 
 def test_the_comparison_of_all_rows_finds_a_rule_that_is_wrong_for_one_row():

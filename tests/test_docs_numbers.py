@@ -22,9 +22,7 @@ from pages import ROOT, blocks
 from privgrad import models
 from privgrad.accounting import composition
 
-CHOOSING, TUNING, FEATURES = (
-    ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning-evidence.md", "features.md")
-)
+CHOOSING, TUNING = (ROOT / "docs" / name for name in ("choosing-evidence.md", "tuning-evidence.md"))
 HOW_MUCH_DATA = ROOT / "docs/tuning.md"
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
@@ -242,7 +240,7 @@ def test_what_a_moving_c_reaches_without_tuning_stands_in_the_records():
 def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/features/runs.jsonl").read_text().splitlines()]
     lines = re.findall(
-        r"^\| (patches.*) \| ([\d.]+) \| ([\d.]+) % ± ([\d.]+) \| (\d+), (\d+) \|$", FEATURES.read_text(), re.M
+        r"^\| (patches.*) \| ([\d.]+) \| ([\d.]+) % ± ([\d.]+) \| (\d+), (\d+) \|$", CHOOSING.read_text(), re.M
     )
     assert len(lines) == 4
     for extractor, epsilon, *numbers in lines:

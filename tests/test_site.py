@@ -1,5 +1,6 @@
 """Every page of the site in a real browser: no broken link, no error, no other host, readable on a phone."""
 
+import json
 import re
 import subprocess
 import sys
@@ -129,6 +130,13 @@ def test_every_link_within_the_site_leads_somewhere(opened: dict[Path, Opened], 
             if not is_there:
                 broken.add((path.as_posix(), link))
     assert broken == set()
+
+
+def test_the_search_ranks_evidence_last(site: Path):
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boosts = {one["location"].partition("#")[0]: one.get("boost", 1) for one in found}
+    assert boosts["trust.html"] < boosts["guide.html"] == boosts["api/training.html"] == 1
+    assert boosts["repository/results/index.html"] < 1
 
 
 def test_a_wide_formula_scrolls_by_itself(browser: Any, site: Path):

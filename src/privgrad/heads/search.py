@@ -81,7 +81,7 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         Everything is committed to one Budget, so all of it together has the total epsilon. Transformers in a Pipeline
         must learn nothing from the rows.
     Reference:
-        Panda et al. 2022 (arXiv 2212.04486), on trials with much noise. docs/private-tuning.md measures them.
+        Panda et al. 2022 (arXiv 2212.04486), on trials with much noise. docs/choosing-evidence.md measures them.
     """
 
     estimator: Any = None

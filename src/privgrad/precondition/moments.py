@@ -18,7 +18,7 @@ from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.processes import blocks
 
 _NOISE_EPS = 10.0  # the default; docs/choosing-evidence.md reports how it was chosen
-_EVERY = 4  # the default; docs/methods.md reports how it was chosen
+_EVERY = 4  # the default; docs/choosing-evidence.md reports how it was chosen
 Rule = Literal["rmsprop", "adam", "adagrad"]
 Schedule = Literal["step", "epoch"]
 
