@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from torch import Tensor
 
@@ -49,6 +49,10 @@ _STYLE: dict[Any, Any] = {
 }
 
 _FONTS = b"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+
+def _percent(share: float, position: float | None = None) -> str:
+    return f"{100 * share:.4g} %"
 
 
 def _looks(names: Iterable[str], before: str = "") -> dict[str, dict[str, Any]]:
@@ -108,7 +112,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: 
             along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
             ax.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
         if number == "accuracy" and name != "R2":
-            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(PercentFormatter(1, symbol=" %"))
+            (ax.xaxis if at_end else ax.yaxis).set_major_formatter(_percent)
         drawn = [float(y) for line in ax.lines for y in np.asarray(line.get_ydata())]
         if number == "loss" and not at_end and drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
             ax.set_yscale("log")
@@ -152,7 +156,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
             ax.set_title(title, fontsize=9)
             ax.set(ylabel=number, xlabel={"epsilon": "ε", "step": "step"}[_along(records)])
             if number == "accuracy":
-                ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+                ax.yaxis.set_major_formatter(_percent)
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
     _warn(figure, "On training examples: NOT PRIVATE")
     add_legend(figure, axes[0][:1])
@@ -207,7 +211,7 @@ def _draw_tuned(ax: Axes, name: str, records: Sequence[Record], looks: Mapping[s
         ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
     _mark_tried(ax, values)
     if by == "validation_accuracy" and recorded.score_of(records) != "R2":
-        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
 
 
 def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Look], above: Axes) -> None:
@@ -295,7 +299,7 @@ def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mappin
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.axhline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
     else:
-        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
         ax.set_ylim(-0.05, 1.05)
 
 
@@ -326,7 +330,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
         ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
         ax.set(title=method_label(method), xscale="log", ylabel="coordinates")
         ax.set_xlabel("second moment / variance of the noise")
-        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        ax.yaxis.set_major_formatter(_percent)
     for ax in axes[len(shown) :]:
         ax.remove()
     _warn(figure)
