@@ -31,7 +31,9 @@ from benchmarks.untuned import DELTA, losses
 from privgrad.features import silhouettes
 
 OUT = Path(__file__).resolve().parents[1] / "results/defaults/convolutions.jsonl"
+FORMER = OUT.with_name("convolutions-former.jsonl")  # the choosing half, by the rule that suggest had before
 PUBLIC, TEST = 256, 2000
+FACTORS = (0.5, 1.0, 2.0, 4.0)
 
 
 class Task(NamedTuple):
@@ -59,6 +61,8 @@ TASKS = {
     "mnist, norms": Task("mnist", "strided", 4000, 200, 400),
     "clothing, plain": Task("clothing", "plain2", 4000, 250, 150),
     "mnist, hidden": Task("mnist", "hidden", 4000, 200, 150),
+    "shapes, 20 epochs": Task("shapes", "page", 6000, 120, 1000),
+    "letters, 20 epochs": Task("letters", "page", 6000, 120, 1000),
     "animals, norms": Task("animals", "strided", 8000, 400, 150),
     "letters, plain": Task("letters", "plain2", 8000, 400, 300),
     "textures, norms": Task("textures", "page", 3000, 200, 150),
@@ -191,6 +195,16 @@ def record(name: str, data: dict[str, tuple[Tensor, Tensor]], factor: float, cli
         "why": found.reasons[0],
         "cpu_seconds": round(time.process_time() - began, 1),
     }
+
+
+def table(out: Path = OUT) -> str:
+    """Rows of docs/choosing-evidence.md: the accuracy at multiples of the suggested noise step, for the first seed."""
+    held, lines = [one for one in read(out) if (one["clip"], one["seed"]) == (1.0, 0)], list[str]()
+    for name in sorted({one["task"] for one in held}, key=list(TASKS).index):
+        own = {one["factor"]: one for one in held if one["task"] == name}
+        scores = [f"{own[f]['accuracy']:.3f}".removeprefix("0") if f in own else "–" for f in FACTORS]
+        lines.append(f"| {name} | {own[1.0]['noise_step']:.2g} | {' | '.join(scores)} |")
+    return "\n".join(lines)
 
 
 def main(
