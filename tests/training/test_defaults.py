@@ -119,7 +119,8 @@ def test_places_are_those_of_one_weight_in_one_view(groups: int, views: int):
     ("parts", "loss_fn", "steps", "factor"),
     [
         ((nn.ReLU(), nn.BatchNorm2d(4)), classes, 100, 2.0),  # the norm need not follow at once
-        ((nn.BatchNorm2d(4), nn.ReLU()), classes, 800, 1.0),
+        ((nn.BatchNorm2d(4), nn.ReLU()), classes, 400, 2**0.5),
+        ((nn.BatchNorm2d(4), nn.ReLU()), classes, 5000, 1.0),
         ((nn.ReLU(),), classes, 100, 1.0),
         ((nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Tanh()), classes, 100, 1.0),  # the second has no norm
         ((nn.BatchNorm2d(4),), lambda m, b: m(b[0]).square().sum(1), 100, 1.0),

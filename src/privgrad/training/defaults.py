@@ -31,9 +31,9 @@ _HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear o
 _UNITS = 32
 _ENOUGH_FOR_UNITS = 40_000  # examples times epsilon
 _NETWORK = 0.16
-_NORMALIZED = 2  # times that of a network for classes, if it normalizes what each convolution returns: noise in these
-# weights then cannot make outputs larger
-_SETTLED = 200  # steps, after which the noise step of such a network falls with their root
+# Times that of a network for classes over the root of the steps, from 1 to 2, if it normalizes what each convolution
+# returns: noise in such weights cannot make outputs larger.
+_NORMALIZED = 2 * math.sqrt(200)
 # Times log(classes) over the root of the steps: of a network for classes, whose weights meet a row once.
 _ROWS = 0.1 * math.sqrt(200) / math.log(10)
 _NETWORK_NUMBER = 0.011
@@ -90,11 +90,11 @@ def suggest(
         view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
         a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
         constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
-        linearly to zero. For classes, 0.32 min(1, sqrt(200 / steps)) takes the place of 0.16 if the model normalizes
-        what each of its convolutions returns, as after pg.fix. For k classes of rows, with one place in each layer,
-        0.1 log10(k) sqrt(200 / steps) does, where it is smaller. If the loss is that of one number for each example,
-        such as a squared error, u is multiplied by the standard deviation of the public labels times 0.46, or 0.12 for
-        a network, at most by 1.
+        linearly to zero. For classes, 0.32 sqrt(200 / steps), at least 0.16 and at most 0.32, takes the place of 0.16
+        if the model normalizes what each of its convolutions returns, as after pg.fix. For k classes of rows, with one
+        place in each layer, 0.1 log10(k) sqrt(200 / steps) does, where it is smaller. If the loss is that of one number
+        for each example, such as a squared error, u is multiplied by the standard deviation of the public labels times
+        0.46, or 0.12 for a network, at most by 1.
         C is 0.3 times the median gradient norm of 32 public examples, so that most gradients are clipped. For a network
         and classes of rows, it is 3 times this norm if sigma sqrt(weights / steps) / B is at most 0.02, or once up to
         0.04. u does not depend on C.
@@ -150,7 +150,7 @@ def suggest(
         if of_rows:
             of_network = min(_NETWORK, _ROWS * math.log(classes) / math.sqrt(plan.steps))
         elif normalizes:
-            of_network *= _NORMALIZED * min(1.0, math.sqrt(_SETTLED / plan.steps))
+            of_network *= min(2.0, max(1.0, _NORMALIZED / math.sqrt(plan.steps)))
         of_network = float(f"{of_network:.2g}")
         step, schedule = of_network / (norm * places**_PLACES), Schedule("linear")
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
