@@ -61,11 +61,11 @@ TASKS = {
     "mnist, norms": Task("mnist", "strided", 4000, 200, 400),
     "clothing, plain": Task("clothing", "plain2", 4000, 250, 150),
     "mnist, hidden": Task("mnist", "hidden", 4000, 200, 150),
-    "shapes, 20 epochs": Task("shapes", "page", 6000, 120, 1000),
-    "letters, 20 epochs": Task("letters", "page", 6000, 120, 1000),
     "animals, norms": Task("animals", "strided", 8000, 400, 150),
     "letters, plain": Task("letters", "plain2", 8000, 400, 300),
     "textures, norms": Task("textures", "page", 3000, 200, 150),
+    "shapes, 20 epochs": Task("shapes", "page", 6000, 120, 1000),
+    "letters, 20 epochs": Task("letters", "page", 6000, 120, 1000),
 }
 
 
