@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
-from benchmarks import defaults, epochs, images, tables, texts, trainer_texts, untuned
+from benchmarks import convolutions, defaults, epochs, images, tables, texts, trainer_texts, untuned
 from benchmarks.claims.__main__ import read, table
 from benchmarks.table_sets import halves
 from pages import ROOT, blocks
@@ -752,7 +752,15 @@ def test_the_tables_of_defaults_are_those_of_their_records():
         assert f"|---|\n{tables.changes(metric, half=half)}\n\n" in CHOOSING.read_text()
     for said in ("\n".join(map(tables.ranks, measured)), tables.trials()):
         assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
-    assert f"|---|\n{defaults.networks()}\n\n" in CHOOSING.read_text()
+    for rows in (defaults.networks(), convolutions.table(convolutions.FORMER), convolutions.table()):
+        assert f"|---|\n{rows}\n\n" in CHOOSING.read_text()
+    first = [one for one in read(convolutions.OUT) if (one["clip"], one["seed"]) == (1.0, 0)]
+    judged = [one for one in first if one["half"] == "judged" and "20" not in one["task"]]
+    best = {one["task"]: max(own["accuracy"] for own in judged if own["task"] == one["task"]) for one in judged}
+    behind = [best[one["task"]] - one["accuracy"] for one in judged if one["factor"] == 1]
+    assert len(behind) == 7
+    assert sorted(behind)[5] == 0
+    assert max(behind) == pytest.approx(0.02, abs=0.005)
     digits = [one for one in read(ROOT / "results/defaults/runs.jsonl") if one["task"] == "digits"]
     means = {f: statistics.mean(one["accuracy"] for one in digits if one["factor"] == f) for f in (0.25, 0.5, 1, 2, 4)}
     assert f" {', '.join(f'{mean:.3f}'[1:] for mean in means.values())}." in CHOOSING.read_text()

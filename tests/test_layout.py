@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 957,  # what to give for a folder; epochs, trade-off curves, NIST, the registry
-        "training": 2337,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
+        "training": 2370,  # shards of a model, also saved; what processes have alike; rules for tables, and for norms
     },
     "privgrad_lab": {
         "(root)": 3852,  # old files are rewritten; differences of paired seeds; labels that are numbers; knots

@@ -115,6 +115,29 @@ def test_places_are_those_of_one_weight_in_one_view(groups: int, views: int):
     assert found.noise_step == pytest.approx(0.16 / (found.input_norms["0"] * 49**0.25), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("parts", "loss_fn", "steps", "factor"),
+    [
+        ((nn.ReLU(), nn.BatchNorm2d(4)), classes, 100, 2.0),  # the norm need not follow at once
+        ((nn.BatchNorm2d(4), nn.ReLU()), classes, 400, 2**0.5),
+        ((nn.BatchNorm2d(4), nn.ReLU()), classes, 5000, 1.0),
+        ((nn.ReLU(),), classes, 100, 1.0),
+        ((nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Tanh()), classes, 100, 1.0),  # the second has no norm
+        ((nn.BatchNorm2d(4),), lambda m, b: m(b[0]).square().sum(1), 100, 1.0),
+    ],
+)
+def test_convolutions_before_norms_get_a_larger_noise_step(
+    parts: tuple[nn.Module, ...], loss_fn: Any, steps: int, factor: float
+):
+    torch.manual_seed(0)
+    model = pg.fix(nn.Sequential(nn.Conv2d(1, 4, 3), *parts, nn.Flatten(), nn.Linear(4 * 16, 3)))
+    batch = torch.randn(8, 1, 6, 6), torch.arange(8) % 3
+    found = pg.suggest(model, make_plan(steps=steps), public_batch=batch, loss_fn=loss_fn)
+    largest = max(norm * (1 if name == str(len(parts) + 2) else 2) for name, norm in found.input_norms.items())
+    assert found.noise_step == pytest.approx(0.16 * factor / largest, rel=0.05)
+    assert ("that are normalized" in str(found)) == (factor > 1 or steps > 200)
+
+
 def test_words_are_vectors_with_a_single_one():
     ids = torch.tensor([[1, 1, 2, 0], [3, 4, 0, 0]])  # 0 is padding
     bag = models.bag_of_words(vocabulary=6, num_classes=2)

@@ -31,6 +31,9 @@ _HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear o
 _UNITS = 32
 _ENOUGH_FOR_UNITS = 40_000  # examples times epsilon
 _NETWORK = 0.16
+# Times that of a network for classes over the root of the steps, from 1 to 2, if it normalizes what each convolution
+# returns: noise in such weights cannot make outputs larger.
+_NORMALIZED = 2 * math.sqrt(200)
 # Times log(classes) over the root of the steps: of a network for classes, whose weights meet a row once.
 _ROWS = 0.1 * math.sqrt(200) / math.log(10)
 _NETWORK_NUMBER = 0.011
@@ -87,9 +90,11 @@ def suggest(
         view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
         a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
         constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
-        linearly to zero. For k classes of rows, with one place in each layer, 0.1 log10(k) sqrt(200 / steps) takes the
-        place of 0.16, where it is smaller. If the loss is that of one number for each example, such as a squared error,
-        u is multiplied by the standard deviation of the public labels times 0.46, or 0.12 for a network, at most by 1.
+        linearly to zero. For classes, 0.32 sqrt(200 / steps), at least 0.16 and at most 0.32, takes the place of 0.16
+        if the model normalizes what each of its convolutions returns, as after pg.fix. For k classes of rows, with one
+        place in each layer, 0.1 log10(k) sqrt(200 / steps) does, where it is smaller. If the loss is that of one number
+        for each example, such as a squared error, u is multiplied by the standard deviation of the public labels times
+        0.46, or 0.12 for a network, at most by 1.
         C is 0.3 times the median gradient norm of 32 public examples, so that most gradients are clipped. For a network
         and classes of rows, it is 3 times this norm if sigma sqrt(weights / steps) / B is at most 0.02, or once up to
         0.04. u does not depend on C.
@@ -113,7 +118,7 @@ def suggest(
     Privacy:
         This costs no privacy: it uses the model and public data only. No private gradient norm is looked at.
     Reference:
-        Ours. Factors and exponent were chosen on five tasks (docs/choosing-evidence.md).
+        Ours. docs/choosing-evidence.md has the tasks that factors and exponent were chosen on.
     """
     require_model("suggest", model)
     require_supported(model)
@@ -140,12 +145,20 @@ def suggest(
         why = f"One layer is trained. Noise moves outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({whose})."
         of_schedule = "Constant rate: for one layer, decay changed our results by -2 to 0 points."
     else:
-        of_classes = _ROWS * math.log(classes) / math.sqrt(plan.steps) if of_rows else math.inf
-        of_network = min(_NETWORK, float(f"{of_classes:.2g}"))
+        normalizes = classes > 0 and not of_rows and _normalizes(model, public_batch, loss_fn)
+        of_network = _NETWORK
+        if of_rows:
+            of_network = min(_NETWORK, _ROWS * math.log(classes) / math.sqrt(plan.steps))
+        elif normalizes:
+            of_network *= min(2.0, max(1.0, _NORMALIZED / math.sqrt(plan.steps)))
+        of_network = float(f"{of_network:.2g}")
         step, schedule = of_network / (norm * places**_PLACES), Schedule("linear")
         of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
         why = f"The layer {whose} has the largest inputs: {of_network:g} / ({norm:.3g}{of_places})."
         why += f" {of_network:g} is for {classes} classes of rows, in {plan.steps:,} steps." if of_rows else ""
+        why += (
+            f" {of_network:g} is for convolutions that are normalized, in {plan.steps:,} steps." if normalizes else ""
+        )
         of_schedule = "Linear decay to zero: without it, the noise of a network's last steps is not averaged."
     if spread is not None:
         of_number = _NUMBER / _LINEAR if is_linear else _NETWORK_NUMBER / _NETWORK
@@ -293,20 +306,7 @@ def _input_norms(
 
     hooks = [(module, partial(observe, name)) for name, module in layers.items()]
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in (*hooks, (model, count))]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
-            if loss_fn is not None:
-                loss_fn(model, public_batch)
-            elif isinstance(public_batch, Mapping):
-                model(**cast("Mapping[str, Any]", public_batch))
-            else:
-                model(*(public_batch if isinstance(public_batch, tuple | list) else (public_batch,)))
-    finally:
-        for handle in handles:
-            handle.remove()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    _called(model, public_batch, loss_fn, handles)
     seen = max(sum(rows), examples)
     found = {name: (math.sqrt(total / places), places / seen) for name, (total, places) in sums.items()}
     usable = {name: pair for name, pair in found.items() if math.isfinite(pair[0]) and pair[0] > 0}
@@ -315,6 +315,39 @@ def _input_norms(
         got = f"{len(layers)} such layers, {len(found)} of them called with inputs that are not zero"
         raise expected("suggest", "model", "to call a trained layer", got, remedy)
     return usable
+
+
+def _normalizes(model: nn.Module, public_batch: Any, loss_fn: LossFunction | None) -> bool:
+    """Return whether the model has trained convolutions, and the scale of their outputs hardly changes the losses."""
+    found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS) and any(trainable(module))]
+    if not found or not any(isinstance(module, _NORMALIZATIONS) for module in model.modules()):
+        return False  # without the latter, a saturated activation would count as one
+
+    def enlarge(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return 100 * output
+
+    before = _called(model, public_batch, loss_fn, [])
+    after = _called(model, public_batch, loss_fn, [module.register_forward_hook(enlarge) for module in found])
+    return all(torch.allclose(one, other, rtol=0.05) for one, other in zip(before, after, strict=True))
+
+
+def _called(model: nn.Module, public_batch: Any, loss_fn: LossFunction | None, handles: list[Any]) -> list[Tensor]:
+    """Return the losses, or the outputs without loss_fn, remove the hooks, and put the buffers back."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
+            if loss_fn is not None:
+                made: Any = loss_fn(model, public_batch)
+            elif isinstance(public_batch, Mapping):
+                made = model(**cast("Mapping[str, Any]", public_batch))
+            else:
+                made = model(*(public_batch if isinstance(public_batch, tuple | list) else (public_batch,)))
+            return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
