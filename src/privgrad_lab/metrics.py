@@ -205,6 +205,7 @@ _KINDS: dict[Kind, str] = {
 }
 _PAID = ("accuracy", "recall@k", "absolute_error", "squared_error")
 OF_NUMBERS = ["r2", "absolute_error"]  # what every result on numbers has
+_DEVIANCE = "sklearn.metrics:mean_poisson_deviance"
 _CONFIDENCE = 0.95
 _RESAMPLES = 500
 
@@ -224,8 +225,9 @@ def title(name: str) -> str:
 
 
 def reported(spec: Spec, data: DataSet) -> list[str]:
-    """Return the metrics of final results: those of [run], and for numbers R2 and the mean absolute error."""
-    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else [])]))
+    """Return the metrics of final results: those of [run], and for numbers and counts those that suit them."""
+    of_counts = [_DEVIANCE] if data.schema is not None and data.schema.counts else []
+    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else []), *of_counts]))
 
 
 def require_names(spec: Spec) -> None:
