@@ -42,8 +42,7 @@ BLOCKS: dict[str, Callable[..., Extractor]] = {
     "tf-idf": features.TfIdf,
 }
 
-# The options of a declared table.
-SCHEMA = ("columns", "label", "classes", "bounds", "counts", "interactions", "unit", "max_rows", "row_id")
+SCHEMA = ("columns", "label", "classes", "bounds", "counts", "interactions", "unit", "max_rows", "row_id")  # of a table
 
 # The data with features, by the training part as loaded and by table: computed once for all trainings.
 _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary()

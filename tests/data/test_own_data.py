@@ -1002,6 +1002,7 @@ def test_interactions_are_products_of_codes_in_rows_of_norm_1():
     found, without = data.table(cells, **own, interactions=pairs), data.table(cells, **own)
     codes, schema = found.train.tensors[0], found.schema
     assert schema is not None
+    assert without.schema is not None
     torch.testing.assert_close(codes.norm(dim=1), torch.ones(3))
     few = Hats((0, 4, 8, 11, 15))([6, 15, 3])  # 5 of the 16 knots
     ward, dose = torch.tensor([[1.0, 0], [0, 1], [1, 0]]), torch.tensor([[0, 0, 1], [0.6, 0.4, 0], [1, 0, 0]])
@@ -1012,6 +1013,7 @@ def test_interactions_are_products_of_codes_in_rows_of_norm_1():
     require_codes("test", schema, codes)
     with pytest.raises(pg.PrivacyError, match="to have the codes of the columns"):
         require_codes("test", schema, codes.roll(1, dims=1))
+    require_codes("test", schema, data.synthetic_rows(schema, 100)[0])
     said = json.loads(json.dumps(declaration_of(schema)))
     again = schema_of("test", **said)
     rows = [{name: cells[name][row] for name in columns} for row in range(3)]

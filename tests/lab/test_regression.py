@@ -221,6 +221,7 @@ def test_a_count_has_rates_and_the_deviance_of_poisson(folder: Path, tmp_path: P
     toml = folder / "counts.toml"
     toml.write_text(TOML.replace("bounds =", 'counts = true\ninteractions = [["age", "sex"]]\nbounds ='))
     spec = load_spec(toml)
+    assert "with a number as label" in command("doctor", toml)
     answer = json.loads(command("train", toml, "--out", tmp_path / "out", "--json").splitlines()[-1])
     head = pg.Head.load(answer["head"])
     inputs, labels = make_data(spec).test.tensors

@@ -356,7 +356,7 @@ class _Tabular(_Private):
         if hidden is None:
             # Not what a budget has left: that differs when a training resumes.
             total = self.target_epsilon or (0.0 if self.budget is None else self.budget.total_epsilon)
-            hidden, why = table_hidden(self._count, total, of_numbers=bounds is not None and not data.schema.counts)
+            hidden, why = table_hidden(self._count, total, of_numbers=bounds is not None)
         of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
         source = "codes of the declared columns"
         options = {
